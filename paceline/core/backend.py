@@ -1,0 +1,56 @@
+"""The seam between deciding and computing: three methods and a description.
+
+Real engines, the null backend and tests drive the scheduler through this Protocol alone.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from paceline.core.outputs import SchedulerOutput, StepResult
+
+__all__ = ["BackendInfo", "ModelBackend"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What a loaded backend offers; fixed for its life."""
+
+    # for people and logs: "null", "torch"
+    name: str
+    vocab_size: int
+    # longest sequence the model's positions allow
+    max_model_len: int
+    # tokens per KV block
+    block_size: int
+    # blocks in the KV pool
+    num_blocks: int
+    # bytes of one block over all layers, keys and values
+    block_bytes: int
+    dtype: str
+    device: str
+
+
+@runtime_checkable
+class ModelBackend(Protocol):
+    """Runs plans. Called from one thread; plans arrive in ``step_id`` order.
+
+    ``execute`` may return before the step has run; steps run in the order given, so a caller may
+    hand over step N+1 before the result of step N is there.
+    """
+
+    @property
+    def info(self) -> BackendInfo:
+        """Capacity and shapes; valid from construction to close."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        """Run one step. The future fails only if the whole backend is broken; a fault of one
+        request is reported in ``StepResult.errors``."""
+        ...
+
+    def close(self) -> None:
+        """Free memory and threads; pending futures finish first. Idempotent."""
+        ...

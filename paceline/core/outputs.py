@@ -1,0 +1,160 @@
+"""What the scheduler asks for and what comes back: frozen values, no behaviour.
+
+::
+
+    Scheduler.schedule(now) -> SchedulerOutput      the plan of one step
+    ModelBackend.execute(plan) -> StepResult        what that step sampled
+    Scheduler.update(plan, result, now) -> tuple[RequestUpdate, ...]
+
+Rows are NamedTuples, not dataclasses: a step has one per running request and a frozen dataclass
+costs five times as much to make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.core.request import FinishReason, SamplingParams
+
+__all__ = [
+    "BlockCopy",
+    "NewRequest",
+    "RequestUpdate",
+    "ScheduledRow",
+    "SchedulerOutput",
+    "SchedulerStats",
+    "StepResult",
+    "TokenLogprobs",
+]
+
+
+class ScheduledRow(NamedTuple):
+    """One request's share of a step: positions ``[start, start + num_tokens)``."""
+
+    request_id: str
+    # first position computed in this step; everything before it is in the KV cache
+    start: int
+    # positions computed in this step, >= 1
+    num_tokens: int
+    # appended to the request's block table before the step runs
+    new_block_ids: tuple[int, ...]
+    # whether a token is sampled from the last position's logits. False for a chunk that ends
+    # before the last known token
+    samples: bool
+
+
+class BlockCopy(NamedTuple):
+    """Copy-on-write: copy block ``src`` to ``dst`` and set the request's table[index] = dst.
+
+    All copies of a plan happen, in order, before anything of that step is written.
+    """
+
+    request_id: str
+    index: int
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request the backend holds no state for: seen first, or resumed after preemption."""
+
+    request_id: str
+    # prompt, followed by what was generated before a preemption
+    token_ids: tuple[int, ...]
+    # how many of token_ids are prompt (penalties and output positions need it)
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    # block table at admission, shared prefix blocks first; the row's new_block_ids is then empty
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The plan of one step. Valid until executed; plans are executed in ``step_id`` order.
+
+    A backend applies, in this order: ``released``, ``new_requests``, ``block_copies``, ``rows``.
+    A row whose last input token was sampled by an earlier, still running step uses the token that
+    step sampled: the backend keeps its own copy of each request's tokens.
+    """
+
+    step_id: int
+    rows: tuple[ScheduledRow, ...]
+    new_requests: tuple[NewRequest, ...]
+    block_copies: tuple[BlockCopy, ...]
+    # requests (finished, aborted, preempted) whose backend state is to be dropped
+    released: tuple[str, ...]
+    # sum of row.num_tokens
+    num_tokens: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one sampled position, from the raw logits."""
+
+    token_id: int
+    logprob: float
+    # 1 is the most likely token
+    rank: int
+    # (token id, logprob), most likely first
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced, row for row of ``plan.rows``."""
+
+    step_id: int
+    # sampled token ids; () for rows with samples=False and for rows that failed
+    sampled: tuple[tuple[int, ...], ...]
+    # per row, one entry per sampled token; None where the row asked for none. () when no row asked
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
+    # (request id, message): requests that failed alone in this step, e.g. NaN logits
+    errors: tuple[tuple[str, str], ...] = ()
+    # seconds the backend spent on this step
+    elapsed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """News of one request after a step."""
+
+    request_id: str
+    # ids appended in this step; may be empty when the request only ended
+    new_token_ids: tuple[int, ...]
+    # one entry per new token, or None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason | None
+    # stop token id that ended the request, or None
+    stop_reason: int | None
+    # prompt tokens served from the prefix cache at first admission
+    num_cached_tokens: int
+    # when the request first got tokens in a plan
+    first_scheduled_time: float
+    num_preemptions: int
+    # set with finish_reason ERROR
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot of the scheduler, cheap enough to take every step."""
+
+    num_running: int
+    num_waiting: int
+    # waiting although some requests behind or running fit: blocked on memory or slots
+    num_waiting_capacity: int
+    # waiting for an event (a fork's parent)
+    num_waiting_deferred: int
+    num_blocks: int
+    num_free_blocks: int
+    # monotonic counters since start
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_recomputed_tokens: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Fraction of blocks in use, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_blocks

@@ -1,0 +1,215 @@
+"""A request and its counters.
+
+There are no phases. A request owns ``num_tokens`` tokens (prompt + output so far) and
+``num_computed_tokens`` of them have their keys and values in the cache, or will have once the
+steps already planned have run. Prefill, chunked prefill, decode, a prefix-cache hit and recompute
+after preemption are all just values of that difference. ``num_pending_tokens`` counts tokens that
+planned steps will sample but whose ids are not known yet; with it, step N+1 can be planned while
+step N runs.
+
+This module does not know how requests are ordered, where blocks come from, or what time it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.core.errors import InvalidRequestError
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_STOP_TOKENS",
+    "FinishReason",
+    "Request",
+    "RequestStatus",
+    "SamplingParams",
+]
+
+MAX_LOGPROBS: Final = 20
+MAX_STOP_TOKENS: Final = 128
+_SEED_RANGE: Final = 2**63
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; the values are the wire names."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _require(ok: bool, message: str, param: str) -> None:
+    if not ok:
+        raise InvalidRequestError(message, param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one sequence is sampled. Validated at birth; every field has vLLM's meaning.
+
+    Raises:
+        InvalidRequestError: a value outside its range, with the field in ``param``.
+    """
+
+    # tokens to generate at most, >= 1
+    max_tokens: int
+    # 0 is greedy; otherwise logits are divided by it
+    temperature: float = 1.0
+    # keep the k most likely tokens; 0 keeps all
+    top_k: int = 0
+    # keep the smallest set whose probability reaches top_p
+    top_p: float = 1.0
+    # keep tokens at least min_p times as likely as the likeliest
+    min_p: float = 0.0
+    # subtracted from a logit once if the token is in the output
+    presence_penalty: float = 0.0
+    # subtracted from a logit once per occurrence in the output
+    frequency_penalty: float = 0.0
+    # divides positive and multiplies negative logits of tokens in prompt or output
+    repetition_penalty: float = 1.0
+    # (token id, bias) pairs added to the logits
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # sampling at output position i depends on (seed, i) alone, so a resumed request repeats itself
+    seed: int = 0
+    # None: no logprobs; k: the chosen token's and the k likeliest tokens'
+    logprobs: int | None = None
+    # ids that end the output; the id itself is kept in the output tokens
+    stop_token_ids: frozenset[int] = frozenset()
+    # the model's end-of-sequence ids; empty when the caller set ignore_eos
+    eos_token_ids: frozenset[int] = frozenset()
+    # stop and eos ids cannot be sampled before this many output tokens
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        finite = (-1e6, 1e6)
+        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
+        _require(
+            0.0 <= self.temperature <= 100.0,
+            f"temperature must be between 0 and 100, got {self.temperature}",
+            "temperature",
+        )
+        _require(
+            0 <= self.top_k <= 2**31, f"top_k must be 0 (off) or positive, got {self.top_k}", "top_k"
+        )
+        _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}", "top_p")
+        _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}", "min_p")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}", name)
+        _require(
+            0.0 < self.repetition_penalty <= 100.0,
+            f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}",
+            "repetition_penalty",
+        )
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be between 0 and max_tokens={self.max_tokens}, got {self.min_tokens}",
+            "min_tokens",
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}",
+            "logprobs",
+        )
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKENS,
+            f"at most {MAX_STOP_TOKENS} stop_token_ids, got {len(self.stop_token_ids)}",
+            "stop_token_ids",
+        )
+        _require(
+            -_SEED_RANGE <= self.seed < _SEED_RANGE, f"seed must fit in 64 bits, got {self.seed}", "seed"
+        )
+        for token_id, bias in self.logit_bias:
+            _require(token_id >= 0, f"logit_bias has a negative token id {token_id}", "logit_bias")
+            _require(
+                finite[0] <= bias <= finite[1], f"logit_bias for token {token_id} is {bias}", "logit_bias"
+            )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence to generate, with the counters the scheduler moves.
+
+    Created by the engine, owned by the scheduler from ``add_request`` until it is finished. Token
+    ids are appended by ``Scheduler.update`` only.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    # seconds on the clock that drives the scheduler
+    arrival_time: float
+    # lower runs sooner, as in vLLM
+    priority: int = 0
+    # requests share cached prefix blocks only under the same salt
+    cache_salt: str | None = None
+    # id of the request whose prompt this one shares (n > 1): it waits for the parent's prompt and
+    # then takes over its blocks copy-on-write
+    fork_of: str | None = None
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    # tokens whose keys and values are cached, or will be once planned steps ran
+    num_computed_tokens: int = 0
+    # tokens that planned steps will sample, ids not known yet
+    num_pending_tokens: int = 0
+    # block table: position p lives in block_ids[p // block_size]
+    block_ids: list[int] = field(default_factory=list)
+    # chained hash of every full block of known tokens, computed on demand
+    block_hashes: list[bytes] = field(default_factory=list)
+    # leading entries of block_ids that are registered in, or came from, the prefix cache
+    num_hashed_blocks: int = 0
+    finish_reason: FinishReason | None = None
+    # the stop token id that ended the output, if one did
+    stop_reason: int | None = None
+
+    # accounting, for metrics and explanations
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    times_bypassed: int = 0
+    first_scheduled_time: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens this request can ever hold."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens, known or pending, that still need a forward pass."""
+        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
+    def token_id(self, index: int) -> int:
+        """The known token at ``index`` of prompt + output."""
+        prompt = len(self.prompt_token_ids)
+        return self.prompt_token_ids[index] if index < prompt else self.output_token_ids[index - prompt]
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Known tokens ``[start, stop)`` of prompt + output."""
+        prompt = len(self.prompt_token_ids)
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]

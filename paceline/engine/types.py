@@ -1,0 +1,123 @@
+"""What crosses between a server and an engine.
+
+``GenerationRequest`` goes in, ``GenerationOutput`` deltas come out. Both sides may live in one
+process or in two; everything here serialises with msgspec and nothing else is ever sent.
+Times are seconds of ``time.monotonic()``, which all processes of one host share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.core.outputs import TokenLogprobs
+from paceline.core.request import SamplingParams
+
+__all__ = [
+    "ChoiceDelta",
+    "EngineInfo",
+    "EngineStats",
+    "GenerationOutput",
+    "GenerationRequest",
+    "RequestTimes",
+    "TokenLogprobs",
+]
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue ``n`` times."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    # choices; choice i is sampled with seed + i and shares the prompt's blocks copy-on-write
+    n: int = 1
+    # strings that end the output; handled where text is made, never seen by the scheduler
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    # False: no text is made (token-in/token-out callers)
+    detokenize: bool = True
+    arrival_time: float
+    # lower runs sooner
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one choice: what was added since the last delta."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    # one entry per id in token_ids, or None when not asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    # "stop", "length", "abort" or "error" on the last delta of the choice, else None
+    finish_reason: str | None = None
+    # the stop string or stop token id that ended it, None for end-of-sequence
+    stop_reason: int | str | None = None
+    # set with finish_reason "error"
+    error: str | None = None
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When things happened to a request, for metrics."""
+
+    arrival: float
+    first_scheduled: float
+    first_token: float
+    last_token: float
+
+
+class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One delivery to the caller of ``EngineClient.generate``."""
+
+    request_id: str
+    choices: tuple[ChoiceDelta, ...]
+    num_prompt_tokens: int
+    # prompt tokens that came from the prefix cache
+    num_cached_tokens: int
+    # output tokens of all choices so far
+    num_output_tokens: int
+    # every choice has ended; nothing follows
+    finished: bool
+    times: RequestTimes | None = None
+    num_preemptions: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ready engine is, sent once."""
+
+    model: str
+    backend: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    enable_prefix_caching: bool
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot sent with every step and at least once a second when idle."""
+
+    # time of the engine's last completed step or idle beat
+    time: float
+    # steps completed since start; health compares it with unfinished work
+    num_steps: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_capacity: int = 0
+    num_waiting_deferred: int = 0
+    num_blocks: int = 1
+    num_free_blocks: int = 1
+    # monotonic counters since start
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_recomputed_tokens: int = 0
+    # tokens computed in each step since the last snapshot
+    iteration_tokens: tuple[int, ...] = ()
