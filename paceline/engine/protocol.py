@@ -1,0 +1,98 @@
+"""The two seams a server sees: an engine to ask and a tokenizer to speak with.
+
+Both have fakes in the library (``paceline.engine.testing``), so a server is tested without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from paceline.engine.types import EngineInfo, EngineStats, GenerationOutput, GenerationRequest
+
+__all__ = ["EngineClient", "Tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Pure, thread-safe, loaded without torch."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end an answer (generation_config's, the template's end of turn)."""
+        ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that ``decode(skip_special_tokens=True)`` leaves out."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes one id stands for; may be half a character."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text for a conversation, by the checkpoint's Jinja template in a sandbox.
+
+        Raises InvalidRequestError when the template refuses the messages or there is none.
+        The text already holds the special tokens: encode it with ``add_special_tokens=False``.
+        """
+        ...
+
+
+class EngineClient(Protocol):
+    """An engine as a server sees it, whatever process it lives in."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest snapshot; never waits."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Deltas until ``finished``. Closing the iterator or cancelling its task aborts the
+        request and frees its blocks.
+
+        Raises:
+            RequestError: refused at the door (before the first delta).
+            EngineDeadError: the engine went away; EngineDrainingError: it takes nothing new.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; unknown ids are ignored. Its iterator yields a last delta with
+        finish_reason "abort"."""
+        ...
+
+    def check_health(self) -> None:
+        """Return if tokens flow (or nothing is asked for); raise EngineDeadError otherwise, also
+        when work is waiting and no step has completed for the stall timeout."""
+        ...
+
+    async def drain(self, timeout: float) -> None:
+        """Take nothing new, wait for running requests up to ``timeout`` seconds, abort the rest."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and release everything. Idempotent."""
+        ...
