@@ -72,6 +72,4 @@ class SchedulerConfig:
         _require(
             self.bypass_window >= 0, f"bypass_window must be 0 or more, got {self.bypass_window}"
         )
-        _require(
-            self.max_bypasses >= 0, f"max_bypasses must be 0 or more, got {self.max_bypasses}"
-        )
+        _require(self.max_bypasses >= 0, f"max_bypasses must be 0 or more, got {self.max_bypasses}")

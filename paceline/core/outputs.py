@@ -6,8 +6,8 @@
     ModelBackend.execute(plan) -> StepResult        what that step sampled
     Scheduler.update(plan, result, now) -> tuple[RequestUpdate, ...]
 
-Rows are NamedTuples, not dataclasses: a step has one per running request and a frozen dataclass
-costs five times as much to make.
+Rows and updates are NamedTuples, not dataclasses: a step has one per running request and a frozen
+dataclass costs several times as much to make.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ScheduledRow(NamedTuple):
     samples: bool
 
 
-class BlockCopy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
     """Copy-on-write: copy block ``src`` to ``dst`` and set the request's table[index] = dst.
 
     All copies of a plan happen, in order, before anything of that step is written.
@@ -115,8 +116,7 @@ class StepResult:
     elapsed: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """News of one request after a step."""
 
     request_id: str

@@ -93,14 +93,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         finite = (-1e6, 1e6)
-        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
+        _require(
+            self.max_tokens >= 1,
+            f"max_tokens must be at least 1, got {self.max_tokens}",
+            "max_tokens",
+        )
         _require(
             0.0 <= self.temperature <= 100.0,
             f"temperature must be between 0 and 100, got {self.temperature}",
             "temperature",
         )
         _require(
-            0 <= self.top_k <= 2**31, f"top_k must be 0 (off) or positive, got {self.top_k}", "top_k"
+            0 <= self.top_k <= 2**31,
+            f"top_k must be 0 (off) or positive, got {self.top_k}",
+            "top_k",
         )
         _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}", "top_p")
         _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}", "min_p")
@@ -128,12 +134,16 @@ class SamplingParams:
             "stop_token_ids",
         )
         _require(
-            -_SEED_RANGE <= self.seed < _SEED_RANGE, f"seed must fit in 64 bits, got {self.seed}", "seed"
+            -_SEED_RANGE <= self.seed < _SEED_RANGE,
+            f"seed must fit in 64 bits, got {self.seed}",
+            "seed",
         )
         for token_id, bias in self.logit_bias:
             _require(token_id >= 0, f"logit_bias has a negative token id {token_id}", "logit_bias")
             _require(
-                finite[0] <= bias <= finite[1], f"logit_bias for token {token_id} is {bias}", "logit_bias"
+                finite[0] <= bias <= finite[1],
+                f"logit_bias for token {token_id} is {bias}",
+                "logit_bias",
             )
 
 
@@ -141,8 +151,8 @@ class SamplingParams:
 class Request:
     """One sequence to generate, with the counters the scheduler moves.
 
-    Created by the engine, owned by the scheduler from ``add_request`` until it is finished. Token
-    ids are appended by ``Scheduler.update`` only.
+    Created by the engine, owned by the scheduler from ``add_request`` until it is finished; only the
+    scheduler and its KV cache manager change it.
     """
 
     request_id: str
@@ -160,16 +170,25 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = field(init=False)
+    # known tokens: prompt and output
+    num_tokens: int = field(init=False)
+    # most tokens this request can ever hold
+    max_total_tokens: int = field(init=False)
     # tokens whose keys and values are cached, or will be once planned steps ran
     num_computed_tokens: int = 0
     # tokens that planned steps will sample, ids not known yet
     num_pending_tokens: int = 0
     # block table: position p lives in block_ids[p // block_size]
     block_ids: list[int] = field(default_factory=list)
-    # chained hash of every full block of known tokens, computed on demand
+    # chained hash of the leading full blocks of known tokens, extended on demand
     block_hashes: list[bytes] = field(default_factory=list)
-    # leading entries of block_ids that are registered in, or came from, the prefix cache
+    # leading entries of block_ids already offered to, or taken from, the prefix cache
     num_hashed_blocks: int = 0
+    # the block that holds the next position to be written may be shared with a fork
+    shares_tail: bool = False
+    # the policy's key and the order of arrival; smaller runs sooner. Set by the scheduler
+    order: tuple[float, int] = (0.0, 0)
     finish_reason: FinishReason | None = None
     # the stop token id that ended the output, if one did
     stop_reason: int | None = None
@@ -177,37 +196,41 @@ class Request:
     # accounting, for metrics and explanations
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    # tokens that were computed when last preempted and are not computed again yet
+    num_lost_tokens: int = 0
     num_recomputed_tokens: int = 0
+    # admissions that overtook this request while it headed the queue
     times_bypassed: int = 0
     first_scheduled_time: float | None = None
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Most tokens this request can ever hold."""
-        return len(self.prompt_token_ids) + self.sampling.max_tokens
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens, known or pending, that still need a forward pass."""
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
 
-    def token_id(self, index: int) -> int:
-        """The known token at ``index`` of prompt + output."""
-        prompt = len(self.prompt_token_ids)
-        return self.prompt_token_ids[index] if index < prompt else self.output_token_ids[index - prompt]
+    def append_output(self, token_id: int) -> None:
+        """Add one sampled token."""
+        self.output_token_ids.append(token_id)
+        self.num_tokens += 1
+
+    def ends_with(self, token_id: int) -> FinishReason | None:
+        """Why the output ends with its newest token ``token_id``, or None if it goes on."""
+        sampling = self.sampling
+        num_output = self.num_tokens - self.num_prompt_tokens
+        if num_output >= sampling.min_tokens and (
+            token_id in sampling.eos_token_ids or token_id in sampling.stop_token_ids
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Known tokens ``[start, stop)`` of prompt + output."""
-        prompt = len(self.prompt_token_ids)
+        prompt = self.num_prompt_tokens
         if stop <= prompt:
             return self.prompt_token_ids[start:stop]
         if start >= prompt:

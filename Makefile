@@ -1,0 +1,72 @@
+# Every target works from a fresh clone: the virtual environment is a prerequisite, made once.
+#
+#   make serve          an OpenAI-compatible server on PORT (8000); ARGS="--help" shows its flags
+#   make test           style, types, layers and all tests
+#   make quick          the same without the slow tests
+#   make check          style, types and layers only
+#   make format         apply the formatter and the safe lint fixes
+#   make model          download the default model
+#   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
+#   make clean          remove caches and build output;  clean-venv removes the environment too
+#
+# Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
+# TORCH_INDEX (a package index with the torch build you want, for instance a CPU-only one; the
+# default index's Linux build brings several gigabytes of CUDA libraries).
+
+VENV ?= .venv
+PORT ?= 8000
+MODEL ?= smollm2-135m
+ARGS ?=
+QUICK ?=
+CONSTRAINTS ?= constraints.txt
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export QUICK
+
+.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler
+.DEFAULT_GOAL := test
+
+serve: $(STAMP)
+	@exec $(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
+
+# pytest comes last, so its summary is the last thing printed
+test: check model
+	@$(BIN)/python -m pytest
+
+quick: check
+	@$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+model: $(STAMP)
+	@$(BIN)/paceline pull smollm2-135m
+
+bench-batching: $(STAMP) model
+	@$(BIN)/python -m benchmarks.batching
+
+bench-scheduler: $(STAMP)
+	@$(BIN)/python -m benchmarks.scheduler
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS) scripts/make-venv
+	@VENV="$(VENV)" CONSTRAINTS="$(CONSTRAINTS)" TORCH_INDEX="$(TORCH_INDEX)" scripts/make-venv
+	@touch $@
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	find paceline tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv: clean
+	rm -rf $(VENV)

@@ -1,0 +1,168 @@
+"""A backend without a model, whose tokens are computed by hand.
+
+The KV cache is real, of integers: computing token ``t`` at position ``p`` writes ``t * (p + 1)``
+into the slot the block table gives. Sampling adds up the slots of positions 0 to the last, modulo
+the vocabulary::
+
+    prompt [3, 5], vocab 100:  3*1 + 5*2 = 13          -> 13
+    then   [3, 5, 13]:         13 + 13*3 = 52          -> 52
+    then   [3, 5, 13, 52]:     52 + 52*4 = 260 % 100   -> 60
+
+So a wrong block, a missed copy or a reused slot shows as a wrong number, not as a plausible text.
+Greedy and sampled requests get the same tokens; logit_bias of 100 or more forces a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from paceline.core.backend import BackendInfo
+from paceline.core.outputs import (
+    NewRequest,
+    ScheduledRow,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
+
+__all__ = ["NullBackend", "expected_tokens"]
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """The ``count`` tokens the null backend generates after ``prompt``, computed independently."""
+    total = sum(token * (position + 1) for position, token in enumerate(prompt))
+    tokens = []
+    for position in range(len(prompt), len(prompt) + count):
+        token = total % vocab_size
+        tokens.append(token)
+        total += token * (position + 1)
+    return tokens
+
+
+class _State:
+    """One request's tokens and block table."""
+
+    def __init__(self, new: NewRequest) -> None:
+        self.tokens = list(new.token_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.sampling = new.sampling
+        self.block_ids = list(new.block_ids)
+
+
+class NullBackend:
+    """See the module. ``step_time`` seconds pass in each step, on a thread of its own, so a
+    driver's waiting and pipelining can be watched.
+
+    ``poison_token``: a request whose input holds this token fails alone, with an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        num_blocks: int = 1024,
+        block_size: int = 16,
+        max_model_len: int = 4096,
+        step_time: float = 0.0,
+        poison_token: int | None = None,
+    ) -> None:
+        self._info = BackendInfo(
+            name="null",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_bytes=8 * block_size,
+            dtype="int64",
+            device="cpu",
+        )
+        self._step_time = step_time
+        self._poison_token = poison_token
+        self._cache = [[0] * block_size for _ in range(num_blocks)]
+        self._states: dict[str, _State] = {}
+        self._executor = ThreadPoolExecutor(max_workers=1) if step_time > 0 else None
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        if self._executor is not None:
+            return self._executor.submit(self._run, plan)
+        future: Future[StepResult] = Future()
+        future.set_result(self._run(plan))
+        return future
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _run(self, plan: SchedulerOutput) -> StepResult:
+        started = time.monotonic()
+        if self._step_time > 0:
+            time.sleep(self._step_time)
+        for request_id in plan.released:
+            self._states.pop(request_id, None)
+        for new in plan.new_requests:
+            self._states[new.request_id] = _State(new)
+        for copy in plan.block_copies:
+            self._cache[copy.dst] = list(self._cache[copy.src])
+            self._states[copy.request_id].block_ids[copy.index] = copy.dst
+        for row in plan.rows:
+            self._write(row)
+        sampled: list[tuple[int, ...]] = []
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
+        errors: list[tuple[str, str]] = []
+        for row in plan.rows:
+            state = self._states[row.request_id]
+            if self._poison_token in state.tokens[row.start : row.start + row.num_tokens]:
+                errors.append((row.request_id, f"token {self._poison_token} is poison"))
+                sampled.append(())
+                logprobs.append(None)
+                continue
+            token = self._sample(row, state) if row.samples else None
+            sampled.append(() if token is None else (token,))
+            if token is not None:
+                state.tokens.append(token)
+            wanted = state.sampling.logprobs
+            logprobs.append(
+                None
+                if token is None or wanted is None
+                else (TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()),)
+            )
+        asked = any(entry is not None for entry in logprobs)
+        return StepResult(
+            step_id=plan.step_id,
+            sampled=tuple(sampled),
+            logprobs=tuple(logprobs) if asked else (),
+            errors=tuple(errors),
+            elapsed=time.monotonic() - started,
+        )
+
+    def _write(self, row: ScheduledRow) -> None:
+        state = self._states[row.request_id]
+        state.block_ids.extend(row.new_block_ids)
+        size = self._info.block_size
+        for position in range(row.start, row.start + row.num_tokens):
+            block = self._cache[state.block_ids[position // size]]
+            block[position % size] = state.tokens[position] * (position + 1)
+
+    def _sample(self, row: ScheduledRow, state: _State) -> int:
+        size = self._info.block_size
+        length = row.start + row.num_tokens
+        full, rest = divmod(length, size)
+        total = sum(sum(self._cache[block_id]) for block_id in state.block_ids[:full])
+        if rest:
+            total += sum(self._cache[state.block_ids[full]][:rest])
+        banned: frozenset[int] = frozenset()
+        if length - state.num_prompt_tokens < state.sampling.min_tokens:
+            banned = state.sampling.eos_token_ids | state.sampling.stop_token_ids
+        for token, bias in state.sampling.logit_bias:
+            if bias >= 100.0 and token not in banned:
+                return token
+        token = total % self._info.vocab_size
+        while token in banned:
+            token = (token + 1) % self._info.vocab_size
+        return token

@@ -1,0 +1,231 @@
+"""Which blocks a request holds: block tables, prefix caching, copy-on-write, and "does it fit".
+
+Memory of one request, ``block_size`` = 4::
+
+    tokens      p p p p | p p p p | p p o o | o .
+    block_ids   [  7        3         9        2  ]      position p is in block_ids[p // 4]
+                 `--------------'                        full blocks, hashed: others may share them
+                                   `-----------'         written by this request alone
+
+A block that somebody else references is never written. Full prefix blocks are never written again;
+the one exception is the tail that forks of a prompt (``n > 1``) share, which whoever writes first
+copies (copy-on-write).
+
+This module does not know queues, budgets or time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from paceline.core.block_pool import BlockPool
+from paceline.core.config import CacheConfig
+from paceline.core.outputs import BlockCopy
+from paceline.core.request import Request
+
+__all__ = ["Extension", "KVCacheManager", "blocks_for", "fits", "hash_block"]
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def fits(num_tokens: int, *, block_size: int, num_blocks: int) -> bool:
+    """Whether a sequence of ``num_tokens`` fits into ``num_blocks`` blocks.
+
+    The one formula: start-up sizing asks it for ``max_model_len``, the door for prompt +
+    max_tokens; admission at run time counts with the same ``blocks_for``.
+    """
+    return blocks_for(num_tokens, block_size) <= num_blocks
+
+
+def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
+    """SHA-256 over the parent's hash and this block's tokens: equal only for equal prefixes.
+
+    A cryptographic hash because a collision would serve one caller another's cache.
+    """
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """Parent of a sequence's first block; sequences share blocks only under the same salt."""
+    salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(b"paceline-prefix" + salt).digest()
+
+
+class Extension(NamedTuple):
+    """What a row needs done to the block table before its step runs."""
+
+    new_block_ids: tuple[int, ...]
+    copy: BlockCopy | None
+
+
+_UNCHANGED = Extension((), None)
+
+
+class KVCacheManager:
+    """Block tables of all requests over one pool. Driven by the scheduler alone."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.block_size = config.block_size
+        self._watermark_blocks = int(config.watermark * config.num_blocks)
+        # tokens looked up in, and served from, the prefix cache since start
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def shortfall(self, request: Request, *, beside_others: bool) -> int:
+        """Blocks missing before ``admit`` would succeed; 0 when it would.
+
+        ``beside_others`` keeps the watermark free for those already running.
+        """
+        return self._shortfall(request, self._shared_prefix(request), beside_others)
+
+    def admit(self, request: Request, *, beside_others: bool) -> bool:
+        """Give a waiting request blocks for all its known tokens, or change nothing.
+
+        Takes the longest cached prefix, leaving at least one token to compute (its logits are
+        needed).
+        """
+        shared = self._shared_prefix(request)
+        if self._shortfall(request, shared, beside_others) > 0:
+            return False
+        if not request.block_ids:
+            self.pool.acquire(shared)
+            request.block_ids = shared
+            request.num_computed_tokens = len(shared) * self.block_size
+            request.num_hashed_blocks = len(shared)
+            if request.num_preemptions == 0 and self.config.enable_prefix_caching:
+                self.num_queried_tokens += request.num_tokens
+                self.num_hit_tokens += request.num_computed_tokens
+                request.num_cached_tokens = request.num_computed_tokens
+        needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
+        request.block_ids.extend(self.pool.allocate(needed))
+        return True
+
+    def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
+        needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
+        needed += request.shares_tail and self._tail_is_shared(request)
+        # a cached block that nobody uses counts as free until it is taken
+        needed += sum(self.pool.ref_count(block_id) == 0 for block_id in shared)
+        reserve = self._watermark_blocks if beside_others else 0
+        return max(0, needed + reserve - self.pool.num_free)
+
+    def extend(self, request: Request, num_tokens: int) -> Extension | None:
+        """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable.
+
+        Returns the change to the block table, or None, with nothing changed, when the pool is
+        short of blocks.
+        """
+        start = request.num_computed_tokens
+        missing = blocks_for(start + num_tokens, self.block_size) - len(request.block_ids)
+        if missing <= 0 and not request.shares_tail:
+            return _UNCHANGED
+        copies_tail = request.shares_tail and self._tail_is_shared(request)
+        if max(missing, 0) + copies_tail > self.pool.num_free:
+            return None
+        copy = None
+        if copies_tail:
+            index = start // self.block_size
+            source = request.block_ids[index]
+            (target,) = self.pool.allocate(1)
+            self.pool.release([source])
+            request.block_ids[index] = target
+            copy = BlockCopy(request.request_id, index, source, target)
+        request.shares_tail = False
+        new_block_ids = self.pool.allocate(missing) if missing > 0 else []
+        request.block_ids.extend(new_block_ids)
+        return Extension(tuple(new_block_ids), copy)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
+
+        The last prompt token is computed again, for its logits; the block it lies in is copied by
+        whoever writes to it first.
+        """
+        prompt_blocks = blocks_for(parent.num_prompt_tokens, self.block_size)
+        child.block_ids = parent.block_ids[:prompt_blocks]
+        self.pool.acquire(child.block_ids)
+        child.num_computed_tokens = parent.num_prompt_tokens - 1
+        child.num_hashed_blocks = min(
+            parent.num_hashed_blocks, child.num_computed_tokens // self.block_size
+        )
+        child.block_hashes = parent.block_hashes[: child.num_hashed_blocks]
+        child.shares_tail = parent.shares_tail = True
+
+    def cache_computed(self, request: Request) -> None:
+        """Offer the request's newly full blocks to the prefix cache.
+
+        Called when a step is planned: steps run in order, so a later row may read what an
+        earlier one of the same step writes.
+        """
+        if not self.config.enable_prefix_caching:
+            return
+        known = min(request.num_computed_tokens, request.num_tokens)
+        full = known // self.block_size
+        if full <= request.num_hashed_blocks:
+            return
+        self._extend_hashes(request, full)
+        for index in range(request.num_hashed_blocks, full):
+            self.pool.register(request.block_ids[index], request.block_hashes[index])
+        request.num_hashed_blocks = full
+
+    def free(self, request: Request, *, forget: bool = False) -> None:
+        """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
+        self.pool.release(request.block_ids, forget=forget)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_hashed_blocks = 0
+        request.shares_tail = False
+
+    def _shared_prefix(self, request: Request) -> list[int]:
+        """Blocks to start from: those already held (a fork), else the longest cached prefix."""
+        if request.block_ids:
+            return request.block_ids
+        if not self.config.enable_prefix_caching:
+            return []
+        usable = (request.num_tokens - 1) // self.block_size
+        self._extend_hashes(request, usable)
+        found = []
+        for block_hash in request.block_hashes[:usable]:
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        hashes = request.block_hashes
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        for index in range(len(hashes), count):
+            start = index * self.block_size
+            parent = hash_block(parent, request.token_slice(start, start + self.block_size))
+            hashes.append(parent)
+
+    def _tail_is_shared(self, request: Request) -> bool:
+        index = request.num_computed_tokens // self.block_size
+        return index < len(request.block_ids) and self.pool.ref_count(request.block_ids[index]) > 1
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """AssertionError unless tables, counters and the pool agree."""
+        references: Counter[int] = Counter()
+        for request in requests:
+            held = len(request.block_ids)
+            computed = request.num_computed_tokens
+            where = f"request {request.request_id}"
+            references.update(request.block_ids)
+            assert len(set(request.block_ids)) == held, f"{where}: a block twice in its table"
+            assert blocks_for(computed, self.block_size) <= held, (
+                f"{where}: {computed} computed tokens in {held} blocks of {self.block_size}"
+            )
+            assert request.num_hashed_blocks <= min(held, len(request.block_hashes)), where
+            if held and not request.shares_tail:
+                tail = request.block_ids[computed // self.block_size :]
+                assert all(self.pool.ref_count(b) == 1 for b in tail), f"{where}: shared tail"
+        self.pool.check_integrity(references)

@@ -1,0 +1,111 @@
+"""The engine's inner loop: one scheduler, one backend, one screen.
+
+This module does not know text, sockets or processes; ``engine.process`` and ``engine.llm`` drive it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+
+from paceline.core.backend import BackendInfo, ModelBackend
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, SchedulerStats, StepResult
+from paceline.core.request import Request
+from paceline.core.scheduler import Scheduler
+
+__all__ = ["EngineCore"]
+
+
+class EngineCore:
+    """Schedules, executes, updates. Used from one thread.
+
+    Args:
+        backend: owned from here on; ``close`` closes it.
+        pipeline_depth: steps handed to the backend at once. 1 plans a step when the one before
+            is done; 2 plans step N+1 while step N runs.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        pipeline_depth: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        info = backend.info
+        if cache.block_size != info.block_size or cache.num_blocks > info.num_blocks:
+            raise ConfigError(
+                f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
+                f"the backend has {info.num_blocks} of {info.block_size}"
+            )
+        if pipeline_depth < 1:
+            raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")
+        self.scheduler = Scheduler(scheduler, cache)
+        self._backend = backend
+        self._depth = pipeline_depth
+        self._clock = clock
+        self._in_flight: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        self.num_steps = 0
+        self.last_step_tokens = 0
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._backend.info
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises a RequestError when it is refused."""
+        self.scheduler.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
+        """End requests and free their blocks at once; unknown ids are ignored."""
+        return self.scheduler.abort(request_ids)
+
+    def step(self) -> tuple[RequestUpdate, ...]:
+        """Keep the backend fed, wait for its oldest step, return what it brought.
+
+        Returns () when there is nothing to do.
+
+        Raises:
+            EngineDeadError: the backend broke; the engine cannot go on.
+        """
+        while len(self._in_flight) < self._depth:
+            plan = self.scheduler.schedule(self._clock())
+            if not plan.rows:
+                break
+            self._in_flight.append((plan, self._backend.execute(plan)))
+        if not self._in_flight:
+            if self.scheduler.has_unfinished:
+                raise EngineDeadError("the scheduler holds requests but plans nothing")
+            return ()
+        plan, future = self._in_flight.popleft()
+        try:
+            result = future.result()
+        except Exception as error:
+            raise EngineDeadError(f"step {plan.step_id} failed: {error!r}") from error
+        self.num_steps += 1
+        self.last_step_tokens = plan.num_tokens
+        return self.scheduler.update(plan, result, self._clock())
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every invariant of the scheduler holds."""
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Wait for running steps and close the backend. Idempotent."""
+        while self._in_flight:
+            self._in_flight.popleft()[1].exception()
+        self._backend.close()

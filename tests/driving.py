@@ -1,0 +1,135 @@
+"""Small makers and a synchronous driver shared by the tests of core and backends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paceline.backends.null import NullBackend
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
+from paceline.core.request import Request, SamplingParams
+from paceline.core.scheduler import Scheduler
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int] | int,
+    max_tokens: int = 8,
+    *,
+    arrival: float = 0.0,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    fork_of: str | None = None,
+    **sampling: Any,
+) -> Request:
+    """A request; an int prompt means that many tokens 1, 2, 3, ..."""
+    tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        arrival_time=arrival,
+        priority=priority,
+        cache_salt=cache_salt,
+        fork_of=fork_of,
+    )
+
+
+class Driver:
+    """A scheduler over the null backend with a hand-moved clock.
+
+    Checks, at every step, the budget, the plan's consistency and the scheduler's integrity.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        watermark: float = 0.0,
+        enable_prefix_caching: bool = True,
+        vocab_size: int = 997,
+        depth: int = 1,
+        poison_token: int | None = None,
+        **config: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "max_model_len": 1024,
+        }
+        self.config = SchedulerConfig(**(defaults | config))
+        self.cache = CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            watermark=watermark,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(self.config, self.cache)
+        self.backend = NullBackend(
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=self.config.max_model_len,
+            poison_token=poison_token,
+        )
+        self.depth = depth
+        self.now = 0.0
+        self.plans: list[SchedulerOutput] = []
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, RequestUpdate] = {}
+        self._flying: list[tuple[SchedulerOutput, StepResult]] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+
+    def abort(self, *request_ids: str) -> None:
+        self._take(self.scheduler.abort(request_ids))
+
+    def plan(self) -> SchedulerOutput:
+        """Plan and run one step, leaving its result in flight."""
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        assert sum(row.num_tokens for row in plan.rows) == plan.num_tokens
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.rows) <= self.config.max_num_seqs
+        assert all(row.num_tokens >= 1 for row in plan.rows)
+        assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+        if plan.rows:
+            self.plans.append(plan)
+            self._flying.append((plan, self.backend.execute(plan).result()))
+        return plan
+
+    def settle(self) -> None:
+        """Take in the oldest result in flight."""
+        plan, result = self._flying.pop(0)
+        self._take(self.scheduler.update(plan, result, self.now))
+        self.scheduler.check_integrity()
+
+    def step(self) -> bool:
+        """One turn of an engine with ``depth`` steps in flight; False when nothing moved."""
+        while len(self._flying) < self.depth and self.plan().rows:
+            pass
+        self.now += 1.0
+        if not self._flying:
+            return False
+        self.settle()
+        return True
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Until idle; fails if requests are left and nothing moves."""
+        for _ in range(max_steps):
+            if not self.step():
+                break
+        assert not self.scheduler.has_unfinished, "requests are stuck"
+        assert self.scheduler.kv.pool.num_free == self.cache.num_blocks, "blocks leaked"
+
+    def _take(self, updates: Iterable[RequestUpdate]) -> None:
+        for update in updates:
+            assert update.request_id not in self.finished, "news of a finished request"
+            self.tokens[update.request_id].extend(update.new_token_ids)
+            if update.finish_reason is not None:
+                self.finished[update.request_id] = update

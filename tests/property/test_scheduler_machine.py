@@ -1,0 +1,156 @@
+"""Any order of arrivals, steps, aborts and results: nothing leaks, starves or answers wrongly."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from paceline.backends.null import expected_tokens
+from paceline.core.errors import NeverFitsError
+from paceline.core.request import FinishReason
+from tests.driving import Driver, make_request
+
+VOCAB = 7  # small, so that prefixes repeat and stop ids are hit
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives a scheduler over the null backend with up to two steps in flight."""
+
+    @initialize(
+        num_blocks=st.integers(6, 40),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.integers(0, 20),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.1]),
+        bypass_window=st.integers(0, 3),
+        max_bypasses=st.integers(0, 3),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        policy: str,
+        caching: bool,
+        watermark: float,
+        bypass_window: int,
+        max_bypasses: int,
+    ) -> None:
+        self.driver = Driver(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            policy=policy,
+            enable_prefix_caching=caching,
+            watermark=watermark,
+            vocab_size=VOCAB,
+            bypass_window=bypass_window,
+            max_bypasses=max_bypasses,
+            priority_ageing_s=5.0,
+        )
+        self.asked: dict[str, tuple[list[int], int, frozenset[int]]] = {}
+        self.refused = 0
+        self.aborted: set[str] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=24),
+        max_tokens=st.integers(1, 16),
+        priority=st.integers(0, 3),
+        salt=st.sampled_from([None, "a"]),
+        forks=st.integers(0, 2),
+        stop=st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        forks: int,
+        stop: frozenset[int],
+    ) -> None:
+        parent = f"r{len(self.asked) + self.refused}"
+        for index in range(forks + 1):
+            request = make_request(
+                f"{parent}/{index}",
+                prompt,
+                max_tokens,
+                arrival=self.driver.now,
+                priority=priority,
+                cache_salt=salt,
+                fork_of=f"{parent}/0" if index else None,
+                stop_token_ids=stop,
+            )
+            try:
+                self.driver.add(request)
+            except NeverFitsError:
+                needed = -(-(len(prompt) + max_tokens - 1) // self.driver.cache.block_size)
+                assert needed > self.driver.cache.num_blocks
+                self.refused += 1
+                return
+            self.asked[request.request_id] = (prompt, max_tokens, stop)
+
+    @rule()
+    def plan(self) -> None:
+        if len(self.driver._flying) < 2:
+            self.driver.plan()
+
+    @precondition(lambda self: self.driver._flying)
+    @rule()
+    def settle(self) -> None:
+        self.driver.now += 1.0
+        self.driver.settle()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.asked)))
+        if request_id not in self.driver.finished:
+            self.aborted.add(request_id)
+        self.driver.abort(request_id)
+
+    @invariant()
+    def answers_are_right(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for request_id, (prompt, max_tokens, _) in self.asked.items():
+            got = self.driver.tokens[request_id]
+            assert got == expected_tokens(prompt, max_tokens, VOCAB)[: len(got)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        while self.driver._flying:
+            self.driver.settle()
+        self.driver.run()
+        for request_id, (prompt, max_tokens, stop) in self.asked.items():
+            update = self.driver.finished[request_id]
+            expected = expected_tokens(prompt, max_tokens, VOCAB)
+            ends = [i for i, token in enumerate(expected) if token in stop]
+            if ends:
+                expected = expected[: ends[0] + 1]
+            if request_id in self.aborted:
+                assert update.finish_reason is FinishReason.ABORT
+            else:
+                assert self.driver.tokens[request_id] == expected
+                assert update.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
