@@ -213,20 +213,16 @@ class Request:
         """Tokens, known or pending, that still need a forward pass."""
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
 
-    def append_output(self, token_id: int) -> None:
-        """Add one sampled token."""
+    def append_output(self, token_id: int) -> FinishReason | None:
+        """Add one sampled token. Returns why the output ends with it, or None if it goes on."""
         self.output_token_ids.append(token_id)
         self.num_tokens += 1
-
-    def ends_with(self, token_id: int) -> FinishReason | None:
-        """Why the output ends with its newest token ``token_id``, or None if it goes on."""
         sampling = self.sampling
-        num_output = self.num_tokens - self.num_prompt_tokens
-        if num_output >= sampling.min_tokens and (
+        if (
             token_id in sampling.eos_token_ids or token_id in sampling.stop_token_ids
-        ):
+        ) and self.num_tokens - self.num_prompt_tokens >= sampling.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
+        return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
 
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Known tokens ``[start, stop)`` of prompt + output."""

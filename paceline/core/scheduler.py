@@ -46,6 +46,9 @@ from paceline.core.request import FinishReason, Request, RequestStatus
 __all__ = ["Scheduler"]
 
 _ORDER = attrgetter("order")
+# a NamedTuple made by tuple's constructor costs half of one made by its own; there are two of them
+# for every token of every request
+_new = tuple.__new__
 
 
 class _Draft:
@@ -177,31 +180,38 @@ class Scheduler:
 
     def _schedule_running(self, draft: _Draft) -> bool:
         preempted = False
+        running = self._running
+        block_size = self.cache.block_size
         index = 0
-        while index < len(self._running):
-            request = self._running[index]
-            reserved = len(self._running) - index - 1
-            wanted = request.num_uncomputed_tokens
-            if request.num_tokens + request.num_pending_tokens >= request.max_total_tokens:
-                wanted = 0
-            num_tokens = min(wanted, draft.budget - reserved)
-            if num_tokens <= 0:
+        while index < len(running):
+            request = running[index]
+            computed = request.num_computed_tokens
+            total = request.num_tokens + request.num_pending_tokens
+            if total == computed or total >= request.max_total_tokens:
+                # nothing left to compute, or only to wait for the last token
                 index += 1
                 continue
-            extension = self.kv.extend(request, num_tokens)
-            while extension is None:
-                preempted = True
-                if not self._drop_waiting_forks():
-                    victim = self.policy.victim(self._running[index:])
-                    self._preempt(victim)
-                    if victim is request:
-                        break
+            reserved = len(running) - index - 1
+            num_tokens = (
+                1 if total - computed == 1 else min(total - computed, draft.budget - reserved)
+            )
+            new_block_ids: tuple[int, ...] = ()
+            if request.shares_tail or computed + num_tokens > len(request.block_ids) * block_size:
                 extension = self.kv.extend(request, num_tokens)
-            if extension is None:
-                continue
-            if extension.copy is not None:
-                draft.copies.append(extension.copy)
-            self._plan_row(draft, request, num_tokens, extension.new_block_ids)
+                while extension is None:
+                    preempted = True
+                    if not self._drop_waiting_forks():
+                        victim = self.policy.victim(running[index:])
+                        self._preempt(victim)
+                        if victim is request:
+                            break
+                    extension = self.kv.extend(request, num_tokens)
+                if extension is None:
+                    continue
+                new_block_ids = extension.new_block_ids
+                if extension.copy is not None:
+                    draft.copies.append(extension.copy)
+            self._plan_row(draft, request, num_tokens, new_block_ids)
             index += 1
         return preempted
 
@@ -268,18 +278,18 @@ class Scheduler:
         self, draft: _Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
     ) -> None:
         start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens + request.num_pending_tokens
-        draft.rows.append(
-            ScheduledRow(request.request_id, start, num_tokens, new_block_ids, samples)
-        )
+        end = start + num_tokens
+        samples = end == request.num_tokens + request.num_pending_tokens
+        row = (request.request_id, start, num_tokens, new_block_ids, samples)
+        draft.rows.append(_new(ScheduledRow, row))
         draft.requests.append(request)
         draft.budget -= num_tokens
-        request.num_computed_tokens = start + num_tokens
+        request.num_computed_tokens = end
         if samples:
             request.num_pending_tokens += 1
-        if (start + num_tokens) // self.cache.block_size > request.num_hashed_blocks:
+        if end // self.cache.block_size > request.num_hashed_blocks:
             self.kv.cache_computed(request)
-        if self._forks and request.num_computed_tokens >= request.num_prompt_tokens:
+        if self._forks and end >= request.num_prompt_tokens:
             for child in self._forks.pop(request.request_id, ()):
                 self.kv.fork(request, child)
                 draft.forked.append(child)
@@ -296,12 +306,11 @@ class Scheduler:
         self._waiting.push(request)
 
     def _drop_waiting_forks(self) -> bool:
-        """Take shared prompt blocks back from waiting forks; True if any block came free."""
-        before = self.kv.pool.num_free
-        for request in self._waiting:
-            if request.block_ids:
-                self.kv.free(request)
-        return self.kv.pool.num_free > before
+        """Take shared prompt blocks back from waiting forks; True if any fork had some."""
+        forks = [request for request in self._waiting if request.block_ids]
+        for request in forks:
+            self.kv.free(request)
+        return bool(forks)
 
     # ------------------------------------------------------------------ results in
 
@@ -315,11 +324,12 @@ class Scheduler:
         step_id, requests = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         failed = dict(result.errors)
-        logprobs = result.logprobs
-        updates = []
+        logprobs = result.logprobs or (None,) * len(plan.rows)
+        updates: list[RequestUpdate] = []
         ended = False
-        for row_index, request in enumerate(requests):
-            row = plan.rows[row_index]
+        for request, row, token_ids, row_logprobs in zip(
+            requests, plan.rows, result.sampled, logprobs, strict=True
+        ):
             if row.samples:
                 request.num_pending_tokens -= 1
             if request.status is RequestStatus.FINISHED:
@@ -331,24 +341,20 @@ class Scheduler:
                 continue
             if not row.samples:
                 continue
-            kept = 0
-            for token_id in result.sampled[row_index]:
-                request.append_output(token_id)
-                kept += 1
-                reason = request.ends_with(token_id)
+            reason = None
+            for count, token_id in enumerate(token_ids, 1):
+                reason = request.append_output(token_id)
                 if reason is not None:
-                    if token_id not in request.sampling.eos_token_ids:
-                        request.stop_reason = token_id if reason is FinishReason.STOP else None
+                    if (
+                        reason is FinishReason.STOP
+                        and token_id not in request.sampling.eos_token_ids
+                    ):
+                        request.stop_reason = token_id
                     self._finish(request, reason, prune=False)
                     ended = True
+                    token_ids = token_ids[:count]
                     break
-            updates.append(
-                _update_of(
-                    request,
-                    result.sampled[row_index][:kept],
-                    logprobs[row_index] if logprobs else None,
-                )
-            )
+            updates.append(_update_of(request, token_ids, row_logprobs))
         if ended:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return tuple(updates)
@@ -432,14 +438,17 @@ def _update_of(
     logprobs: tuple[TokenLogprobs, ...] | None,
     error: str | None = None,
 ) -> RequestUpdate:
-    return RequestUpdate(
-        request.request_id,
-        token_ids,
-        logprobs,
-        request.finish_reason,
-        request.stop_reason,
-        request.num_cached_tokens,
-        request.first_scheduled_time or 0.0,
-        request.num_preemptions,
-        error,
+    return _new(
+        RequestUpdate,
+        (
+            request.request_id,
+            token_ids,
+            logprobs,
+            request.finish_reason,
+            request.stop_reason,
+            request.num_cached_tokens,
+            request.first_scheduled_time or 0.0,
+            request.num_preemptions,
+            error,
+        ),
     )

@@ -1,0 +1,1 @@
+"""Benchmarks: method in the docstring, a table for people, the last line JSON."""

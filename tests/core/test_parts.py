@@ -1,0 +1,143 @@
+"""Block pool, KV cache manager, queue, policies and values, each alone."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paceline.core.block_pool import BlockPool
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.kv_cache import KVCacheManager, blocks_for, fits, hash_block, root_hash
+from paceline.core.policy import make_policy
+from paceline.core.queue import RequestQueue
+from paceline.core.request import SamplingParams
+from tests.driving import make_request
+
+
+def test_blocks_for_and_fits_agree_at_the_edges() -> None:
+    for tokens in range(50):
+        needed = blocks_for(tokens, 4)
+        assert needed == math.ceil(tokens / 4)
+        assert fits(tokens, block_size=4, num_blocks=needed)
+        assert needed == 0 or not fits(tokens, block_size=4, num_blocks=needed - 1)
+
+
+def test_never_hashed_blocks_are_evicted_before_cached_ones() -> None:
+    pool = BlockPool(4)
+    first = pool.allocate(2)
+    pool.register(first[0], b"x")
+    pool.release(first)
+    assert pool.allocate(3) == [first[1], 2, 3]
+    assert pool.lookup(b"x") == first[0]
+    assert pool.allocate(1) == [first[0]]
+    assert pool.lookup(b"x") is None
+
+
+def test_a_free_cached_block_is_taken_back_with_its_content() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.register(block, b"x")
+    pool.release([block])
+    pool.acquire([block])
+    assert pool.ref_count(block) == 1
+    assert pool.num_free == 1
+    pool.check_integrity({block: 1})
+
+
+def test_forget_drops_blocks_from_the_cache() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.register(block, b"x")
+    pool.release([block], forget=True)
+    assert pool.lookup(b"x") is None
+
+
+def test_integrity_finds_a_leak() -> None:
+    pool = BlockPool(2)
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match="block 0: 1 references, 0 tables"):
+        pool.check_integrity({})
+
+
+def test_manager_integrity_finds_a_shared_block_that_would_be_written() -> None:
+    manager = KVCacheManager(CacheConfig(block_size=4, num_blocks=8))
+    one, two = make_request("one", 4), make_request("two", range(50, 54))
+    assert manager.admit(one, beside_others=False)
+    assert manager.admit(two, beside_others=False)
+    manager.check_integrity([one, two])
+    manager.pool.release(two.block_ids)
+    manager.pool.acquire(one.block_ids)
+    two.block_ids = list(one.block_ids)
+    with pytest.raises(AssertionError, match="shared tail"):
+        manager.check_integrity([one, two])
+
+
+def test_hashes_depend_on_salt_order_and_everything_before() -> None:
+    plain, salted = root_hash(None), root_hash("")
+    assert plain != salted
+    assert hash_block(plain, [1, 2]) != hash_block(plain, [2, 1])
+    assert hash_block(hash_block(plain, [1]), [2]) != hash_block(hash_block(plain, [2]), [2])
+    rng = random.Random(1)
+    blocks = {tuple(rng.randrange(50_000) for _ in range(4)) for _ in range(20_000)}
+    assert len({hash_block(plain, block) for block in blocks}) == len(blocks)
+
+
+def test_queue_pops_in_order_and_survives_removals() -> None:
+    queue = RequestQueue()
+    requests = [make_request(f"r{i}", 1) for i in range(300)]
+    for index, request in enumerate(requests):
+        request.order = (float((index * 37) % 300), index)
+        queue.push(request)
+    for request in requests[::2]:
+        queue.remove(request)
+    queue.check_integrity()
+    assert len(queue) == 150
+    popped = []
+    while (request := queue.pop()) is not None:
+        popped.append(request.order)
+    assert popped == sorted(r.order for r in requests[1::2])
+
+
+def test_unknown_policy_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'lottery'; known: fcfs, priority"):
+        make_policy(SchedulerConfig(policy="lottery"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("min_tokens", 11),
+        ("logprobs", 21),
+        ("seed", 2**63),
+        ("logit_bias", ((-1, 0.0),)),
+        ("logit_bias", ((1, math.nan),)),
+        ("stop_token_ids", frozenset(range(200))),
+    ],
+)
+def test_sampling_params_refuse_bad_values_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**({"max_tokens": 10} | {field: value}))  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("block_size", 0), ("num_blocks", 0), ("watermark", 1.0)]
+)
+def test_cache_config_refuses_bad_values(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        CacheConfig(**({"block_size": 4, "num_blocks": 4} | {field: value}))  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""core imports the standard library only, and of that nothing that knows time, chance, the
+machine or other threads. import-linter sees packages but not the standard library, so this walks
+the source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline.core
+
+CORE = Path(paceline.core.__file__).parent
+
+BANNED = {
+    "asyncio",
+    "concurrent",
+    "ctypes",
+    "datetime",
+    "io",
+    "logging",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "pickle",
+    "queue",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "sys",
+    "tempfile",
+    "threading",
+    "time",
+    "urllib",
+    "uuid",
+}
+# the type of a step's result; core never makes or waits for one
+ALLOWED = {("backend.py", "concurrent.futures", "Future")}
+BANNED_CALLS = {"open", "input", "print", "exec", "eval", "__import__"}
+
+
+def violations(name: str, source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        imported: list[tuple[str, str | None]] = []
+        if isinstance(node, ast.Import):
+            imported = [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            imported = [(module, alias.name) for alias in node.names]
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in BANNED_CALLS
+        ):
+            found.append(f"{name}:{node.lineno} calls {node.func.id}()")
+        for module, member in imported:
+            top = module.split(".")[0]
+            if (name, module, member) in ALLOWED or module.startswith("paceline.core"):
+                continue
+            if top not in sys.stdlib_module_names or top in BANNED:
+                found.append(f"{name}:{node.lineno} imports {module}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda path: path.name)
+def test_module_is_pure(path: Path) -> None:
+    assert violations(path.name, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time",
+        "from time import monotonic",
+        "import numpy as np",
+        "from paceline.engine import core",
+        "from ..engine import core",
+        "import concurrent.futures",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "def f():\n    import random",
+        "print(1)",
+    ],
+)
+def test_the_check_sees(source: str) -> None:
+    assert violations("backend.py", source)
