@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.backends.null import NullBackend
+from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
+from paceline.core.slo import NO_SLO, Slo
+from paceline.core.step_time import StepShape
 
 
 def make_request(
@@ -22,6 +26,8 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
     fork_of: str | None = None,
+    slo: Slo = NO_SLO,
+    tenant: str = "",
     **sampling: Any,
 ) -> Request:
     """A request; an int prompt means that many tokens 1, 2, 3, ..."""
@@ -34,11 +40,13 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         fork_of=fork_of,
+        slo=slo,
+        tenant=tenant,
     )
 
 
 class Driver:
-    """A scheduler over the null backend with a hand-moved clock.
+    """A scheduler over a backend (the null backend by default) with a hand-moved clock.
 
     Checks, at every step, the budget, the plan's consistency and the scheduler's integrity.
     """
@@ -53,6 +61,8 @@ class Driver:
         vocab_size: int = 997,
         depth: int = 1,
         poison_token: int | None = None,
+        backend: ModelBackend | None = None,
+        seconds: Callable[[StepShape], float] | None = None,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -68,7 +78,7 @@ class Driver:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.scheduler = Scheduler(self.config, self.cache)
-        self.backend = NullBackend(
+        self.backend = backend or NullBackend(
             vocab_size=vocab_size,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -76,6 +86,7 @@ class Driver:
             poison_token=poison_token,
         )
         self.depth = depth
+        self.seconds = seconds
         self.now = 0.0
         self.plans: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -100,7 +111,10 @@ class Driver:
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
         if plan.rows:
             self.plans.append(plan)
-            self._flying.append((plan, self.backend.execute(plan).result()))
+            result = self.backend.execute(plan).result()
+            # what the null backend really took is noise: steps take what the test says
+            elapsed = self.seconds(StepShape.of(plan.rows)) if self.seconds else 0.0
+            self._flying.append((plan, replace(result, elapsed=elapsed)))
         return plan
 
     def settle(self) -> None:

@@ -44,10 +44,18 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     # prompt + output of one request at most
     max_model_len: int = 2048
-    # "fcfs" or "priority"
+    # spend the slack that requests with TPOT targets leave, instead of the whole budget every step;
+    # without targets it changes nothing
+    adaptive_token_budget: bool = True
+    # a name in paceline.core.policies.POLICIES
     policy: str = "fcfs"
     # policy "priority": waiting this long counts as one priority level
     priority_ageing_s: float = 60.0
+    # policy "phase-aligned": arrivals wait for each other this long, or until so many are there
+    coalesce_window_s: float = 0.05
+    coalesce_size: int = 16
+    # best-effort requests are treated as if they had come this much later
+    best_effort_delay_s: float = 60.0
     # how many waiting requests behind a head that does not fit are tried in one step
     bypass_window: int = 8
     # how often one head may be passed before everybody waits for it
@@ -60,7 +68,7 @@ class SchedulerConfig:
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
-            f"max_num_seqs={self.max_num_seqs}, or running requests could not all take a token a step",
+            f"max_num_seqs={self.max_num_seqs}, or running requests could not all advance",
         )
         _require(
             self.max_model_len >= 1, f"max_model_len must be at least 1, got {self.max_model_len}"
@@ -68,6 +76,15 @@ class SchedulerConfig:
         _require(
             self.priority_ageing_s > 0,
             f"priority_ageing_s must be positive, got {self.priority_ageing_s}",
+        )
+        _require(
+            self.coalesce_window_s >= 0 and self.coalesce_size >= 1,
+            f"coalesce_window_s={self.coalesce_window_s} must be 0 or more and "
+            f"coalesce_size={self.coalesce_size} at least 1",
+        )
+        _require(
+            self.best_effort_delay_s >= 0,
+            f"best_effort_delay_s must be 0 or more, got {self.best_effort_delay_s}",
         )
         _require(
             self.bypass_window >= 0, f"bypass_window must be 0 or more, got {self.bypass_window}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.slo import NO_SLO, Slo
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -151,8 +152,8 @@ class SamplingParams:
 class Request:
     """One sequence to generate, with the counters the scheduler moves.
 
-    Created by the engine, owned by the scheduler from ``add_request`` until it is finished; only the
-    scheduler and its KV cache manager change it.
+    Created by the engine, owned by the scheduler from ``add_request`` until it is finished; only
+    the scheduler and its KV cache manager change it.
     """
 
     request_id: str
@@ -167,6 +168,10 @@ class Request:
     # id of the request whose prompt this one shares (n > 1): it waits for the parent's prompt and
     # then takes over its blocks copy-on-write
     fork_of: str | None = None
+    # what the caller needs
+    slo: Slo = NO_SLO
+    # who asks, for fairness; "" when callers are not told apart
+    tenant: str = ""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -199,9 +204,12 @@ class Request:
     # tokens that were computed when last preempted and are not computed again yet
     num_lost_tokens: int = 0
     num_recomputed_tokens: int = 0
+    # steps in a row in which a running best-effort request got nothing
+    num_skipped_steps: int = 0
     # admissions that overtook this request while it headed the queue
     times_bypassed: int = 0
     first_scheduled_time: float | None = None
+    first_token_time: float | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)

@@ -1,8 +1,8 @@
 """The scheduler: events in, frozen plans out.
 
-One call of ``schedule`` hands out at most ``max_num_batched_tokens`` tokens. There is no prefill and
-no decode: every request wants ``num_computed_tokens`` to catch up with its tokens, and a running
-request that is one token behind costs one token. In order:
+One call of ``schedule`` hands out at most ``max_num_batched_tokens`` tokens. There is no prefill
+and no decode: every request wants ``num_computed_tokens`` to catch up with its tokens, and a
+running request that is one token behind costs one token. In order:
 
 1. Displace: if the policy says a waiting request beats running ones that stand in its way, these
    are preempted.
@@ -21,6 +21,7 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ from operator import attrgetter
 from paceline.core.admission import check_door
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.kv_cache import KVCacheManager
+from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import (
     BlockCopy,
     NewRequest,
@@ -39,9 +41,16 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.policy import SchedulingPolicy, make_policy
-from paceline.core.queue import RequestQueue
+from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.token_budget import (
+    AdaptiveTokenBudget,
+    Allowance,
+    FixedTokenBudget,
+    TokenBudget,
+)
+from paceline.core.work import WorkEstimator, label_of
 
 __all__ = ["Scheduler"]
 
@@ -49,13 +58,20 @@ _ORDER = attrgetter("order")
 # a NamedTuple made by tuple's constructor costs half of one made by its own; there are two of them
 # for every token of every request
 _new = tuple.__new__
+# a best-effort request that runs gets a token in one of so many steps, however late the others are
+_MAX_SKIPPED_STEPS = 8
 
 
 class _Draft:
     """A plan being written."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, allowance: Allowance) -> None:
+        # tokens left to hand out
+        self.budget = allowance.tokens
+        self.seconds = allowance.seconds
+        # which rows this step takes; both where the policy mixes
+        self.narrow = self.wide = True
+        self.num_tokens = 0
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
         self.new: list[NewRequest] = []
@@ -79,18 +95,26 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.cache = cache
-        self.policy = policy or make_policy(config)
         self.kv = KVCacheManager(cache)
+        self.step_time = StepTimeModel()
+        self.lengths = LengthHistory()
+        context = PolicyContext(config, WorkEstimator(self.step_time, self.lengths))
+        self.policy = policy or make_policy(context)
+        self.budget: TokenBudget = FixedTokenBudget(config.max_num_batched_tokens)
+        if config.adaptive_token_budget:
+            self.budget = AdaptiveTokenBudget(self.step_time, config.max_num_batched_tokens)
         self._requests: dict[str, Request] = {}
         # sorted by order
         self._running: list[Request] = []
-        self._waiting = RequestQueue()
+        self._waiting = self.policy.make_queue()
         # forks that wait for their parent's prompt, by the parent's id
         self._forks: dict[str, list[Request]] = {}
         # requests of planned steps whose result is not in yet, step by step
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         # ids the backend still has to be told to drop
         self._released: list[str] = []
+        # the policy holds all waiting requests back until then; None: it does not
+        self.wake_at: float | None = None
         self._num_added = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -99,7 +123,7 @@ class Scheduler:
     # ------------------------------------------------------------------ events in
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, or refuse it at the door (``admission.check_door`` says when and how)."""
+        """Queue a request, or refuse it at the door (``admission.check_door`` says when)."""
         check_door(request, self._requests, self.config, self.cache)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
@@ -131,10 +155,14 @@ class Scheduler:
 
         An empty plan (no rows) is not to be executed and not to be passed to ``update``.
         """
-        draft = _Draft(self.config.max_num_batched_tokens)
-        self._displace()
+        draft = _Draft(self.budget.allow(self._running, now))
+        self.wake_at = self.policy.holds_until(self._waiting, len(self._running), now)
+        if self.wake_at is None:
+            self._displace()
+        if not self.policy.mixes:
+            self._choose_kind(draft)
         preempted = self._schedule_running(draft)
-        if not preempted or not self._running:
+        if draft.wide and self.wake_at is None and (not preempted or not self._running):
             self._schedule_waiting(draft, now)
         for child in draft.forked:
             self._waiting.push(child)
@@ -146,12 +174,24 @@ class Scheduler:
             new_requests=tuple(draft.new),
             block_copies=tuple(draft.copies),
             released=tuple(self._released),
-            num_tokens=self.config.max_num_batched_tokens - draft.budget,
+            num_tokens=draft.num_tokens,
         )
         self._num_steps += 1
         self._released.clear()
         self._in_flight.append((plan.step_id, draft.requests))
         return plan
+
+    def _choose_kind(self, draft: _Draft) -> None:
+        """For a policy that does not mix: wide rows while there are any to compute."""
+        draft.wide = any(r.num_uncomputed_tokens > 1 for r in self._running)
+        if not draft.wide and self.wake_at is None:
+            head = self._waiting.peek()
+            draft.wide = (
+                head is not None
+                and len(self._running) < self.config.max_num_seqs
+                and self.kv.shortfall(head, beside_others=bool(self._running)) == 0
+            )
+        draft.narrow = not draft.wide
 
     def _displace(self) -> None:
         """Preempt running requests that stand in the way of a better waiting one.
@@ -191,6 +231,9 @@ class Scheduler:
                 # nothing left to compute, or only to wait for the last token
                 index += 1
                 continue
+            if not self._takes(draft, request, total - computed):
+                index += 1
+                continue
             reserved = len(running) - index - 1
             num_tokens = (
                 1 if total - computed == 1 else min(total - computed, draft.budget - reserved)
@@ -214,6 +257,23 @@ class Scheduler:
             self._plan_row(draft, request, num_tokens, new_block_ids)
             index += 1
         return preempted
+
+    def _takes(self, draft: _Draft, request: Request, wanted: int) -> bool:
+        """Whether a running request gets a row: always, but for a policy that does not mix and
+        for best-effort requests that would make the step too long for the others."""
+        if not (draft.narrow if wanted == 1 else draft.wide):
+            return False
+        if not request.slo.best_effort or draft.seconds == math.inf:
+            return True
+        shape = StepShape.of(draft.rows).plus(request.num_computed_tokens, 1)
+        if (
+            self.step_time.predict(shape) <= draft.seconds
+            or request.num_skipped_steps >= _MAX_SKIPPED_STEPS
+        ):
+            request.num_skipped_steps = 0
+            return True
+        request.num_skipped_steps += 1
+        return False
 
     def _schedule_waiting(self, draft: _Draft, now: float) -> None:
         passed: list[Request] = []
@@ -256,6 +316,7 @@ class Scheduler:
             draft.copies.append(extension.copy)
         request.status = RequestStatus.RUNNING
         request.times_bypassed = 0
+        self.policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
         recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
         request.num_lost_tokens = 0
         request.num_recomputed_tokens += recomputed
@@ -284,6 +345,7 @@ class Scheduler:
         draft.rows.append(_new(ScheduledRow, row))
         draft.requests.append(request)
         draft.budget -= num_tokens
+        draft.num_tokens += num_tokens
         request.num_computed_tokens = end
         if samples:
             request.num_pending_tokens += 1
@@ -323,9 +385,12 @@ class Scheduler:
         """
         step_id, requests = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
+        if result.elapsed > 0.0:
+            self.step_time.observe(StepShape.of(plan.rows), result.elapsed)
         failed = dict(result.errors)
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
+        served = self.policy.served
         ended = False
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
@@ -341,6 +406,8 @@ class Scheduler:
                 continue
             if not row.samples:
                 continue
+            if request.first_token_time is None:
+                request.first_token_time = now
             reason = None
             for count, token_id in enumerate(token_ids, 1):
                 reason = request.append_output(token_id)
@@ -354,6 +421,7 @@ class Scheduler:
                     ended = True
                     token_ids = token_ids[:count]
                     break
+            served(request, 0, len(token_ids))
             updates.append(_update_of(request, token_ids, row_logprobs))
         if ended:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
@@ -378,6 +446,8 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         self.kv.free(request, forget=reason is FinishReason.ERROR)
+        if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
+            self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
 
     # ------------------------------------------------------------------ views

@@ -63,6 +63,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
+    @property
+    def wake_at(self) -> float | None:
+        """When a step that returned nothing is worth trying again: the policy holds requests
+        back until then. None: it does not."""
+        return None if self._in_flight else self.scheduler.wake_at
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises a RequestError when it is refused."""
         self.scheduler.add_request(request)
@@ -74,7 +80,7 @@ class EngineCore:
     def step(self) -> tuple[RequestUpdate, ...]:
         """Keep the backend fed, wait for its oldest step, return what it brought.
 
-        Returns () when there is nothing to do.
+        Returns () when there is nothing to do, or nothing before ``wake_at``.
 
         Raises:
             EngineDeadError: the backend broke; the engine cannot go on.
@@ -85,7 +91,7 @@ class EngineCore:
                 break
             self._in_flight.append((plan, self._backend.execute(plan)))
         if not self._in_flight:
-            if self.scheduler.has_unfinished:
+            if self.scheduler.has_unfinished and self.wake_at is None:
                 raise EngineDeadError("the scheduler holds requests but plans nothing")
             return ()
         plan, future = self._in_flight.popleft()

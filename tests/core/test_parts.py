@@ -11,9 +11,12 @@ from paceline.core.block_pool import BlockPool
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.kv_cache import KVCacheManager, blocks_for, fits, hash_block, root_hash
-from paceline.core.policy import make_policy
-from paceline.core.queue import RequestQueue
+from paceline.core.lengths import LengthHistory
+from paceline.core.policies import PolicyContext, make_policy
+from paceline.core.queues import RequestQueue
 from paceline.core.request import SamplingParams
+from paceline.core.step_time import StepTimeModel
+from paceline.core.work import WorkEstimator
 from tests.driving import make_request
 
 
@@ -102,8 +105,10 @@ def test_queue_pops_in_order_and_survives_removals() -> None:
 
 
 def test_unknown_policy_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'lottery'; known: fcfs, priority"):
-        make_policy(SchedulerConfig(policy="lottery"))
+    config = SchedulerConfig(policy="lottery")
+    context = PolicyContext(config, WorkEstimator(StepTimeModel(), LengthHistory()))
+    with pytest.raises(ConfigError, match="'lottery'; known: boost, deadline, fair, fcfs"):
+        make_policy(context)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_requests() -> None:
         {"short": 1, "long": 7},
         {"short": 1, "long": 1},
     ]
-    samples = [row.samples for plan in driver.plans for row in plan.rows if row.request_id == "long"]
+    samples = [
+        row.samples for plan in driver.plans for row in plan.rows if row.request_id == "long"
+    ]
     assert samples == [False, False, True, True], "only a chunk that catches up samples"
     driver.run()
     assert driver.tokens["long"] == expected_tokens(range(50, 75), 2, 997)
@@ -95,7 +97,9 @@ def test_a_request_longer_than_the_context_is_refused_with_the_numbers() -> None
 
 def test_a_request_larger_than_the_cache_is_refused_with_the_numbers() -> None:
     driver = Driver(num_blocks=5, block_size=4)
-    with pytest.raises(NeverFitsError, match=r"need 6 KV blocks of 4 tokens; the whole cache has 5"):
+    with pytest.raises(
+        NeverFitsError, match=r"need 6 KV blocks of 4 tokens; the whole cache has 5"
+    ):
         driver.add(make_request("a", 10, 12))
     driver.add(make_request("fits exactly", 10, 11))
     driver.run()
@@ -334,7 +338,11 @@ def test_fcfs_admits_in_order_of_arrival_whatever_the_order_of_adding() -> None:
     for name, arrival in (("late", 3.0), ("early", 1.0), ("middle", 2.0)):
         driver.add(make_request(name, 3, 2, arrival=arrival))
     driver.run()
-    assert [n.request_id for p in driver.plans for n in p.new_requests] == ["early", "middle", "late"]
+    assert [n.request_id for p in driver.plans for n in p.new_requests] == [
+        "early",
+        "middle",
+        "late",
+    ]
 
 
 def test_priority_preempts_a_running_request_and_puts_it_back_in_its_place() -> None:
@@ -454,7 +462,7 @@ def test_one_poisoned_request_fails_alone_and_its_blocks_are_not_reused() -> Non
     assert driver.finished["bad"].finish_reason is FinishReason.ERROR
     assert driver.finished["bad"].error == "token 13 is poison"
     assert driver.tokens["good"] == expected_tokens(good, 4, 997)
-    driver.add(make_request("again", bad[:4] + [5], 1))
+    driver.add(make_request("again", [*bad[:4], 5], 1))
     driver.run()
     assert driver.finished["again"].num_cached_tokens == 0
 

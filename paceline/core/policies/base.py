@@ -1,0 +1,59 @@
+"""What a policy is asked, and what it may know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.config import SchedulerConfig
+from paceline.core.queues import WaitingQueue
+from paceline.core.request import Request
+from paceline.core.work import WorkEstimator
+
+__all__ = ["PolicyContext", "SchedulingPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """Given to a policy at birth."""
+
+    config: SchedulerConfig
+    # seconds a request will take of the engine, learned online
+    work: WorkEstimator
+
+
+class SchedulingPolicy(Protocol):
+    """Order, victim and gate. Deterministic: the same calls give the same answers.
+
+    A key is fixed when a request is added, so queues are heaps; whatever grows with waiting time
+    must be linear in it (both sides of a comparison age alike, and ``now`` cancels).
+    """
+
+    # False: a step computes either rows of one token or longer ones
+    mixes: bool
+
+    def make_queue(self) -> WaitingQueue:
+        """The queue of waiting requests; called once."""
+        ...
+
+    def key(self, request: Request) -> float:
+        """Smaller runs sooner; equal keys run in order of arrival. Called once, when added."""
+        ...
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        """Who gives blocks up when the pool is empty. ``candidates`` is not empty and in order."""
+        ...
+
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        """Whether ``running`` is preempted to let ``waiting`` in. Must be a strict order, or two
+        requests would displace each other for ever."""
+        ...
+
+    def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
+        """None to let waiting requests in, or when to ask again at the latest."""
+        ...
+
+    def served(self, request: Request, num_prompt: int, num_output: int) -> None:
+        """Tokens just spent on a request: uncached prompt tokens at admission, then output."""
+        ...

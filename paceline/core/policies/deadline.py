@@ -1,0 +1,33 @@
+"""Earliest deadline, adjusted by the work that is left."""
+
+from __future__ import annotations
+
+from paceline.core.policies.fcfs import FcfsPolicy
+from paceline.core.request import Request
+
+__all__ = ["DeadlinePolicy"]
+
+# seconds a request without any target is content to wait
+_PATIENCE = 10.0
+
+
+class DeadlinePolicy(FcfsPolicy):
+    """By the latest moment at which a request must start to meet its targets.
+
+    That is its TTFT deadline less the predicted time of its prompt, or its whole deadline less all
+    its predicted work, whichever is earlier (least slack first; the hybrid of Niyama, arXiv
+    2503.22562, with the work as the second term).
+
+    Wins: attainment when targets differ. Loses: at overload plain EDF serves the late first and all
+    miss; admission must relegate what is hopeless, and here it does.
+    """
+
+    def key(self, request: Request) -> float:
+        slo, arrival = request.slo, self._arrival(request)
+        work = self._context.work
+        latest = []
+        if slo.ttft is not None:
+            latest.append(slo.ttft - work.prompt_seconds(request.num_prompt_tokens))
+        if slo.deadline is not None:
+            latest.append(slo.deadline - work.seconds(request))
+        return arrival + min(latest, default=_PATIENCE)

@@ -1,0 +1,50 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.policies.base import PolicyContext
+from paceline.core.queues import RequestQueue, WaitingQueue
+from paceline.core.request import Request
+
+__all__ = ["FcfsPolicy"]
+
+
+class FcfsPolicy:
+    """First come, first served; the youngest gives way. The base of the others.
+
+    Wins: predictable, nothing starves. Loses: short requests wait behind long ones.
+    """
+
+    mixes = True
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._context = context
+
+    def make_queue(self) -> WaitingQueue:
+        return RequestQueue()
+
+    def key(self, request: Request) -> float:
+        return self._arrival(request)
+
+    def _arrival(self, request: Request) -> float:
+        """When it came; best-effort requests count as come later: they yield but never starve."""
+        late = self._context.config.best_effort_delay_s if request.slo.best_effort else 0.0
+        return request.arrival_time + late
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return candidates[-1]
+
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        return (
+            running.slo.best_effort
+            and not waiting.slo.best_effort
+            and waiting.order < running.order
+        )
+
+    def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
+        return None
+
+    def served(self, request: Request, num_prompt: int, num_output: int) -> None:
+        """Order of arrival does not depend on what was served."""

@@ -1,0 +1,30 @@
+"""Priority that really preempts."""
+
+from __future__ import annotations
+
+from paceline.core.policies.fcfs import FcfsPolicy
+from paceline.core.request import Request
+
+__all__ = ["PriorityPolicy"]
+
+
+class PriorityPolicy(FcfsPolicy):
+    """Lower ``priority`` first; waiting ``priority_ageing_s`` is worth one level.
+
+    Effective priority after waiting w is ``priority - w / ageing``. Comparing two requests at any
+    time gives the same answer as comparing ``priority + arrival / ageing``, which is the key. A
+    request displaces another only if it is better both as asked and after ageing, so an old
+    low-priority request, once it got in, is left to finish.
+
+    Wins: urgent work overtakes at once. Loses: preempted work is recomputed.
+    """
+
+    def key(self, request: Request) -> float:
+        return request.priority + self._arrival(request) / self._context.config.priority_ageing_s
+
+    def displaces(self, waiting: Request, running: Request) -> bool:
+        return super().displaces(waiting, running) or (
+            waiting.slo.best_effort == running.slo.best_effort
+            and waiting.priority < running.priority
+            and waiting.order < running.order
+        )

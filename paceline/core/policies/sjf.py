@@ -1,0 +1,23 @@
+"""Shortest predicted work first."""
+
+from __future__ import annotations
+
+from paceline.core.policies.fcfs import FcfsPolicy
+from paceline.core.request import Request
+
+__all__ = ["SjfPolicy"]
+
+# a request with one second more work lets those pass that arrive this many seconds later
+_STRETCH = 50.0
+
+
+class SjfPolicy(FcfsPolicy):
+    """By predicted seconds of work (prompt and learned output length), ageing with arrival.
+
+    Wins: mean latency, when lengths differ and can be told from prompt length, max_tokens and
+    class. Loses: the tail of long requests (SRPT with perfect lengths loses 35-50 % of P99, arXiv
+    2606.18431), and everything when the prediction is noise.
+    """
+
+    def key(self, request: Request) -> float:
+        return self._arrival(request) + _STRETCH * self._context.work.seconds(request)

@@ -1,0 +1,180 @@
+"""Waiting requests: a heap by order, and one that is fair between tenants."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from paceline.core.request import Request
+
+__all__ = ["FairQueue", "RequestQueue", "WaitingQueue"]
+
+
+class WaitingQueue(Protocol):
+    """Requests that wait for admission. The scheduler pops the first, tries it, and pushes it back
+    if it does not fit."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """All members, in no particular order."""
+        ...
+
+    def __contains__(self, request: Request) -> bool: ...
+
+    def push(self, request: Request) -> None: ...
+
+    def peek(self) -> Request | None:
+        """The first, or None when empty."""
+        ...
+
+    def pop(self) -> Request | None:
+        """Take the first, or None when empty."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take a member out for good."""
+        ...
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every member can be popped exactly once."""
+        ...
+
+
+class RequestQueue:
+    """Requests by ``order``: a heap with lazy removal, O(log n) amortised."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, int], Request]] = []
+        self._members: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._members
+
+    def push(self, request: Request) -> None:
+        self._members[request.request_id] = request
+        heapq.heappush(self._heap, (request.order, request))
+
+    def peek(self) -> Request | None:
+        heap = self._heap
+        while heap:
+            request = heap[0][1]
+            if self._members.get(request.request_id) is request:
+                return request
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> Request | None:
+        request = self.peek()
+        if request is not None:
+            heapq.heappop(self._heap)
+            del self._members[request.request_id]
+        return request
+
+    def remove(self, request: Request) -> None:
+        # its heap entry goes when it surfaces, or here when most are stale
+        del self._members[request.request_id]
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
+            self._heap = [entry for entry in self._heap if entry[1] in self]
+            heapq.heapify(self._heap)
+
+    def check_integrity(self) -> None:
+        live = [r.request_id for _, r in self._heap if self._members.get(r.request_id) is r]
+        assert sorted(live) == sorted(self._members), "heap and members of the queue differ"
+
+
+class FairQueue:
+    """One queue per tenant; the tenant served least goes first.
+
+    Args:
+        counter: tokens served to a tenant so far, weighted. It may only grow.
+        on_return: called with a tenant that comes back from idle and those that have requests
+            waiting, before its request is queued.
+    """
+
+    def __init__(
+        self,
+        counter: Callable[[str], float],
+        on_return: Callable[[str, Iterator[str]], None],
+    ) -> None:
+        self._counter = counter
+        self._on_return = on_return
+        self._tenants: dict[str, RequestQueue] = {}
+        # (counter, order of the head, tenant); stale once the counter or the head has moved on
+        self._heap: list[tuple[float, tuple[float, int], str]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        for queue in self._tenants.values():
+            yield from queue
+
+    def __contains__(self, request: Request) -> bool:
+        queue = self._tenants.get(request.tenant)
+        return queue is not None and request in queue
+
+    def push(self, request: Request) -> None:
+        queue = self._tenants.get(request.tenant)
+        if queue is None:
+            self._on_return(request.tenant, iter(self._tenants))
+            queue = self._tenants[request.tenant] = RequestQueue()
+        queue.push(request)
+        self._size += 1
+        if queue.peek() is request:
+            self._enter(request.tenant)
+
+    def peek(self) -> Request | None:
+        while self._heap:
+            counter, order, tenant = self._heap[0]
+            queue = self._tenants.get(tenant)
+            head = queue.peek() if queue is not None else None
+            if head is not None and head.order == order and self._counter(tenant) == counter:
+                return head
+            heapq.heappop(self._heap)
+            if head is not None and head.order == order:
+                self._enter(tenant)
+        return None
+
+    def pop(self) -> Request | None:
+        request = self.peek()
+        if request is not None:
+            heapq.heappop(self._heap)
+            self._tenants[request.tenant].pop()
+            self._left(request.tenant)
+        return request
+
+    def remove(self, request: Request) -> None:
+        queue = self._tenants[request.tenant]
+        was_head = queue.peek() is request
+        queue.remove(request)
+        self._left(request.tenant, changed=was_head)
+
+    def _left(self, tenant: str, *, changed: bool = True) -> None:
+        self._size -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        elif changed:
+            self._enter(tenant)
+
+    def _enter(self, tenant: str) -> None:
+        head = self._tenants[tenant].peek()
+        assert head is not None
+        heapq.heappush(self._heap, (self._counter(tenant), head.order, tenant))
+
+    def check_integrity(self) -> None:
+        assert self._size == sum(len(queue) for queue in self._tenants.values())
+        entered = {(order, tenant) for _, order, tenant in self._heap}
+        for tenant, queue in self._tenants.items():
+            queue.check_integrity()
+            head = queue.peek()
+            assert head is not None, f"tenant {tenant!r} has an empty queue"
+            assert (head.order, tenant) in entered, f"tenant {tenant!r} would never be served"

@@ -1,0 +1,75 @@
+"""What a caller needs, as deadlines.
+
+Token k of a request with targets is due at ``arrival + ttft`` for k = 1, and one ``tpot`` after
+the one before it from then on, counted from when the first token really came (so that the mean
+time per output token, which is what TPOT measures, stays within the target at every moment).
+
+This module does not know the clock or the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.core.errors import InvalidRequestError
+
+__all__ = ["NO_SLO", "Slo"]
+
+_MAX_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Targets of one request in seconds; None is no target.
+
+    Raises:
+        InvalidRequestError: a target that is not a positive number of at most a day.
+    """
+
+    # name for metrics; targets are what counts
+    slo_class: str = "standard"
+    # arrival to first token
+    ttft: float | None = None
+    # mean time per output token after the first
+    tpot: float | None = None
+    # arrival to last token
+    deadline: float | None = None
+    # served from what the others leave; first to be preempted
+    best_effort: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot", "deadline"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= _MAX_SECONDS:
+                raise InvalidRequestError(
+                    f"slo.{name}_ms must be above 0 and at most {_MAX_SECONDS * 1e3:.0f}, "
+                    f"got {value * 1e3:g}",
+                    f"slo.{name}_ms",
+                )
+
+    def next_token_due(self, arrival: float, first_token: float | None, num_output: int) -> float:
+        """When output token ``num_output + 1`` is due; infinity without a target for it."""
+        if first_token is None:
+            return math.inf if self.ttft is None else arrival + self.ttft
+        return math.inf if self.tpot is None else first_token + num_output * self.tpot
+
+    def violations(
+        self, arrival: float, first_token: float, last_token: float, num_output: int
+    ) -> tuple[str, ...]:
+        """Which targets a finished request missed: of "ttft", "tpot", "deadline"."""
+        missed = []
+        if self.ttft is not None and first_token - arrival > self.ttft:
+            missed.append("ttft")
+        if (
+            self.tpot is not None
+            and num_output > 1
+            and (last_token - first_token) / (num_output - 1) > self.tpot
+        ):
+            missed.append("tpot")
+        if self.deadline is not None and last_token - arrival > self.deadline:
+            missed.append("deadline")
+        return tuple(missed)
+
+
+NO_SLO = Slo()

@@ -1,0 +1,148 @@
+"""Seconds a step will take, from what is in it: fitted online, used by everybody who predicts.
+
+The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
+mixed batches)::
+
+    t = a0 + a1*T + a2*SUM_wide n*(s + n/2) + a3*R + a4*SUM_narrow s + a5*[T > 0]
+
+A row is *narrow* when it computes one token and *wide* otherwise; T counts the tokens of wide
+rows, R the narrow rows, s the tokens before a row, n the tokens in it. All coefficients are kept
+at 0 or more, so that more work never predicts less time.
+
+This module does not know requests, the clock, or who asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from paceline.core.outputs import ScheduledRow
+
+__all__ = ["StepShape", "StepTimeModel"]
+
+# brings every feature to about 1 in a busy step, so that one ridge term suits all
+_SCALES: Final = (1.0, 1e-3, 1e-6, 1e-2, 1e-5, 1.0)
+_SIZE: Final = len(_SCALES)
+_RIDGE: Final = 1e-6
+_SWEEPS: Final = 12
+_WINDOW: Final = 256
+
+
+class StepShape(NamedTuple):
+    """What a step's time depends on; add rows one by one to plan, or take it of a whole plan."""
+
+    # tokens of wide rows
+    wide_tokens: int = 0
+    # keys that wide rows attend to, summed over their tokens
+    wide_keys: float = 0.0
+    narrow_rows: int = 0
+    # keys that narrow rows attend to
+    narrow_keys: int = 0
+
+    def plus(self, start: int, num_tokens: int) -> StepShape:
+        """This step with one more row."""
+        if num_tokens == 1:
+            return StepShape(
+                self.wide_tokens, self.wide_keys, self.narrow_rows + 1, self.narrow_keys + start
+            )
+        return StepShape(
+            self.wide_tokens + num_tokens,
+            self.wide_keys + num_tokens * (start + num_tokens / 2),
+            self.narrow_rows,
+            self.narrow_keys,
+        )
+
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledRow]) -> StepShape:
+        wide_tokens = narrow_rows = narrow_keys = 0
+        wide_keys = 0.0
+        for _, start, num_tokens, _, _ in rows:
+            if num_tokens == 1:
+                narrow_rows += 1
+                narrow_keys += start
+            else:
+                wide_tokens += num_tokens
+                wide_keys += num_tokens * (start + num_tokens / 2)
+        return cls(wide_tokens, wide_keys, narrow_rows, narrow_keys)
+
+    def features(self) -> tuple[float, ...]:
+        raw = (
+            1.0,
+            self.wide_tokens,
+            self.wide_keys,
+            self.narrow_rows,
+            self.narrow_keys,
+            float(self.wide_tokens > 0),
+        )
+        return tuple(value * scale for value, scale in zip(raw, _SCALES, strict=True))
+
+
+class StepTimeModel:
+    """Weighted non-negative least squares with forgetting.
+
+    Observations are weighted by 1 / seconds^2, so that relative errors count and short steps are
+    predicted as well as long ones.
+
+    Args:
+        forgetting: weight kept by an observation at each later one; 0.995 remembers ~200 steps.
+        min_observations: below this ``ready`` is False and predictions are not to be used.
+    """
+
+    def __init__(self, *, forgetting: float = 0.995, min_observations: int = 16) -> None:
+        self._forgetting = forgetting
+        self._min_observations = min_observations
+        self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
+        self._moment = [0.0] * _SIZE
+        self._weights = [0.0] * _SIZE
+        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._sorted_ratios: list[float] = []
+        self.num_observations = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.num_observations >= self._min_observations
+
+    def predict(self, shape: StepShape) -> float:
+        """Expected seconds; 0.0 before the first observation."""
+        return sum(w * x for w, x in zip(self._weights, shape.features(), strict=True))
+
+    def quantile(self, q: float) -> float:
+        """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
+        if not self._sorted_ratios:
+            return 1.0
+        return self._sorted_ratios[
+            min(int(q * len(self._sorted_ratios)), len(self._sorted_ratios) - 1)
+        ]
+
+    def observe(self, shape: StepShape, seconds: float) -> float:
+        """Learn from one measured step. Returns what had been predicted for it."""
+        features = shape.features()
+        predicted = sum(w * x for w, x in zip(self._weights, features, strict=True))
+        if self.ready and predicted > 0.0:
+            self._ratios.append(seconds / predicted)
+        weight = 1.0 / max(seconds, 1e-6) ** 2
+        for i, x_i in enumerate(features):
+            row = self._gram[i]
+            for j, x_j in enumerate(features):
+                row[j] = row[j] * self._forgetting + weight * x_i * x_j
+            self._moment[i] = self._moment[i] * self._forgetting + weight * x_i * seconds
+        self.num_observations += 1
+        if self.num_observations <= 64 or self.num_observations % 8 == 0:
+            self._solve()
+            self._sorted_ratios = sorted(self._ratios)
+        return predicted
+
+    def _solve(self) -> None:
+        """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
+        weights, gram, moment = self._weights, self._gram, self._moment
+        ridge = _RIDGE * gram[0][0]
+        for _ in range(_SWEEPS):
+            for i in range(_SIZE):
+                row = gram[i]
+                diagonal = row[i] + ridge
+                if diagonal <= 0.0:
+                    continue
+                rest = sum(g * w for g, w in zip(row, weights, strict=True)) - row[i] * weights[i]
+                weights[i] = max(0.0, (moment[i] - rest) / diagonal)

@@ -1,0 +1,51 @@
+"""How much of the engine's time a request will take: prompt and predicted output, in seconds."""
+
+from __future__ import annotations
+
+from paceline.core.lengths import LengthHistory
+from paceline.core.request import Request
+from paceline.core.step_time import StepShape, StepTimeModel
+
+__all__ = ["WorkEstimator", "label_of"]
+
+# before anything is measured: only the ratio matters, an output token costs a step of its own
+_PROMPT_SECONDS = 1e-4
+_OUTPUT_SECONDS = 2e-3
+
+
+def label_of(request: Request) -> tuple[str, int, int]:
+    """Requests of one label are taken to have outputs of similar length."""
+    return (
+        request.slo.slo_class,
+        request.num_prompt_tokens.bit_length(),
+        request.sampling.max_tokens.bit_length(),
+    )
+
+
+class WorkEstimator:
+    """Combines the step-time model with the history of output lengths."""
+
+    def __init__(self, step_time: StepTimeModel, lengths: LengthHistory) -> None:
+        self._step_time = step_time
+        self._lengths = lengths
+
+    def output_tokens(self, request: Request, q: float = 0.5) -> int:
+        """The q-quantile of the final number of output tokens."""
+        num_output = request.num_tokens - request.num_prompt_tokens
+        return self._lengths.predict(label_of(request), num_output, request.sampling.max_tokens, q)
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """Seconds to compute that many prompt tokens in one step of their own."""
+        if not self._step_time.ready:
+            return _PROMPT_SECONDS * num_tokens
+        return self._step_time.predict(StepShape().plus(0, max(2, num_tokens)))
+
+    def seconds(self, request: Request) -> float:
+        """The share of the engine's time that the rest of ``request`` needs."""
+        output = self.output_tokens(request) - (request.num_tokens - request.num_prompt_tokens)
+        prompt = request.num_prompt_tokens
+        if not self._step_time.ready:
+            return _PROMPT_SECONDS * prompt + _OUTPUT_SECONDS * output
+        idle = self._step_time.predict(StepShape())
+        row = self._step_time.predict(StepShape().plus(prompt + output // 2, 1)) - idle
+        return self.prompt_seconds(prompt) + output * row

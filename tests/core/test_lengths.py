@@ -1,0 +1,56 @@
+"""Length history: quantiles conditional on what was generated already."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.lengths import LengthHistory
+
+
+def test_nothing_known_predicts_the_most() -> None:
+    assert LengthHistory().predict("a", 0, 77, 0.5) == 77
+
+
+def test_quantiles_are_conditional_on_the_tokens_so_far() -> None:
+    history = LengthHistory(min_samples=1)
+    for value in range(1, 101):
+        history.observe("a", value)
+    assert history.predict("a", 0, 1000, 0.5) == 51
+    assert history.predict("a", 50, 1000, 0.5) == 76
+    assert history.predict("a", 100, 1000, 0.5) == 1000, "longer than anything seen"
+    assert history.predict("a", 0, 20, 0.5) == 20
+
+
+def test_labels_are_apart_and_small_ones_use_all() -> None:
+    history = LengthHistory(min_samples=4)
+    for _ in range(10):
+        history.observe("short", 5)
+        history.observe("long", 500)
+    history.observe("rare", 7)
+    assert history.predict("short", 0, 1000, 0.9) == 5
+    assert history.predict("long", 0, 1000, 0.1) == 500
+    assert history.predict("rare", 0, 1000, 0.9) == 500
+
+
+def test_the_window_forgets() -> None:
+    history = LengthHistory(window=10, min_samples=1)
+    for value in [900] * 10 + [3] * 10:
+        history.observe("a", value)
+    assert history.predict("a", 0, 1000, 0.99) == 3
+
+
+@given(
+    st.lists(st.integers(1, 300), max_size=50),
+    st.integers(0, 300),
+    st.integers(1, 300),
+    st.floats(0, 1),
+)
+def test_predictions_stay_between_now_and_the_limit(
+    seen: list[int], num_output: int, more: int, q: float
+) -> None:
+    history = LengthHistory(window=20, min_samples=3)
+    for value in seen:
+        history.observe(value % 2, value)
+    limit = num_output + more
+    assert num_output < history.predict(1, num_output, limit, q) <= limit

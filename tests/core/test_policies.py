@@ -1,0 +1,213 @@
+"""Each policy's own promise."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.policies import POLICIES, FairPolicy
+from paceline.core.policies.boost import boost, solve_gamma
+from paceline.core.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from paceline.core.request import Request
+from paceline.core.slo import Slo
+from tests.driving import Driver, make_request
+
+
+def order_of_admission(policy: str, *requests: Request, **settings: float) -> list[str]:
+    """One slot, held by a blocker until all of ``requests`` wait."""
+    driver = Driver(max_num_seqs=1, policy=policy, num_blocks=256, max_model_len=900, **settings)
+    driver.add(make_request("blocker", [999], 2, arrival=-1.0))
+    driver.step()
+    driver.add(*requests)
+    driver.run()
+    return [new.request_id for plan in driver.plans for new in plan.new_requests][1:]
+
+
+def test_sjf_runs_short_work_first_but_not_for_ever() -> None:
+    def order(policy: str) -> list[str]:
+        return order_of_admission(
+            policy,
+            make_request("long", range(100, 500), 64, arrival=0.0),
+            make_request("much later", 4, 2, arrival=1000.0),
+            make_request("short", 4, 2, arrival=1.0),
+        )
+
+    assert order("sjf") == ["short", "long", "much later"]
+    assert order("fcfs") == ["long", "short", "much later"]
+
+
+def test_sjf_learns_which_requests_are_short() -> None:
+    driver = Driver(max_num_seqs=1, policy="sjf", num_blocks=256, vocab_size=5)
+    ends_soon = {"stop_token_ids": frozenset(range(5))}
+    for index in range(10):
+        # equal prompts and max_tokens: only the class tells them apart
+        driver.add(
+            make_request(f"s{index}", [index], 40, slo=Slo(slo_class="snappy"), **ends_soon),
+            make_request(f"w{index}", [index], 40, slo=Slo(slo_class="wordy")),
+        )
+    driver.run()
+    driver.add(make_request("blocker", [7], 2))
+    driver.step()
+    wordy = make_request("wordy", [3], 40, slo=Slo(slo_class="wordy"))
+    snappy = make_request("snappy", [3], 40, slo=Slo(slo_class="snappy"), **ends_soon)
+    driver.add(wordy, snappy)
+    driver.run()
+    assert [n.request_id for p in driver.plans for n in p.new_requests][-2:] == ["snappy", "wordy"]
+
+
+def test_deadline_runs_the_least_slack_first() -> None:
+    patient = make_request("patient", 4, 2, arrival=0.0)
+    urgent = make_request("urgent", 4, 2, arrival=0.3, slo=Slo(ttft=0.5))
+    long_and_urgent = make_request("long", range(100, 800), 2, arrival=0.3, slo=Slo(ttft=0.5))
+    batch = make_request("batch", 4, 2, arrival=0.0, slo=Slo(deadline=500.0))
+    assert order_of_admission("deadline", batch, patient, urgent, long_and_urgent) == [
+        "long",
+        "urgent",
+        "patient",
+        "batch",
+    ]
+
+
+def test_boost_is_large_for_small_jobs_and_nothing_for_large_ones() -> None:
+    gamma = solve_gamma(0.5, [0.1] * 8 + [5.0] * 2)
+    assert gamma > 0.0
+    mean_excess = 0.5 * (0.8 * math.exp(gamma * 0.1) + 0.2 * math.exp(gamma * 5.0) - 1.0)
+    assert mean_excess == pytest.approx(gamma, rel=1e-3)
+    assert boost(gamma, 0.1) > boost(gamma, 1.0) > boost(gamma, 5.0) > 0.0
+    assert solve_gamma(2.0, [1.0]) == 0.0, "at overload there is no boost"
+
+
+def test_boost_lets_small_requests_pass_recent_large_ones() -> None:
+    driver = Driver(max_num_seqs=1, policy="boost", num_blocks=600, max_model_len=2000)
+    for index in range(40):
+        size = 2 if index % 4 else 600
+        driver.add(make_request(f"r{index}", range(index, index + size), 2, arrival=0.03 * index))
+    driver.run()
+    driver.add(make_request("blocker", [999], 2, arrival=1.9))
+    driver.step()
+    driver.add(
+        make_request("large", range(1, 601), 2, arrival=2.0),
+        make_request("small", range(5, 7), 2, arrival=2.03),
+        make_request("small but much later", range(5, 7), 2, arrival=5.0),
+    )
+    driver.run()
+    admitted = [n.request_id for p in driver.plans for n in p.new_requests]
+    assert admitted[-3:] == ["small", "large", "small but much later"]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_best_effort_yields_its_place_and_its_slot_but_does_not_starve(policy: str) -> None:
+    driver = Driver(max_num_seqs=1, policy=policy, best_effort_delay_s=30.0, num_blocks=128)
+    driver.add(make_request("batch", 4, 30, slo=Slo(best_effort=True), tenant="b"))
+    driver.step()
+    for index in range(60):
+        driver.add(make_request(f"r{index}", 4, 2, arrival=driver.now, tenant="a"))
+        driver.step()
+        driver.step()
+    admitted = [n.request_id for p in driver.plans for n in p.new_requests]
+    assert admitted[0] == "batch"
+    assert admitted[1] == "r0", "a request that is not best-effort takes the slot"
+    assert "batch" in admitted[2:], "after the delay it is served like any other"
+    driver.run()
+
+
+# ---------------------------------------------------------------- fair
+
+
+def test_a_light_tenant_is_not_held_up_by_a_flood() -> None:
+    def position(policy: str) -> int:
+        driver = Driver(max_num_seqs=2, policy=policy, num_blocks=256)
+        driver.add(*(make_request(f"flood-{i}", [i, 1, 2], 6, tenant="heavy") for i in range(50)))
+        for _ in range(3):
+            driver.step()
+        driver.add(make_request("light", [7, 7], 6, arrival=3.0, tenant="light"))
+        driver.run()
+        return [n.request_id for p in driver.plans for n in p.new_requests].index("light")
+
+    assert position("fcfs") == 50
+    assert position("fair") <= 4
+
+
+def test_cached_prefixes_are_not_charged() -> None:
+    driver = Driver(policy="fair", block_size=4)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    driver.add(make_request("a", 13, 1, tenant="x"))
+    driver.run()
+    assert policy.counter("x") == PROMPT_WEIGHT * 13 + OUTPUT_WEIGHT * 1
+    driver.add(make_request("b", 13, 1, tenant="y"))
+    driver.run()
+    assert policy.counter("y") == PROMPT_WEIGHT * 1 + OUTPUT_WEIGHT * 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), num_seqs=st.integers(1, 6), num_blocks=st.integers(16, 60))
+def test_the_vtc_bound_holds_between_backlogged_tenants(
+    seed: int, num_seqs: int, num_blocks: int
+) -> None:
+    """OSDI'24, theorem 1: |c_i - c_j| <= 2 max(w_p L, w_q M) while both have requests waiting."""
+    rng = random.Random(seed)
+    driver = Driver(
+        policy="fair",
+        max_num_seqs=num_seqs,
+        num_blocks=num_blocks,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=64,
+    )
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    longest = 24
+    bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * num_blocks * driver.cache.block_size)
+    num_added = 0
+    tenants = ("a", "b", "c")
+    # c is only there now and then; a and b always have requests waiting
+    for _ in range(150):
+        waiting = {r.tenant for r in driver.scheduler._waiting}
+        for tenant in tenants:
+            if tenant not in waiting and (tenant != "c" or rng.random() < 0.1):
+                for _ in range(3):
+                    prompt = [rng.randrange(997) for _ in range(rng.randint(1, longest))]
+                    name = f"{tenant}{num_added}"
+                    driver.add(
+                        make_request(
+                            name, prompt, rng.randint(1, 30), arrival=driver.now, tenant=tenant
+                        )
+                    )
+                    num_added += 1
+        driver.step()
+        assert abs(policy.counter("a") - policy.counter("b")) <= bound
+    driver.run()
+
+
+# ---------------------------------------------------------------- phase-aligned
+
+
+def test_phase_aligned_never_mixes() -> None:
+    driver = Driver(policy="phase-aligned", coalesce_window_s=2.0, coalesce_size=3)
+    for index in range(12):
+        driver.add(make_request(f"r{index}", range(index, index + 20), 6, arrival=driver.now))
+        driver.step()
+    driver.run()
+    for plan in driver.plans:
+        kinds = {row.num_tokens == 1 for row in plan.rows}
+        assert len(kinds) == 1, "single tokens and prompts in one step"
+
+
+def test_arrivals_are_held_for_the_window_or_until_enough_are_there() -> None:
+    def admissions(window: float, size: int) -> list[int]:
+        driver = Driver(policy="phase-aligned", coalesce_window_s=window, coalesce_size=size)
+        driver.add(make_request("stream", 4, 60))
+        driver.step()
+        for index in range(6):
+            driver.add(make_request(f"r{index}", range(index, index + 9), 2, arrival=driver.now))
+            driver.step()
+        driver.run()
+        return [len(p.new_requests) for p in driver.plans if p.new_requests][1:]
+
+    assert admissions(0.0, 16) == [1] * 6
+    assert admissions(4.0, 16)[0] == 5, "the first waited for four seconds' worth of others"
+    assert admissions(1000.0, 3) == [3, 3]

@@ -1,0 +1,86 @@
+"""The step-time model finds known coefficients, follows drift, and never predicts less for more."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.outputs import ScheduledRow
+from paceline.core.step_time import StepShape, StepTimeModel
+
+
+def true_seconds(shape: StepShape, slow: float = 1.0) -> float:
+    return slow * (
+        0.004
+        + 5e-5 * shape.wide_tokens
+        + 2e-8 * shape.wide_keys
+        + 2e-4 * shape.narrow_rows
+        + 3e-8 * shape.narrow_keys
+        + 0.001 * (shape.wide_tokens > 0)
+    )
+
+
+def random_shape(rng: random.Random) -> StepShape:
+    shape = StepShape()
+    for _ in range(rng.randint(1, 64)):
+        shape = shape.plus(rng.randint(1, 2000), 1)
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        shape = shape.plus(rng.randint(0, 500), rng.randint(2, 512))
+    return shape
+
+
+def relative_errors(model: StepTimeModel, rng: random.Random, slow: float = 1.0) -> list[float]:
+    shapes = [random_shape(rng) for _ in range(200)]
+    return [abs(model.predict(s) / true_seconds(s, slow) - 1.0) for s in shapes]
+
+
+def test_it_learns_a_machine_from_noisy_steps() -> None:
+    rng = random.Random(3)
+    model = StepTimeModel()
+    assert not model.ready
+    for _ in range(600):
+        shape = random_shape(rng)
+        model.observe(shape, true_seconds(shape) * rng.uniform(0.9, 1.1))
+    assert model.ready
+    errors = relative_errors(model, rng)
+    assert statistics.mean(errors) < 0.03
+    assert max(errors) < 0.15
+    assert 0.95 < model.quantile(0.5) < 1.05
+    assert 1.05 < model.quantile(0.95) < 1.2
+
+
+def test_it_follows_a_machine_that_slows_down() -> None:
+    rng = random.Random(4)
+    model = StepTimeModel(forgetting=0.98)
+    for slow in (1.0, 2.5):
+        for _ in range(600):
+            shape = random_shape(rng)
+            model.observe(shape, true_seconds(shape, slow))
+        assert statistics.mean(relative_errors(model, rng, slow)) < 0.05
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(1, 300), st.floats(1e-4, 1.0, allow_nan=False)),
+        max_size=60,
+    ),
+    st.integers(0, 1000),
+    st.integers(1, 500),
+)
+def test_more_work_never_predicts_less_time(
+    steps: list[tuple[int, int, float]], start: int, num_tokens: int
+) -> None:
+    model = StepTimeModel()
+    for before, tokens, seconds in steps:
+        model.observe(StepShape().plus(before, tokens), seconds)
+    base = StepShape().plus(10, 1)
+    assert model.predict(base.plus(start, num_tokens)) >= model.predict(base)
+
+
+def test_shape_of_a_plan_is_the_sum_of_its_rows() -> None:
+    rows = [ScheduledRow("a", 7, 1, (), True), ScheduledRow("b", 10, 20, (), False)]
+    shape = StepShape().plus(7, 1).plus(10, 20)
+    assert StepShape.of(rows) == shape == StepShape(20, 400.0, 1, 7)

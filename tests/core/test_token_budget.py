@@ -1,0 +1,103 @@
+"""The adaptive budget: the largest chunk that keeps every running request on time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from paceline.core.outputs import StepResult
+from paceline.core.request import Request, RequestStatus
+from paceline.core.scheduler import Scheduler
+from paceline.core.slo import Slo
+from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.token_budget import AdaptiveTokenBudget
+from tests.driving import Driver, make_request
+
+
+def seconds(shape: StepShape) -> float:
+    """10 ms a step and 0.1 ms a prompt token."""
+    return 0.010 + 1e-4 * shape.wide_tokens
+
+
+def trained() -> StepTimeModel:
+    model = StepTimeModel()
+    for index in range(200):
+        shape = StepShape().plus(10 + index % 7, 1)
+        if index % 2:
+            shape = shape.plus(0, 32 * (1 + index % 16))
+        model.observe(shape, seconds(shape))
+    return model
+
+
+def running(tpot: float | None, first_token: float = 0.0, num_output: int = 1) -> Request:
+    request = make_request("r", 10, 500, slo=Slo(tpot=tpot))
+    request.status = RequestStatus.RUNNING
+    for _ in range(num_output):
+        request.append_output(1)
+    request.num_computed_tokens = request.num_tokens - 1
+    request.first_token_time = first_token
+    return request
+
+
+def test_without_targets_it_is_a_fixed_budget() -> None:
+    budget = AdaptiveTokenBudget(trained(), 512)
+    assert budget.allow([], 0.0).tokens == 512
+    assert budget.allow([running(None)], 0.0).tokens == 512
+
+
+@pytest.mark.parametrize(("tpot", "expected"), [(0.030, 193), (0.020, 97), (0.050, 385)])
+def test_the_chunk_fits_the_slack(tpot: float, expected: int) -> None:
+    budget = AdaptiveTokenBudget(trained(), 512)
+    # next token due at 0.0 + 1 * tpot: (tpot - 10 ms) / 0.1 ms tokens, tile-aligned, + 1 running
+    assert budget.allow([running(tpot)], 0.0).tokens == expected
+
+
+def test_a_request_ahead_of_schedule_lends_its_slack() -> None:
+    budget = AdaptiveTokenBudget(trained(), 512)
+    on_time, ahead = running(0.020, num_output=1), running(0.020, num_output=3)
+    assert budget.allow([on_time], 0.0).tokens == 97
+    assert budget.allow([ahead], 0.0).tokens == 512
+
+
+def test_the_tightest_request_decides() -> None:
+    budget = AdaptiveTokenBudget(trained(), 512)
+    assert budget.allow([running(0.050), running(0.020)], 0.0).tokens == 2 + 96
+
+
+def test_late_requests_leave_the_floor_so_prompts_never_starve() -> None:
+    budget = AdaptiveTokenBudget(trained(), 512, floor=64)
+    assert budget.allow([running(0.020)], now=9.0).tokens == 1 + 64
+
+
+def test_an_untrained_model_is_not_trusted() -> None:
+    assert AdaptiveTokenBudget(StepTimeModel(), 512).allow([running(0.011)], 0.0).tokens == 512
+
+
+def longest_gap(adaptive: bool) -> float:
+    """A paced request decodes while prompts keep arriving; steps take what ``seconds`` says."""
+    driver = Driver(
+        max_num_batched_tokens=512, num_blocks=4000, adaptive_token_budget=adaptive, max_num_seqs=32
+    )
+    scheduler: Scheduler = driver.scheduler
+    scheduler.add_request(make_request("paced", 10, 300, slo=Slo(tpot=0.040)))
+    now = 0.0
+    times: list[float] = []
+    for index in range(300):
+        if index % 5 == 0:
+            first = 1000 * index
+            scheduler.add_request(
+                make_request(f"p{index}", range(first, first + 400), 2, arrival=now)
+            )
+        plan = scheduler.schedule(now)
+        elapsed = seconds(StepShape.of(plan.rows))
+        now += elapsed
+        tokens = driver.backend.execute(plan).result().sampled
+        updates = scheduler.update(plan, StepResult(plan.step_id, tokens, elapsed=elapsed), now)
+        times.extend(now for update in updates if update.request_id == "paced")
+    return max(b - a for a, b in itertools.pairwise(times[30:]))
+
+
+def test_prompts_stretch_a_paced_stream_only_with_a_fixed_budget() -> None:
+    assert longest_gap(adaptive=False) > 0.050
+    assert longest_gap(adaptive=True) <= 0.081, "one step spends the slack of at most two targets"

@@ -1,0 +1,77 @@
+"""A refactoring of core must plan exactly as before.
+
+Each case drives a scheduler through a fixed, seeded trace and hashes every plan. ``golden.json``
+holds the hashes; a change that means to decide otherwise regenerates it and says why:
+
+    python -m tests.replay.test_replay
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.driving import Driver, make_request
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+CASES: dict[str, dict[str, Any]] = {
+    "fcfs-roomy": {"num_blocks": 400},
+    "fcfs-tight": {"num_blocks": 60, "watermark": 0.02},
+    "fcfs-planned-ahead": {"num_blocks": 60, "depth": 2},
+    "priority-tight": {"num_blocks": 60, "policy": "priority", "priority_ageing_s": 20.0},
+    "no-prefix-caching": {"num_blocks": 60, "enable_prefix_caching": False},
+}
+
+
+def decision_log(case: dict[str, Any]) -> tuple[int, str]:
+    """Steps, and a hash over every plan, of 150 requests in a bursty trace."""
+    rng = random.Random(7)
+    driver = Driver(**({"max_num_batched_tokens": 96, "max_num_seqs": 12} | case))
+    waiting = 150
+    while waiting or driver.scheduler.has_unfinished:
+        for _ in range(min(waiting, rng.choice((0, 0, 0, 0, 1, 6)))):
+            name = f"r{waiting}"
+            shared = list(range(24)) if rng.random() < 0.5 else []
+            prompt = shared + [rng.randrange(997) for _ in range(rng.randint(1, 60))]
+            parent = make_request(
+                name, prompt, rng.randint(1, 40), arrival=driver.now, priority=rng.randrange(3)
+            )
+            driver.add(parent)
+            if rng.random() < 0.1:
+                driver.add(
+                    make_request(f"{name}-fork", prompt, 9, arrival=driver.now, fork_of=name)
+                )
+            waiting -= 1
+        driver.step()
+        if rng.random() < 0.02:
+            driver.abort(f"r{rng.randrange(1, 151)}")
+    driver.run()
+    log = hashlib.sha256()
+    for plan in driver.plans:
+        log.update(repr(plan).encode())
+    return len(driver.plans), log.hexdigest()
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_plans_are_those_recorded(name: str) -> None:
+    steps, digest = decision_log(CASES[name])
+    golden = json.loads(GOLDEN.read_text())[name]
+    assert {"steps": steps, "sha256": digest} == golden, "plans changed: intended? then re-record"
+
+
+def record() -> None:
+    golden = {}
+    for name, case in CASES.items():
+        steps, digest = decision_log(case)
+        golden[name] = {"steps": steps, "sha256": digest}
+    GOLDEN.write_text(json.dumps(golden, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    record()
