@@ -5,9 +5,10 @@ Both have fakes in the library (``paceline.engine.testing``), so a server is tes
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
+from paceline.core.errors import EngineDeadError
 from paceline.engine.types import EngineInfo, EngineStats, GenerationOutput, GenerationRequest
 
 __all__ = ["EngineClient", "Tokenizer"]
@@ -57,6 +58,11 @@ class Tokenizer(Protocol):
 
 class EngineClient(Protocol):
     """An engine as a server sees it, whatever process it lives in."""
+
+    # called once, on the event loop, when the engine is gone without having been closed
+    on_dead: Callable[[EngineDeadError], None] | None
+    # called on the event loop for every snapshot; ``stats`` alone would miss step counts
+    on_stats: Callable[[EngineStats], None] | None
 
     @property
     def info(self) -> EngineInfo: ...

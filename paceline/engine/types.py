@@ -11,6 +11,7 @@ import msgspec
 
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.request import SamplingParams
+from paceline.core.slo import NO_SLO, Slo
 
 __all__ = [
     "ChoiceDelta",
@@ -41,6 +42,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # lower runs sooner
     priority: int = 0
     cache_salt: str | None = None
+    # what the caller needs, and who asks
+    slo: Slo = NO_SLO
+    tenant: str = ""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,187 @@
+"""Ids to text, a few ids at a time: never half a character, never past a stop string.
+
+::
+
+    ids --> IncrementalDetokenizer --> text deltas --> StopStrings --> text to deliver
+
+There is one of each per choice, with a bounded amount of state. Neither knows requests or finish
+reasons; ``output_processor`` does.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from paceline.engine.protocol import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "StopFound", "StopStrings"]
+
+# ids that are decoded together before the window moves on
+_WINDOW: Final = 12
+
+
+class IncrementalDetokenizer:
+    """Text of a growing id sequence; all deltas joined are ``Tokenizer.decode`` of all ids.
+
+    The text is ``decode`` of a short window, because decoders are not plain concatenation
+    (SentencePiece drops the first space). Where it may be cut is told by ``token_bytes``: before an
+    id whose first byte starts a UTF-8 sequence, and wherever no sequence is open.
+
+    ::
+
+        window    [ context | ids since | ids of an open character ]
+                  ^ starts a character  ^ _cut: text up to here is delivered
+
+    The work per id is constant: the window is never longer than ``_WINDOW`` plus one push.
+
+    One deviation: a decoder with byte fallback turns a whole run of byte tokens into U+FFFD when
+    any part of the run is malformed. Well-formed characters at the start of such a run have been
+    delivered by then, and stay.
+    """
+
+    __slots__ = ("_before_cut", "_cut", "_delivered", "_skip", "_tokenizer", "_utf8", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_token_ids if skip_special_tokens else None
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._window: list[int] = []
+        self._cut = 0
+        # a smaller cut, where the next window may begin
+        self._before_cut = 0
+        # characters of decode(window[:_cut])
+        self._delivered = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids; return the text they complete, possibly none."""
+        window = self._window
+        old_cut = self._cut
+        for token_id in token_ids:
+            # decoders drop special ids before they look at neighbours, so they are no context
+            if self._skip is not None and token_id in self._skip:
+                continue
+            data = self._tokenizer.token_bytes(token_id)
+            if data and data[0] & 0xC0 != 0x80:
+                self._cut_at(len(window))
+            window.append(token_id)
+            self._utf8.decode(data)
+            if not self._utf8.getstate()[0]:
+                self._cut_at(len(window))
+        if self._cut == old_cut:
+            return ""
+        text = self._decode(window[: self._cut])
+        delta = text[self._delivered :]
+        if self._cut < _WINDOW:
+            self._delivered = len(text)
+        else:
+            del window[: self._before_cut]
+            self._cut -= self._before_cut
+            self._before_cut = 0
+            self._delivered = len(self._decode(window[: self._cut]))
+        return delta
+
+    def finish(self) -> str:
+        """The rest of the text, after which nothing may be pushed: bytes that never became a
+        character end as U+FFFD."""
+        return self._decode(self._window)[self._delivered :]
+
+    def _cut_at(self, index: int) -> None:
+        if index > self._cut:
+            self._before_cut, self._cut = self._cut, index
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip is not None)
+
+
+class StopFound(NamedTuple):
+    """A stop string ended the text."""
+
+    # text to deliver before, or with, the stop string
+    text: str
+    stop: str
+
+
+class StopStrings:
+    """Finds the first stop string in a stream of text, wherever the stream is split.
+
+    Text that may be the start of a stop string is held back, and nothing else. The stop string
+    that is complete first wins; of several complete at the same character, the longest.
+
+    One Knuth-Morris-Pratt automaton per stop string, so the work per character is constant
+    whatever the caller asks for.
+    """
+
+    __slots__ = ("_held", "_include", "_matched", "_stops", "_tables")
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
+        # longest first: ties go to the longest
+        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
+        self._tables = tuple(_borders(stop) for stop in self._stops)
+        # characters of each stop string that the text so far ends with
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self._include = include_in_output
+
+    def push(self, text: str, *, may_stop: bool = True) -> str | StopFound:
+        """Take the next text; return what can be delivered.
+
+        Args:
+            may_stop: False ignores stop strings that end within ``text``.
+        """
+        end = len(text) + 1
+        found: str | None = None
+        for number, stop in enumerate(self._stops):
+            position = self._scan(number, stop, text, may_stop)
+            if position is not None and position < end:
+                end, found = position, stop
+        buffered = self._held + text
+        if found is not None:
+            end += len(self._held)
+            self._held = ""
+            return StopFound(buffered[: end if self._include else end - len(found)], found)
+        keep = len(buffered) - max(self._matched, default=0)
+        self._held = buffered[keep:]
+        return buffered[:keep]
+
+    def flush(self) -> str:
+        """What is held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _scan(self, number: int, stop: str, text: str, may_stop: bool) -> int | None:
+        """Advance one automaton; the index in ``text`` just after a complete stop string."""
+        matched = self._matched[number]
+        borders = self._tables[number]
+        position = 0
+        size = len(text)
+        while position < size:
+            if matched == 0:
+                position = text.find(stop[0], position)
+                if position < 0:
+                    break
+            while matched and stop[matched] != text[position]:
+                matched = borders[matched - 1]
+            if stop[matched] == text[position]:
+                matched += 1
+            position += 1
+            if matched == len(stop):
+                if may_stop:
+                    return position
+                matched = borders[matched - 1]
+        self._matched[number] = matched
+        return None
+
+
+def _borders(pattern: str) -> list[int]:
+    """For every prefix, the length of its longest proper suffix that is a prefix of ``pattern``."""
+    borders = [0] * len(pattern)
+    length = 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = borders[length - 1]
+        if pattern[index] == pattern[length]:
+            length += 1
+        borders[index] = length
+    return borders

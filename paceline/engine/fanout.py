@@ -1,0 +1,77 @@
+"""One GenerationRequest with ``n`` choices is ``n`` sequences to the engine: the rule, once.
+
+Choice ``i`` of request ``r`` is the sequence ``r/i``. It is sampled with ``seed + i``, and from the
+second on it is a fork of the first, whose prompt blocks it shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.core.errors import InvalidRequestError, RequestError
+from paceline.core.request import Request, SamplingParams
+from paceline.engine.core import EngineCore
+from paceline.engine.types import GenerationRequest
+
+__all__ = ["add_to_core", "choice_id", "choice_ids"]
+
+_SEEDS = 2**64
+
+
+def choice_id(request_id: str, index: int) -> str:
+    return f"{request_id}/{index}"
+
+
+def choice_ids(request: GenerationRequest) -> tuple[str, ...]:
+    return tuple(choice_id(request.request_id, index) for index in range(request.n))
+
+
+def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
+    """Queue every choice of a request, or none of them.
+
+    Raises:
+        RequestError: refused; the engine holds nothing of this request.
+    """
+    _check_token_ids(request, core.info.vocab_size)
+    added: list[str] = []
+    for index, request_id in enumerate(choice_ids(request)):
+        sequence = Request(
+            request_id=request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=_sampling(request.sampling, index),
+            arrival_time=request.arrival_time,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            slo=request.slo,
+            tenant=request.tenant,
+            fork_of=choice_id(request.request_id, 0) if index else None,
+        )
+        try:
+            core.add_request(sequence)
+        except RequestError:
+            core.abort(added)
+            raise
+        added.append(request_id)
+
+
+def _sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    if index == 0:
+        return sampling
+    # seeds are 64 bits, signed, and wrap
+    seed = (sampling.seed + index + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+    return replace(sampling, seed=seed)
+
+
+def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Ids outside the vocabulary would read outside the model's tables."""
+    ids = {
+        "prompt": request.prompt_token_ids,
+        "logit_bias": [token_id for token_id, _ in request.sampling.logit_bias],
+        "stop_token_ids": request.sampling.stop_token_ids,
+    }
+    for param, token_ids in ids.items():
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            bad = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise InvalidRequestError(
+                f"{param} holds token id {bad}, outside the vocabulary of {vocab_size}", param
+            )

@@ -1,0 +1,165 @@
+"""The engine's main loop, the same in a process of its own and on a thread.
+
+::
+
+    while not told to stop:
+        take every message that is there      (waits only when there is nothing to do)
+        core.step()
+        send the news of the step, in one message
+
+This module does not know sockets, processes or text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from paceline.core.errors import RequestError
+from paceline.core.outputs import RequestUpdate
+from paceline.engine.core import EngineCore
+from paceline.engine.fanout import add_to_core
+from paceline.engine.messages import (
+    Abort,
+    Add,
+    ClientMessage,
+    EngineMessage,
+    Outputs,
+    Refused,
+    Shutdown,
+)
+from paceline.engine.types import EngineInfo, EngineStats
+
+__all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
+
+# seconds between beats of an idle engine
+_BEAT: Final = 1.0
+# quiet seconds before an idle engine looks itself over, so that no request waits for that
+_QUIET: Final = 0.05
+
+
+class Inbox(Protocol):
+    """Where messages for the engine arrive."""
+
+    def receive(self, timeout: float) -> Sequence[ClientMessage]:
+        """Every message that is there. Waits up to ``timeout`` seconds for the first; 0 does not
+        wait. Empty when nothing came."""
+        ...
+
+
+class EngineLoop:
+    """Drives one core from one thread.
+
+    Args:
+        send: takes every message for the client, in order; must not block.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: Inbox,
+        send: Callable[[EngineMessage], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._send = send
+        self._clock = clock
+        # news of aborts, sent with the next step's
+        self._updates: list[RequestUpdate] = []
+        # steps whose token counts were not sent yet
+        self._iteration_tokens: list[int] = []
+
+    def run(self) -> Shutdown:
+        """Until a Shutdown arrives, which is returned.
+
+        Raises:
+            Exception: whatever ``core.step`` or ``core.check_integrity`` raised; the core cannot
+                go on.
+        """
+        self._flush()
+        checked = False
+        while True:
+            busy = self._core.has_work
+            messages = self._inbox.receive(self._patience(busy, checked))
+            for message in messages:
+                if isinstance(message, Shutdown):
+                    return message
+                self._handle(message)
+            if self._core.has_work:
+                checked = False
+                self._step()
+            elif messages or checked:
+                self._flush()
+            else:
+                self._core.check_integrity()
+                checked = True
+
+    def _patience(self, busy: bool, checked: bool) -> float:
+        """Seconds to wait for a message: none while there is something to compute."""
+        if not busy:
+            return _BEAT if checked else _QUIET
+        wake_at = self._core.wake_at
+        return 0.0 if wake_at is None else min(_BEAT, max(0.0, wake_at - self._clock()))
+
+    def _step(self) -> None:
+        steps = self._core.num_steps
+        self._updates += self._core.step()
+        if self._core.num_steps > steps:
+            self._iteration_tokens.append(self._core.last_step_tokens)
+        self._flush()
+
+    def _handle(self, message: Add | Abort) -> None:
+        if isinstance(message, Abort):
+            self._updates += self._core.abort(message.request_ids)
+            return
+        try:
+            add_to_core(self._core, message.request)
+        except RequestError as error:
+            self._send(Refused.of(message.request.request_id, error))
+
+    def _flush(self) -> None:
+        stats = engine_stats(self._core, self._clock(), self._iteration_tokens)
+        self._send(Outputs(tuple(self._updates), stats))
+        self._updates.clear()
+        self._iteration_tokens.clear()
+
+
+def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) -> EngineStats:
+    """A snapshot of ``core`` for the other side."""
+    stats = core.stats()
+    return EngineStats(
+        time=now,
+        num_steps=core.num_steps,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_waiting_capacity=stats.num_waiting_capacity,
+        num_waiting_deferred=stats.num_waiting_deferred,
+        num_blocks=stats.num_blocks,
+        num_free_blocks=stats.num_free_blocks,
+        num_preemptions=stats.num_preemptions,
+        prefix_cache_queries=stats.prefix_cache_queries,
+        prefix_cache_hits=stats.prefix_cache_hits,
+        num_recomputed_tokens=stats.num_recomputed_tokens,
+        iteration_tokens=tuple(iteration_tokens),
+    )
+
+
+def engine_info(core: EngineCore, model: str) -> EngineInfo:
+    """What a core is, under the name it is served by."""
+    backend, config, cache = core.info, core.scheduler.config, core.scheduler.cache
+    return EngineInfo(
+        model=model,
+        backend=backend.name,
+        device=backend.device,
+        dtype=backend.dtype,
+        max_model_len=min(backend.max_model_len, config.max_model_len),
+        vocab_size=backend.vocab_size,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        policy=config.policy,
+        enable_prefix_caching=cache.enable_prefix_caching,
+    )

@@ -1,0 +1,159 @@
+"""What client and engine say to each other: msgspec structs in MessagePack, and nothing else.
+
+::
+
+    client -> engine   Add  Abort  Shutdown
+    engine -> client   Ready  Outputs  Refused  Dead
+
+``Outputs`` is the hot one: one message per step carries the news of every request, as arrays
+without field names. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    NeverFitsError,
+    PacelineError,
+    QueueFullError,
+    RequestError,
+    UnknownModelError,
+)
+from paceline.core.outputs import RequestUpdate
+from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
+
+__all__ = [
+    "Abort",
+    "Add",
+    "ClientMessage",
+    "Dead",
+    "EngineMessage",
+    "Launch",
+    "Outputs",
+    "Ready",
+    "Refused",
+    "Shutdown",
+    "decode_client_message",
+    "decode_engine_message",
+    "encode",
+]
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of JSON an engine process reads from stdin."""
+
+    # ipc:// addresses: the engine binds its inbox and connects to its outbox
+    inbox: str
+    outbox: str
+    # settings for whoever builds the engine; opaque here
+    config: bytes
+
+
+class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
+    """Start a request, all its choices together."""
+
+    request: GenerationRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    """End choices now. Ids are those of ``fanout``; unknown ones are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
+    """Stop the loop. ``reason`` is empty when the client asked for it."""
+
+    reason: str = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The model is loaded; requests may come."""
+
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
+    """The news of one step, or an idle beat without any."""
+
+    updates: tuple[RequestUpdate, ...]
+    stats: EngineStats
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+    """A request was refused at the door; no other message names it."""
+
+    request_id: str
+    # key of _REQUEST_ERRORS
+    kind: str
+    message: str
+    param: str | None
+    retry_after: float
+
+    @classmethod
+    def of(cls, request_id: str, error: RequestError) -> Refused:
+        retry_after = error.retry_after if isinstance(error, QueueFullError) else 0.0
+        return cls(request_id, type(error).__name__, str(error), error.param, retry_after)
+
+    def error(self) -> RequestError:
+        """The exception the engine raised, again."""
+        if self.kind == QueueFullError.__name__:
+            return QueueFullError(self.message, self.retry_after)
+        return _REQUEST_ERRORS.get(self.kind, RequestError)(self.message, self.param)
+
+
+class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
+    """The last message of an engine that cannot go on."""
+
+    # class name of the error
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Dead:
+        known = isinstance(error, PacelineError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        return cls(type(error).__name__, text)
+
+    def error(self) -> PacelineError:
+        """ConfigError and CheckpointError as they were, everything else as EngineDeadError."""
+        return _START_ERRORS.get(self.kind, EngineDeadError)(self.message)
+
+
+ClientMessage: TypeAlias = Add | Abort | Shutdown
+EngineMessage: TypeAlias = Ready | Outputs | Refused | Dead
+
+_REQUEST_ERRORS: Final[dict[str, type[RequestError]]] = {
+    error.__name__: error for error in (InvalidRequestError, NeverFitsError, UnknownModelError)
+}
+_START_ERRORS: Final[dict[str, type[PacelineError]]] = {
+    error.__name__: error for error in (ConfigError, CheckpointError)
+}
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_CLIENT_DECODER: Final[msgspec.msgpack.Decoder[ClientMessage]] = msgspec.msgpack.Decoder(
+    ClientMessage
+)
+_ENGINE_DECODER: Final[msgspec.msgpack.Decoder[EngineMessage]] = msgspec.msgpack.Decoder(
+    EngineMessage
+)
+
+
+def encode(message: ClientMessage | EngineMessage) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_client_message(data: bytes) -> ClientMessage:
+    """Raises msgspec.DecodeError on anything but a ClientMessage."""
+    return _CLIENT_DECODER.decode(data)
+
+
+def decode_engine_message(data: bytes) -> EngineMessage:
+    """Raises msgspec.DecodeError on anything but an EngineMessage."""
+    return _ENGINE_DECODER.decode(data)

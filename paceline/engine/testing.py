@@ -1,0 +1,146 @@
+"""Fakes that ship with the library, so that what lies above an engine is tested without a model.
+
+``ByteTokenizer`` speaks without a vocabulary file; ``null_client`` is a whole engine on a thread.
+With the null backend under it every answer can be computed by hand::
+
+    client = null_client(NullBackend(vocab_size=256))
+    # "hi" is [104, 105]: the null backend continues with (104*1 + 105*2) % 256 = 58, ":"
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from paceline.core.backend import ModelBackend
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import InvalidRequestError
+from paceline.engine.core import EngineCore
+from paceline.engine.local import LocalEngineClient
+from paceline.engine.loop import engine_info
+from paceline.engine.protocol import Tokenizer
+
+__all__ = ["ByteTokenizer", "null_client", "null_core"]
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes; three special ids follow.
+
+    ``encode`` puts ``BOS`` first unless told otherwise, so that a prompt that got it twice shows.
+    """
+
+    BOS: Final = 256
+    IM_START: Final = 257
+    IM_END: Final = 258
+    SPECIAL: Final = {BOS: "<|bos|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
+
+    _ids: Final = {text: token_id for token_id, text in SPECIAL.items()}
+    _pattern: Final = re.compile("(" + "|".join(re.escape(text) for text in SPECIAL.values()) + ")")
+
+    @property
+    def vocab_size(self) -> int:
+        return 256 + len(self.SPECIAL)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset({self.IM_END})
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset(self.SPECIAL)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = [self.BOS] if add_special_tokens else []
+        for part in self._pattern.split(text):
+            special = self._ids.get(part)
+            ids += part.encode() if special is None else (special,)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        skip = self.special_token_ids if skip_special_tokens else frozenset()
+        data = b"".join(self.token_bytes(i) for i in token_ids if i not in skip)
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Empty for ids past the vocabulary, which ``decode`` leaves out."""
+        if 0 <= token_id < 256:
+            return bytes((token_id,))
+        return self.SPECIAL.get(token_id, "").encode()
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """ChatML. ``tools`` become a system message of JSON; ``template_kwargs`` are, as with any
+        template that does not name them, without effect."""
+        if chat_template is not None:
+            raise InvalidRequestError("ByteTokenizer has one template, ChatML", "chat_template")
+        if not messages:
+            raise InvalidRequestError("a chat needs at least 1 message", "messages")
+        turns = [] if tools is None else [("system", json.dumps(list(tools)))]
+        for number, message in enumerate(messages):
+            role = message.get("role")
+            if role not in _ROLES:
+                raise InvalidRequestError(f"message {number} has the role {role!r}", "messages")
+            turns.append((role, str(message.get("content") or "")))
+        text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+        if continue_final_message:
+            return text.removesuffix("<|im_end|>\n")
+        return text + "<|im_start|>assistant\n" if add_generation_prompt else text
+
+
+def null_core(
+    backend: ModelBackend,
+    *,
+    pipeline_depth: int = 2,
+    enable_prefix_caching: bool = True,
+    **scheduler: Any,
+) -> EngineCore:
+    """An EngineCore that uses all of ``backend``.
+
+    Args:
+        scheduler: fields of SchedulerConfig.
+    """
+    info = backend.info
+    return EngineCore(
+        backend,
+        SchedulerConfig(**({"max_model_len": info.max_model_len} | scheduler)),
+        CacheConfig(
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
+        pipeline_depth=pipeline_depth,
+    )
+
+
+def null_client(
+    backend: ModelBackend,
+    *,
+    tokenizer: Tokenizer | None = None,
+    model: str = "null",
+    stall_timeout: float = 60.0,
+    **core: Any,
+) -> LocalEngineClient:
+    """A client of an engine on a thread; ``await client.close()`` ends it.
+
+    Args:
+        core: arguments of ``null_core``.
+    """
+    engine = null_core(backend, **core)
+    return LocalEngineClient(
+        engine,
+        engine_info(engine, model),
+        tokenizer or ByteTokenizer(),
+        stall_timeout=stall_timeout,
+    )
