@@ -49,6 +49,7 @@ BANNED_CALLS = {"open", "input", "print", "exec", "eval", "__import__"}
 def violations(name: str, source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
+        line = getattr(node, "lineno", 0)
         imported: list[tuple[str, str | None]] = []
         if isinstance(node, ast.Import):
             imported = [(alias.name, None) for alias in node.names]
@@ -60,13 +61,13 @@ def violations(name: str, source: str) -> list[str]:
             and isinstance(node.func, ast.Name)
             and node.func.id in BANNED_CALLS
         ):
-            found.append(f"{name}:{node.lineno} calls {node.func.id}()")
+            found.append(f"{name}:{line} calls {node.func.id}()")
         for module, member in imported:
             top = module.split(".")[0]
             if (name, module, member) in ALLOWED or module.startswith("paceline.core"):
                 continue
             if top not in sys.stdlib_module_names or top in BANNED:
-                found.append(f"{name}:{node.lineno} imports {module}")
+                found.append(f"{name}:{line} imports {module}")
     return found
 
 

@@ -1,0 +1,67 @@
+"""Future memory against brute force, and forecasts that correct themselves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.forecast import FirstTokenForecast, future_peak
+from paceline.core.lengths import LengthHistory
+from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.work import WorkEstimator
+from tests.driving import make_request
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=12))
+def test_future_peak_is_what_stepping_finds(sequences: list[tuple[int, int]]) -> None:
+    peak = 0
+    for step in range(51):
+        alive = [(now, to_come) for now, to_come in sequences if to_come >= step]
+        peak = max(peak, sum(now + step for now, _ in alive))
+    assert future_peak(sequences) == peak
+
+
+def trained() -> StepTimeModel:
+    model = StepTimeModel()
+    for index in range(200):
+        shape = StepShape().plus(10 + index % 7, 1)
+        if index % 2:
+            shape = shape.plus(0, 32 * (1 + index % 16))
+        model.observe(shape, 0.010 + 1e-4 * shape.wide_tokens)
+    return model
+
+
+def forecast_of(forecast: FirstTokenForecast, **ahead: int) -> float:
+    load = {"tokens_ahead": 0, "requests_ahead": 0, "free_slots": 4, "tokens_per_step": 100}
+    running = [make_request(f"r{i}", 4, 50 * (i + 1)) for i in range(2)]
+    seconds = forecast.seconds(make_request("new", 100), running=running, **(load | ahead))
+    assert seconds is not None
+    return seconds
+
+
+def test_forecasts_count_tokens_ahead_and_ends_of_running_requests() -> None:
+    model = trained()
+    forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
+    # own prompt: one step of 10 ms + 100 tokens at 0.1 ms
+    assert 0.018 < forecast_of(forecast) < 0.022
+    assert 0.11 < forecast_of(forecast, tokens_ahead=500) < 0.13
+    # no slot: the shorter of the two running requests ends after 50 steps of 10 ms
+    assert 0.50 < forecast_of(forecast, free_slots=0) < 0.54
+    assert 1.00 < forecast_of(forecast, free_slots=0, requests_ahead=1) < 1.04
+
+
+def test_nothing_is_predicted_before_anything_was_measured() -> None:
+    model = StepTimeModel()
+    forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
+    request = make_request("new", 100)
+    load = {"tokens_ahead": 0, "requests_ahead": 0, "free_slots": 4, "tokens_per_step": 100}
+    assert forecast.seconds(request, running=[], **load) is None
+
+
+def test_a_bias_corrects_itself() -> None:
+    model = trained()
+    forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
+    before = forecast_of(forecast)
+    for _ in range(200):
+        forecast.learn(forecast_of(forecast), 2.0 * before)
+    assert 1.9 * before < forecast_of(forecast) < 2.1 * before
