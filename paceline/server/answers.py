@@ -1,0 +1,107 @@
+"""What chat and completions answers have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from secrets import token_hex
+
+from paceline.core.request import SamplingParams
+from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest, TokenLogprobs
+from paceline.server.protocol import GenerationOptions
+from paceline.server.wire import Usage
+
+__all__ = ["AnswerHead", "Choice", "UsageCount", "collect", "generation_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of an answer repeats."""
+
+    id: str
+    # unix time
+    created: int
+    model: str
+    # two callers may use the same X-Request-Id; the engine tells requests apart by this
+    nonce: str
+
+    @classmethod
+    def of(cls, prefix: str, request_id: str, model: str) -> AnswerHead:
+        return cls(f"{prefix}-{request_id}", int(time.time()), model, token_hex(8))
+
+    def engine_id(self, index: int) -> str:
+        """The engine's id for prompt number ``index``; unique, and found by the caller's id."""
+        return f"{self.id}-{self.nonce}-{index}"
+
+
+class UsageCount:
+    """Token counts of an answer, over all its prompts."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._rows = [(0, 0, 0)] * num_prompts
+
+    def update(self, index: int, output: GenerationOutput) -> None:
+        self._rows[index] = (
+            output.num_prompt_tokens,
+            output.num_output_tokens,
+            output.num_cached_tokens,
+        )
+
+    def usage(self) -> Usage:
+        prompt, completion, cached = (sum(column) for column in zip(*self._rows, strict=True))
+        return Usage.of(prompt, completion, cached)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice of an answer that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+
+async def collect(
+    outputs: AsyncIterator[tuple[int, GenerationOutput]], num_prompts: int, n: int
+) -> tuple[list[Choice], Usage]:
+    """Everything to the end. Choice ``c`` of prompt ``p`` is at ``p * n + c``."""
+    choices = [Choice() for _ in range(num_prompts * n)]
+    count = UsageCount(num_prompts)
+    async for index, output in outputs:
+        count.update(index, output)
+        for delta in output.choices:
+            choices[index * n + delta.index].add(delta)
+    return choices, count.usage()
+
+
+def generation_request(
+    request_id: str,
+    prompt: list[int],
+    sampling: SamplingParams,
+    options: GenerationOptions,
+    arrival_time: float,
+) -> GenerationRequest:
+    """``request_id`` must be unique in the engine; arrival in seconds of ``time.monotonic()``."""
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        n=options.n,
+        stop=options.stop,
+        include_stop_str_in_output=options.include_stop_str_in_output,
+        skip_special_tokens=options.skip_special_tokens,
+        arrival_time=arrival_time,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+    )

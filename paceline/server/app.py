@@ -1,0 +1,53 @@
+"""The FastAPI app over one engine client.
+
+::
+
+    ExchangeMiddleware            request id, HTTP metrics, what is in flight
+      router -> answering()       every exception becomes an answer
+        routes_generate           parse -> prompt ids -> engine -> events or one body
+        routes_info               models, health, metrics, tokenizer
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+import paceline
+from paceline.engine.protocol import EngineClient
+from paceline.server.config import ServerConfig
+from paceline.server.http import ExchangeMiddleware
+from paceline.server.responding import http_exception
+from paceline.server.routes_generate import generate_router
+from paceline.server.routes_info import info_router
+from paceline.server.service import Service, make_service
+
+__all__ = ["create_app", "service_of"]
+
+
+def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
+    """An app that answers with ``client``'s engine, which must be ready.
+
+    Apps share nothing, metrics neither, unless they are given the same client. The app does not
+    close the client; ``serve`` does.
+    """
+    service = make_service(client, config)
+    app = FastAPI(
+        title="Paceline",
+        version=paceline.__version__,
+        docs_url="/docs" if config.enable_docs else None,
+        redoc_url="/redoc" if config.enable_docs else None,
+        openapi_url="/openapi.json" if config.enable_docs else None,
+    )
+    app.state.service = service
+    app.include_router(generate_router(service))
+    app.include_router(info_router(service))
+    app.add_exception_handler(HTTPException, http_exception)
+    app.add_middleware(ExchangeMiddleware, service=service)
+    return app
+
+
+def service_of(app: FastAPI) -> Service:
+    """What ``create_app`` put behind an app."""
+    service: Service = app.state.service
+    return service

@@ -1,0 +1,208 @@
+"""``POST /v1/chat/completions``, from the parsed request to the bytes of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from paceline.engine.protocol import Tokenizer
+from paceline.engine.types import ChoiceDelta, GenerationOutput
+from paceline.server.answers import (
+    AnswerHead,
+    Choice,
+    UsageCount,
+    collect,
+    generation_request,
+)
+from paceline.server.logprobs import TokenWriter, chat_logprobs
+from paceline.server.prompts import sampling_for, truncated
+from paceline.server.protocol import ChatRequest
+from paceline.server.service import Service
+from paceline.server.sse import DONE, event
+from paceline.server.wire import (
+    UNSET,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    UnsetType,
+    Usage,
+    encode,
+)
+
+__all__ = ["ChatStream", "chat_answer", "chat_events"]
+
+
+async def chat_events(
+    service: Service, request: ChatRequest, request_id: str, arrival: float
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer; the last one is ``DONE``.
+
+    Errors before the first event are raised from the first ``anext``.
+    """
+    head = AnswerHead.of("chatcmpl", request_id, service.model_name)
+    prompt, outputs = await _start(service, request, head, arrival)
+    stream = ChatStream(head, request, prompt, service.client.tokenizer)
+    async with aclosing(outputs):
+        async for _, output in outputs:
+            data = stream.events(output)
+            if data:
+                yield data
+    yield stream.end()
+
+
+async def chat_answer(
+    service: Service, request: ChatRequest, request_id: str, arrival: float
+) -> bytes:
+    """The body of an answer that is not streamed."""
+    head = AnswerHead.of("chatcmpl", request_id, service.model_name)
+    prompt, outputs = await _start(service, request, head, arrival)
+    options = request.options
+    async with aclosing(outputs):
+        choices, usage = await collect(outputs, 1, options.n)
+    writer = _writer(request, service.client.tokenizer)
+    return encode(
+        ChatAnswer(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[_choice(i, choice, request, writer) for i, choice in enumerate(choices)],
+            usage=usage,
+            prompt_token_ids=prompt if options.return_token_ids else None,
+        )
+    )
+
+
+async def _start(
+    service: Service, request: ChatRequest, head: AnswerHead, arrival: float
+) -> tuple[list[int], AsyncGenerator[tuple[int, GenerationOutput], None]]:
+    options = request.options
+    max_model_len = service.rules.max_model_len
+    prompt = await service.prompts.chat(
+        request.template, add_special_tokens=options.add_special_tokens
+    )
+    prompt = truncated(prompt, options, max_model_len)
+    default = service.rules.default_sampling.get("max_new_tokens")
+    sampling = sampling_for(
+        prompt,
+        options,
+        max_model_len=max_model_len,
+        default_max_tokens=None if default is None else int(default),
+    )
+    engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
+    return prompt, service.run((engine_request,))
+
+
+def _writer(request: ChatRequest, tokenizer: Tokenizer) -> TokenWriter:
+    return TokenWriter(tokenizer, as_ids=request.options.return_tokens_as_token_ids)
+
+
+def _role(request: ChatRequest) -> str:
+    """Who speaks: without a generation prompt, whoever spoke last goes on."""
+    template = request.template
+    if template.add_generation_prompt:
+        return "assistant"
+    role: str = template.messages[-1]["role"]
+    return role
+
+
+def _choice(index: int, choice: Choice, request: ChatRequest, writer: TokenWriter) -> ChatChoice:
+    options = request.options
+    wanted = options.sampling.logprobs is not None
+    return ChatChoice(
+        index=index,
+        message=ChatMessage(role=_role(request), content="".join(choice.text)),
+        logprobs=chat_logprobs(choice.logprobs, writer) if wanted else None,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.token_ids if options.return_token_ids else None,
+    )
+
+
+class ChatStream:
+    """Turns deltas into events. Pure: bytes out, nothing sent."""
+
+    def __init__(
+        self, head: AnswerHead, request: ChatRequest, prompt: list[int], tokenizer: Tokenizer
+    ) -> None:
+        self._head = head
+        self._request = request
+        self._prompt = prompt
+        options = request.options
+        self._wants_ids = options.return_token_ids
+        self._continuous = options.continuous_usage
+        self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
+        self._usage = UsageCount(1)
+        self._begun = False
+
+    def events(self, output: GenerationOutput) -> bytes:
+        """The events of one delivery, preceded by the role chunks if it is the first one.
+
+        Empty when there is nothing to tell yet, such as half a character.
+        """
+        self._usage.update(0, output)
+        data = b""
+        if not self._begun:
+            self._begun = True
+            data = self._begin()
+        for delta in output.choices:
+            if delta.text or delta.finish_reason or self._tells_tokens(delta):
+                data += self._chunk(self._delta(delta))
+        return data
+
+    def end(self) -> bytes:
+        """The usage chunk, if asked for, and the end of the stream."""
+        if not self._request.options.include_usage:
+            return DONE
+        head = self._head
+        chunk = ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[],
+            usage=self._usage.usage(),
+        )
+        return event(encode(chunk)) + DONE
+
+    def _begin(self) -> bytes:
+        data = b""
+        delta = ChatDelta(role=_role(self._request), content="")
+        for index in range(self._request.options.n):
+            prompt = self._prompt if self._wants_ids and index == 0 else UNSET
+            data += self._chunk(ChatChunkChoice(index=index, delta=delta), prompt)
+        return data
+
+    def _tells_tokens(self, delta: ChoiceDelta) -> bool:
+        """Whether the tokens themselves go out, even where they make no text yet."""
+        return bool(delta.token_ids) and (
+            self._wants_ids or self._continuous or self._writer is not None
+        )
+
+    def _delta(self, delta: ChoiceDelta) -> ChatChunkChoice:
+        finished = delta.finish_reason is not None
+        logprobs = None
+        if self._writer is not None and delta.logprobs:
+            logprobs = chat_logprobs(delta.logprobs, self._writer)
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(content=delta.text),
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason if finished else UNSET,
+            token_ids=delta.token_ids if self._wants_ids else UNSET,
+        )
+
+    def _chunk(self, choice: ChatChunkChoice, prompt: list[int] | UnsetType = UNSET) -> bytes:
+        head = self._head
+        usage: Usage | UnsetType = self._usage.usage() if self._continuous else UNSET
+        chunk = ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[choice],
+            usage=usage,
+            prompt_token_ids=prompt,
+        )
+        return event(encode(chunk))

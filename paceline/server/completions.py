@@ -1,0 +1,231 @@
+"""``POST /v1/completions``, from the parsed request to the bytes of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from paceline.engine.protocol import Tokenizer
+from paceline.engine.types import ChoiceDelta, GenerationOutput
+from paceline.server.answers import (
+    AnswerHead,
+    Choice,
+    UsageCount,
+    collect,
+    generation_request,
+)
+from paceline.server.logprobs import TokenWriter, completion_logprobs
+from paceline.server.prompts import sampling_for, truncated
+from paceline.server.protocol import CompletionRequest
+from paceline.server.service import Service
+from paceline.server.sse import DONE, event
+from paceline.server.wire import (
+    UNSET,
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    encode,
+)
+
+__all__ = ["CompletionStream", "completion_answer", "completion_events"]
+
+# OpenAI's default for this endpoint
+_DEFAULT_MAX_TOKENS: Final = 16
+
+
+async def completion_events(
+    service: Service, request: CompletionRequest, request_id: str, arrival: float
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer; the last one is ``DONE``.
+
+    Errors before the first event are raised from the first ``anext``.
+    """
+    head = AnswerHead.of("cmpl", request_id, service.model_name)
+    prompts, outputs = await _start(service, request, head, arrival)
+    echoes = await _echoes(service, request, prompts)
+    stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            data = stream.events(index, output)
+            if data:
+                yield data
+    yield stream.end()
+
+
+async def completion_answer(
+    service: Service, request: CompletionRequest, request_id: str, arrival: float
+) -> bytes:
+    """The body of an answer that is not streamed."""
+    head = AnswerHead.of("cmpl", request_id, service.model_name)
+    prompts, outputs = await _start(service, request, head, arrival)
+    n = request.options.n
+    async with aclosing(outputs):
+        choices, usage = await collect(outputs, len(prompts), n)
+    echoes = await _echoes(service, request, prompts)
+    writer = _writer(request, service.client.tokenizer)
+    return encode(
+        CompletionAnswer(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[
+                _choice(i, choice, echoes[i // n], prompts[i // n], request, writer)
+                for i, choice in enumerate(choices)
+            ],
+            usage=usage,
+        )
+    )
+
+
+async def _start(
+    service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
+) -> tuple[list[list[int]], AsyncGenerator[tuple[int, GenerationOutput], None]]:
+    options = request.options
+    max_model_len = service.rules.max_model_len
+    default = service.rules.default_sampling.get("max_new_tokens", _DEFAULT_MAX_TOKENS)
+    prompts = [
+        truncated(prompt, options, max_model_len)
+        for prompt in await service.prompts.completion(request)
+    ]
+    requests = []
+    for index, prompt in enumerate(prompts):
+        sampling = sampling_for(
+            prompt, options, max_model_len=max_model_len, default_max_tokens=int(default)
+        )
+        request_id = head.engine_id(index)
+        requests.append(generation_request(request_id, prompt, sampling, options, arrival))
+    return prompts, service.run(requests)
+
+
+async def _echoes(
+    service: Service, request: CompletionRequest, prompts: Sequence[list[int]]
+) -> list[str]:
+    """What goes before each prompt's output: with ``echo`` the prompt's text, else nothing."""
+    if not request.echo:
+        return [""] * len(prompts)
+    return [
+        # what truncation left is not what was sent
+        given
+        if isinstance(given, str) and request.options.truncate_prompt_tokens is None
+        else await service.prompts.decode(prompt)
+        for given, prompt in zip(request.prompts, prompts, strict=True)
+    ]
+
+
+def _writer(request: CompletionRequest, tokenizer: Tokenizer) -> TokenWriter:
+    return TokenWriter(tokenizer, as_ids=request.options.return_tokens_as_token_ids)
+
+
+def _choice(
+    index: int,
+    choice: Choice,
+    echo: str,
+    prompt: list[int],
+    request: CompletionRequest,
+    writer: TokenWriter,
+) -> CompletionChoice:
+    options = request.options
+    logprobs = None
+    if options.sampling.logprobs is not None:
+        logprobs, _ = completion_logprobs(choice.logprobs, writer, 0)
+    return CompletionChoice(
+        index=index,
+        text=echo + "".join(choice.text),
+        logprobs=logprobs,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.token_ids if options.return_token_ids else None,
+        prompt_token_ids=prompt if options.return_token_ids else None,
+    )
+
+
+class CompletionStream:
+    """Turns deltas into events. Pure: bytes out, nothing sent."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        request: CompletionRequest,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._head = head
+        self._prompts = prompts
+        self._echoes = echoes
+        options = request.options
+        self._n = options.n
+        self._include_usage = options.include_usage
+        self._wants_ids = options.return_token_ids
+        self._continuous = options.continuous_usage
+        self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
+        self._usage = UsageCount(len(prompts))
+        choices = len(prompts) * options.n
+        self._begun = [False] * choices
+        # characters of the tokens told so far, per choice
+        self._offsets = [0] * choices
+
+    def events(self, prompt: int, output: GenerationOutput) -> bytes:
+        """The events of one delivery for prompt number ``prompt``; empty when there is nothing to
+        tell yet, such as half a character."""
+        self._usage.update(prompt, output)
+        data = b""
+        for delta in output.choices:
+            index = prompt * self._n + delta.index
+            first = not self._begun[index]
+            if (
+                delta.text
+                or delta.finish_reason
+                or (first and self._echoes[prompt])
+                or self._tells_tokens(delta)
+            ):
+                self._begun[index] = True
+                data += self._chunk(index, prompt, first, delta)
+        return data
+
+    def end(self) -> bytes:
+        """The usage chunk, if asked for, and the end of the stream."""
+        if not self._include_usage:
+            return DONE
+        head = self._head
+        chunk = CompletionChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[],
+            usage=self._usage.usage(),
+        )
+        return event(encode(chunk)) + DONE
+
+    def _tells_tokens(self, delta: ChoiceDelta) -> bool:
+        """Whether the tokens themselves go out, even where they make no text yet."""
+        return bool(delta.token_ids) and (
+            self._wants_ids or self._continuous or self._writer is not None
+        )
+
+    def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
+        logprobs = None
+        if self._writer is not None and delta.logprobs:
+            logprobs, self._offsets[index] = completion_logprobs(
+                delta.logprobs, self._writer, self._offsets[index]
+            )
+        head = self._head
+        choice = CompletionChunkChoice(
+            index=index,
+            text=self._echoes[prompt] + delta.text if first else delta.text,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason if delta.finish_reason is not None else UNSET,
+            token_ids=delta.token_ids if self._wants_ids else UNSET,
+            prompt_token_ids=self._prompts[prompt] if first and self._wants_ids else UNSET,
+        )
+        chunk = CompletionChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[choice],
+            usage=self._usage.usage() if self._continuous else UNSET,
+        )
+        return event(encode(chunk))

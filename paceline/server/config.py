@@ -1,0 +1,91 @@
+"""What a server is told at start: small, frozen, validated at birth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.request import SamplingParams
+
+__all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
+
+MAX_MODEL_NAME_CHARS: Final = 256
+_SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of one HTTP server. Raises ConfigError with the numbers for a bad value."""
+
+    # names requests may use; the first is the one answers and metrics carry. Empty: the engine's
+    served_model_names: tuple[str, ...] = ()
+    # seconds running requests may go on after SIGTERM before they are aborted
+    drain_timeout: float = 30.0
+    # a longer request body is refused with 413
+    max_body_bytes: int = 8 * 2**20
+    # choices (n) of one prompt at most; the engine's max_num_seqs bounds it too
+    max_choices: int = 128
+    # prompts in one completions request at most
+    max_prompts: int = 1024
+    # what a request that leaves these out gets, usually from generation_config.json: temperature,
+    # top_p, top_k, min_p, repetition_penalty, and max_new_tokens as the default of max_tokens
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    # render templates that requests bring along: a hostile one can loop for ever
+    trust_request_chat_template: bool = False
+    # serve /docs, /redoc and /openapi.json
+    enable_docs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.served_model_names:
+            _require(
+                0 < len(name) <= MAX_MODEL_NAME_CHARS,
+                f"a served model name must have 1 to {MAX_MODEL_NAME_CHARS} characters, "
+                f"got {len(name)}",
+            )
+        _require(
+            math.isfinite(self.drain_timeout) and self.drain_timeout >= 0,
+            f"drain_timeout must be 0 or more seconds, got {self.drain_timeout}",
+        )
+        for name in ("max_body_bytes", "max_choices", "max_prompts"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} must be at least 1, got {value}")
+        unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})
+        _require(not unknown, f"default_sampling does not know {unknown}")
+        try:
+            SamplingParams(
+                max_tokens=int(self.default_sampling.get("max_new_tokens", 1)),
+                temperature=self.default_sampling.get("temperature", 1.0),
+                top_k=int(self.default_sampling.get("top_k", 0)),
+                top_p=self.default_sampling.get("top_p", 1.0),
+                min_p=self.default_sampling.get("min_p", 0.0),
+                repetition_penalty=self.default_sampling.get("repetition_penalty", 1.0),
+            )
+        except InvalidRequestError as error:
+            raise ConfigError(f"default_sampling: {error}") from error
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """The part of a ``generation_config.json`` that is a ``ServerConfig.default_sampling``.
+
+    Null and absent entries are left out, and so is everything the server has no field for.
+    Raises ConfigError for a value that is not a number.
+    """
+    found: dict[str, float] = {}
+    for key in (*_SAMPLING_KEYS, "max_new_tokens"):
+        value = generation_config.get(key)
+        if value is None:
+            continue
+        _require(
+            type(value) in (int, float) and math.isfinite(value),
+            f"generation_config has {key}={value!r}, which is not a number",
+        )
+        found[key] = value
+    return found

@@ -1,0 +1,96 @@
+"""Histograms that cost one bisection per observation, and vLLM's bucket boundaries."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client.metrics_core import HistogramMetricFamily
+
+__all__ = [
+    "HTTP_BUCKETS",
+    "HTTP_FINE_BUCKETS",
+    "ITERATION_TOKEN_BUCKETS",
+    "LATENCY_BUCKETS",
+    "N_BUCKETS",
+    "TOKEN_TIME_BUCKETS",
+    "TTFT_BUCKETS",
+    "Histogram",
+    "histogram_family",
+    "series_1_2_5",
+]
+
+# fmt: off
+TTFT_BUCKETS: Final = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)
+TOKEN_TIME_BUCKETS: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)
+LATENCY_BUCKETS: Final = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)
+ITERATION_TOKEN_BUCKETS: Final = (
+    1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
+)
+N_BUCKETS: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
+# prometheus-fastapi-instrumentator's
+HTTP_BUCKETS: Final = (0.1, 0.5, 1.0)
+HTTP_FINE_BUCKETS: Final = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0,
+    7.5, 10.0, 30.0, 60.0,
+)
+# fmt: on
+
+
+def series_1_2_5(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to and including ``largest``."""
+    series: list[float] = []
+    decade = 1
+    while decade <= largest:
+        series += [float(m * decade) for m in (1, 2, 5) if m * decade <= largest]
+        decade *= 10
+    return tuple(series)
+
+
+class Histogram:
+    """Counts per bucket. Not thread-safe: one thread observes and reads."""
+
+    __slots__ = ("_buckets", "_counts", "_sum")
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """``(upper bound, observations up to it)``, the last one "+Inf" with all of them."""
+        totals = accumulate(self._counts)
+        bounds = [*map(str, self._buckets), "+Inf"]
+        return [(bound, float(total)) for bound, total in zip(bounds, totals, strict=True)]
+
+
+def histogram_family(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    histograms: Mapping[tuple[str, ...], Histogram],
+) -> HistogramMetricFamily:
+    """One family of a scrape, a series per label values."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, histogram in histograms.items():
+        family.add_metric(values, buckets=histogram.cumulative(), sum_value=histogram.sum)
+    return family

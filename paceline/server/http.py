@@ -1,0 +1,128 @@
+"""Around every exchange: request ids, metrics, and bodies of bounded size."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, Final
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.core.errors import InvalidRequestError
+from paceline.server.errors import ClientDisconnectedError, HttpError
+from paceline.server.fields import decode_object, show
+from paceline.server.service import Service
+
+__all__ = ["GENERATE_PATHS", "ExchangeMiddleware", "read_object", "request_id_of"]
+
+# where requests are in flight until their last byte is sent
+GENERATE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+# asked for by machines, all the time
+_UNCOUNTED: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+_STATUS_GONE: Final = 499
+
+
+class ExchangeMiddleware:
+    """Gives every HTTP exchange an id, echoed as ``X-Request-Id``, and counts it.
+
+    Plain ASGI, so that a streamed chunk passes through one extra function and no queue.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _caller_id(scope) or uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        generates = scope["path"] in GENERATE_PATHS
+        if generates:
+            self._service.enter()
+        status = _STATUS_GONE
+        started = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if generates:
+                self._service.leave()
+            handler = _handler(scope)
+            if handler not in _UNCOUNTED:
+                method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+                seconds = time.monotonic() - started
+                self._service.metrics.observe_http(handler, method, status, seconds)
+
+
+def _caller_id(scope: Scope) -> bytes | None:
+    """The caller's own id if it is fit to be echoed: printable ASCII, at most 128."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given: bytes = value
+            return given if _REQUEST_ID.fullmatch(given) else None
+    return None
+
+
+def _handler(scope: Scope) -> str:
+    """The route's template. Paths that callers made up must not become labels."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "none"
+
+
+def request_id_of(request: Request) -> str:
+    """The id that ``ExchangeMiddleware`` gave."""
+    request_id: str = request.state.request_id
+    return request_id
+
+
+async def read_object(request: Request, limit: int) -> dict[str, Any]:
+    """The request's body, a JSON object of at most ``limit`` bytes.
+
+    Raises:
+        HttpError: 413, as soon as the length is known or the limit is passed.
+        InvalidRequestError: not a JSON object, or sent as something else.
+        ClientDisconnectedError: the caller hung up halfway.
+    """
+    kind = request.headers.get("content-type")
+    if kind is not None and not _is_json(kind):
+        # also keeps web pages from posting here without a preflight
+        raise InvalidRequestError(
+            f"Content-Type must be application/json, got {show(kind)}; with curl add "
+            "-H 'Content-Type: application/json'"
+        )
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_long(f"{declared[:20]} bytes", limit)
+    body = bytearray()
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise _too_long(f"more than {limit} bytes", limit)
+        more = message.get("more_body", False)
+    return decode_object(bytes(body))
+
+
+def _is_json(kind: str) -> bool:
+    media_type = kind.split(";", 1)[0].strip().lower()
+    return media_type == "application/json" or media_type.endswith("+json")
+
+
+def _too_long(got: str, limit: int) -> HttpError:
+    return HttpError(413, f"the request body may have {limit} bytes, got {got}")

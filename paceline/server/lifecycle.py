@@ -1,0 +1,224 @@
+"""A server's life: bind, serve, drain, end, with an exit code that says how it went.
+
+::
+
+    SIGTERM / SIGINT   new generation requests and /health get 503, running ones go on for up to
+                       drain_timeout seconds, the rest is aborted                    -> 0
+    the same again     what runs is aborted at once                                  -> 0
+    engine dies        its requests fail, /health gets 503, answers are sent         -> 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from typing import Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.engine.protocol import EngineClient
+from paceline.server.app import create_app, service_of
+from paceline.server.config import ServerConfig
+from paceline.server.service import Service
+
+__all__ = ["bind", "serve"]
+
+_log = logging.getLogger("paceline.server")
+
+# bytes of request line and headers together
+_MAX_HEAD_BYTES: Final = 64 * 1024
+# seconds for finished answers to reach their callers
+_FLUSH_SECONDS: Final = 5
+_BACKLOG: Final = 2048
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"cannot resolve host {host!r}: {error.strerror or error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(
+    client: EngineClient,
+    config: ServerConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[str, int], None] | None = None,
+) -> int:
+    """Serve until a signal or the engine's end; returns the exit code of the process.
+
+    Runs on the main thread's event loop, whose signal handlers it takes over. Closes ``client``.
+
+    Args:
+        listener: an already bound socket (``bind``), used and closed instead of host and port.
+        on_ready: called once with host and port when connections are accepted.
+
+    Raises:
+        ConfigError: the address is taken.
+    """
+    try:
+        if listener is None:
+            listener = bind(host, port)
+        app = create_app(client, config)
+        life = _Life(service_of(app), app, listener)
+        return await life.run(on_ready)
+    finally:
+        await client.close()
+
+
+class _Life:
+    """One run of ``serve``."""
+
+    def __init__(self, service: Service, app: object, listener: socket.socket) -> None:
+        self._service = service
+        self._listener = listener
+        self._signals = 0
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._server = _Server(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http=_BoundedHeadProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
+            )
+        )
+
+    async def run(self, on_ready: Callable[[str, int], None] | None) -> int:
+        service = self._service
+        service.client.on_dead = self._engine_died
+        try:
+            service.client.check_health()
+        except EngineDeadError as error:
+            # it died before anybody listened
+            self._engine_died(error)
+        with self._handling_signals():
+            serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+            try:
+                await self._started(serving)
+                if on_ready is not None and service.dead is None:
+                    address = self._listener.getsockname()
+                    on_ready(address[0], address[1])
+                await self._until(serving, self._stop)
+                await self._drain()
+            finally:
+                self._server.should_exit = True
+                await serving
+                service.prompts.close()
+        return 0 if service.dead is None else 1
+
+    async def _started(self, serving: asyncio.Future[None]) -> None:
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.005)
+
+    async def _until(self, serving: asyncio.Future[None], event: asyncio.Event) -> None:
+        """Until ``event``, or until serving ends by itself, which raises its error."""
+        waiting = asyncio.ensure_future(event.wait())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+    async def _drain(self) -> None:
+        """Let what runs come to its end and be sent."""
+        service = self._service
+        service.draining = True
+        if service.dead is None:
+            timeout = service.config.drain_timeout
+            _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)
+            draining = asyncio.ensure_future(service.client.drain(timeout))
+            at_once = asyncio.ensure_future(self._stop_now.wait())
+            await asyncio.wait((draining, at_once), return_when=asyncio.FIRST_COMPLETED)
+            at_once.cancel()
+            if not draining.done():
+                draining.cancel()
+                await service.client.drain(0.0)
+        if service.in_flight:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FLUSH_SECONDS):
+                    await service.idle.wait()
+
+    def _engine_died(self, error: EngineDeadError) -> None:
+        _log.error("engine_dead reason=%r in_flight=%d", str(error), self._service.in_flight)
+        self._service.dead = str(error)
+        self._stop.set()
+
+    def _signalled(self, number: signal.Signals) -> None:
+        self._signals += 1
+        _log.info("signal name=%s count=%d", number.name, self._signals)
+        self._stop.set()
+        if self._signals > 1:
+            self._stop_now.set()
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._signalled, number)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which would close its sockets at the first signal; here ``_Life`` decides."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _BoundedHeadProtocol(HttpToolsProtocol):
+    """Refuses a request whose line and headers go on for ever; the parser would keep them all."""
+
+    _in_head = True
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(
+                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+                    b"content-length: 0\r\nconnection: close\r\n\r\n"
+                )
+                self.transport.close()

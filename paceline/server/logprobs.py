@@ -1,0 +1,74 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.engine.protocol import Tokenizer
+from paceline.engine.types import TokenLogprobs
+from paceline.server.wire import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+
+__all__ = ["LOWEST_LOGPROB", "TokenWriter", "chat_logprobs", "completion_logprobs"]
+
+# JSON has no -inf; vLLM's stand-in
+LOWEST_LOGPROB: Final = -9999.0
+
+
+class TokenWriter:
+    """How single tokens are written: as their text, or as ``token_id:17``."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def write(self, token_id: int) -> tuple[str, bytes]:
+        """The token's text, with U+FFFD for parts of characters, and its exact bytes."""
+        if self._as_ids:
+            text = f"token_id:{token_id}"
+            return text, text.encode()
+        exact = self._tokenizer.token_bytes(token_id)
+        return exact.decode("utf-8", errors="replace"), exact
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], writer: TokenWriter) -> ChatLogprobs:
+    """One entry per token, each with the likeliest tokens at its place."""
+    return ChatLogprobs([_chat_entry(entry, writer) for entry in entries])
+
+
+def _chat_entry(entry: TokenLogprobs, writer: TokenWriter) -> ChatTokenLogprob:
+    text, exact = writer.write(entry.token_id)
+    top = []
+    for token_id, logprob in entry.top:
+        other, other_bytes = writer.write(token_id)
+        top.append(TopLogprob(other, _finite(logprob), list(other_bytes)))
+    return ChatTokenLogprob(text, _finite(entry.logprob), list(exact), top)
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], writer: TokenWriter, offset: int
+) -> tuple[CompletionLogprobs, int]:
+    """Columns, as the completions endpoint has them.
+
+    ``top_logprobs`` always holds the chosen token too, so it may have one entry more than asked
+    for. ``offset`` is where the first token begins, in characters; returned is where the next one
+    will.
+    """
+    columns = CompletionLogprobs([], [], [], [])
+    for entry in entries:
+        text, _ = writer.write(entry.token_id)
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            # halves of characters look alike; the likelier one keeps the place
+            top.setdefault(writer.write(token_id)[0], _finite(logprob))
+        top.setdefault(text, _finite(entry.logprob))
+        columns.text_offset.append(offset)
+        columns.token_logprobs.append(_finite(entry.logprob))
+        columns.tokens.append(text)
+        columns.top_logprobs.append(top)
+        offset += len(text)
+    return columns, offset
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

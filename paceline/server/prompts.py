@@ -1,0 +1,138 @@
+"""From a parsed request to prompt token ids, and whether they fit.
+
+Long texts are rendered and tokenised on a small thread pool, so that one long prompt does not hold
+up the tokens of everybody else; short ones are quicker done on the spot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from paceline.core.errors import InvalidRequestError, NeverFitsError
+from paceline.core.request import SamplingParams
+from paceline.engine.protocol import Tokenizer
+from paceline.server.protocol import CompletionRequest, GenerationOptions, TemplateOptions
+
+__all__ = ["PromptMaker", "sampling_for", "truncated"]
+
+_T = TypeVar("_T")
+
+# characters; about half a millisecond of tokenising
+_INLINE_CHARS: Final = 4096
+_THREADS: Final = 2
+
+
+class PromptMaker:
+    """Texts to ids, for one tokenizer. ``close`` ends its threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
+
+    async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
+
+        def render() -> list[int]:
+            text = self._tokenizer.render_chat(
+                template.messages,
+                add_generation_prompt=template.add_generation_prompt,
+                continue_final_message=template.continue_final_message,
+                tools=template.tools,
+                chat_template=template.chat_template,
+                template_kwargs=template.template_kwargs,
+            )
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        size = sum(len(message["content"]) for message in template.messages)
+        # a template from outside, or tools to print, may take any time
+        simple = template.chat_template is None and template.tools is None
+        return await self._run(render, size if simple else _INLINE_CHARS + 1)
+
+    async def completion(self, request: CompletionRequest) -> list[list[int]]:
+        """The ids of each prompt; prompts of ids as they are."""
+        special = request.options.add_special_tokens
+
+        def encode() -> list[list[int]]:
+            return [
+                self._tokenizer.encode(prompt, add_special_tokens=special)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in request.prompts
+            ]
+
+        size = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
+        return await self._run(encode, size)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return await self._run(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
+        )
+
+    async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return await self._run(
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            len(token_ids),
+        )
+
+    async def _run(self, work: Callable[[], _T], size: int) -> _T:
+        if size <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def truncated(prompt: list[int], options: GenerationOptions, max_model_len: int) -> list[int]:
+    """The prompt after ``truncate_prompt_tokens``; left truncation keeps the end."""
+    keep = options.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == -1:
+        keep = max_model_len - (options.max_tokens or 1)
+    if len(prompt) <= keep:
+        return prompt
+    return prompt[-keep:] if options.truncation_side == "left" else prompt[:keep]
+
+
+def sampling_for(
+    prompt: list[int],
+    options: GenerationOptions,
+    *,
+    max_model_len: int,
+    default_max_tokens: int | None,
+) -> SamplingParams:
+    """The request's sampling with its real ``max_tokens`` for this prompt.
+
+    A request that leaves ``max_tokens`` out gets ``default_max_tokens``, or what the context has
+    left if that is less or there is no default.
+
+    Raises:
+        InvalidRequestError: the prompt is empty.
+        NeverFitsError: prompt and output exceed ``max_model_len``.
+    """
+    length = len(prompt)
+    if not length:
+        raise InvalidRequestError("the prompt is empty: it has 0 tokens", "prompt")
+    room = max_model_len - length
+    if room < 1:
+        raise NeverFitsError(
+            f"This model's maximum context length is {max_model_len} tokens, and the prompt has "
+            f"{length} tokens, which leaves no room for output. Please shorten the prompt.",
+            "prompt",
+        )
+    wanted = options.max_tokens
+    if wanted is None:
+        wanted = room if default_max_tokens is None else min(room, default_max_tokens)
+    elif wanted > room:
+        raise NeverFitsError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {length + wanted} tokens ({length} in the prompt, {wanted} in the output). "
+            "Please shorten the prompt or lower max_tokens.",
+            "max_tokens",
+        )
+    return replace(options.sampling, max_tokens=wanted)

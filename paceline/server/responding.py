@@ -1,0 +1,63 @@
+"""How handlers answer: bytes that are JSON already, and every error in one shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.server.errors import HttpError, error_response, reply_to
+from paceline.server.http import request_id_of
+from paceline.server.service import Service
+from paceline.server.wire import encode
+
+__all__ = ["Handler", "answering", "encoded", "http_exception", "json_response"]
+
+_log = logging.getLogger("paceline.server")
+
+Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def answering(service: Service, handler: Callable[[Request], Awaitable[Response]]) -> Handler:
+    """``handler``, with every exception turned into an answer and a line in the log."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            reply = reply_to(error, drain_timeout=service.config.drain_timeout)
+            _log.info(
+                "refused id=%s path=%s status=%d param=%s",
+                request_id_of(request),
+                request.url.path,
+                reply.status,
+                reply.param,
+            )
+            return error_response(reply)
+
+    # what /docs shows; functools.wraps would also pass on names that FastAPI calls by keyword
+    answer.__name__ = answer.__qualname__ = getattr(handler, "__name__", "handler")
+    return answer
+
+
+async def http_exception(_request: Request, error: Exception) -> Response:
+    """What the router itself refuses (404, 405), in the shape of all errors."""
+    assert isinstance(error, HTTPException), "registered for HTTPException alone"
+    response = error_response(
+        reply_to(HttpError(error.status_code, str(error.detail)), drain_timeout=0.0)
+    )
+    response.headers.update(error.headers or {})
+    return response
+
+
+def encoded(value: Any) -> Response:
+    """Any value msgspec can write."""
+    return json_response(encode(value))

@@ -1,0 +1,93 @@
+"""The endpoints that generate: ``/v1/chat/completions`` and ``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final, Protocol, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.server.chat import chat_answer, chat_events
+from paceline.server.completions import completion_answer, completion_events
+from paceline.server.errors import error_body, reply_to
+from paceline.server.http import read_object, request_id_of
+from paceline.server.protocol import (
+    GenerationOptions,
+    RequestRules,
+    parse_chat,
+    parse_completion,
+)
+from paceline.server.responding import answering, json_response
+from paceline.server.service import Service
+from paceline.server.sse import EventStream, unless_disconnected
+
+__all__ = ["JSON_BODY", "generate_router"]
+
+# bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
+JSON_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+
+
+class _Parsed(Protocol):
+    @property
+    def options(self) -> GenerationOptions: ...
+
+
+_R = TypeVar("_R", bound=_Parsed)
+
+
+def generate_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(service, request, parse_chat, chat_events, chat_answer)
+
+    async def completions(request: Request) -> Response:
+        return await _generate(
+            service, request, parse_completion, completion_events, completion_answer
+        )
+
+    for path, handler in (
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/completions", completions),
+    ):
+        router.add_api_route(
+            path,
+            answering(service, handler),
+            methods=["POST"],
+            response_model=None,
+            openapi_extra=JSON_BODY,
+        )
+    return router
+
+
+async def _generate(
+    service: Service,
+    request: Request,
+    parse: Callable[[dict[str, Any], RequestRules], _R],
+    events: Callable[[Service, _R, str, float], AsyncGenerator[bytes, None]],
+    answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
+) -> Response:
+    arrival = time.monotonic()
+    service.refuse_if_draining()
+    body = await read_object(request, service.config.max_body_bytes)
+    parsed = parse(body, service.rules)
+    request_id = parsed.options.request_id or request_id_of(request)
+    if not parsed.options.stream:
+        whole = answer(service, parsed, request_id, arrival)
+        return json_response(await unless_disconnected(request.receive, whole))
+    source = events(service, parsed, request_id, arrival)
+    # the first event comes before the headers, so that a refusal is still a status code
+    first = await unless_disconnected(request.receive, anext(source))
+
+    def describe(error: Exception) -> bytes:
+        return error_body(reply_to(error, drain_timeout=service.config.drain_timeout))
+
+    return EventStream(first, source, describe)

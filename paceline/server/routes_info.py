@@ -1,0 +1,148 @@
+"""The endpoints about the server itself, and the tokenizer's two."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+import paceline
+from paceline.core.errors import InvalidRequestError
+from paceline.server.fields import Fields
+from paceline.server.http import read_object
+from paceline.server.protocol import check_model, parse_template_options
+from paceline.server.responding import answering, encoded
+from paceline.server.routes_generate import JSON_BODY
+from paceline.server.service import Service
+from paceline.server.unserved import note_unknown
+
+__all__ = ["info_router"]
+
+
+def info_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def health(_request: Request) -> Response:
+        service.check_health()
+        return encoded({})
+
+    async def version(_request: Request) -> Response:
+        return encoded({"version": paceline.__version__})
+
+    async def load(_request: Request) -> Response:
+        return encoded({"server_load": service.in_flight})
+
+    async def metrics(_request: Request) -> Response:
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(_request: Request) -> Response:
+        names = service.rules.served_model_names
+        return encoded({"object": "list", "data": [_card(service, name) for name in names]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        check_model(Fields({"model": name}), service.rules)
+        return encoded(_card(service, name))
+
+    async def tokenize(request: Request) -> Response:
+        return await _tokenize(service, request)
+
+    async def detokenize(request: Request) -> Response:
+        return await _detokenize(service, request)
+
+    for path, handler, methods in (
+        ("/health", health, ["GET"]),
+        ("/ping", health, ["GET"]),
+        ("/ping", health, ["POST"]),
+        ("/version", version, ["GET"]),
+        ("/load", load, ["GET"]),
+        ("/metrics", metrics, ["GET"]),
+        ("/v1/models", models, ["GET"]),
+        ("/v1/models/{name:path}", model, ["GET"]),
+    ):
+        router.add_api_route(
+            path, answering(service, handler), methods=methods, response_model=None
+        )
+    for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize)):
+        router.add_api_route(
+            path,
+            answering(service, handler),
+            methods=["POST"],
+            response_model=None,
+            openapi_extra=JSON_BODY,
+        )
+    return router
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    """A model as vLLM's ``/v1/models`` shows it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "paceline",
+        "root": service.client.info.model,
+        "parent": None,
+        "max_model_len": service.rules.max_model_len,
+        "permission": [
+            {
+                "id": f"modelperm-{uuid4().hex}",
+                "object": "model_permission",
+                "created": service.created,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }
+
+
+async def _tokenize(service: Service, request: Request) -> Response:
+    fields = Fields(await read_object(request, service.config.max_body_bytes))
+    check_model(fields, service.rules)
+    prompt = fields.string("prompt")
+    has_messages = fields.raw("messages") is not None
+    if (prompt is None) == (not has_messages):
+        raise InvalidRequestError(
+            f"give either prompt or messages, got {'both' if has_messages else 'neither'}", "prompt"
+        )
+    wants_strings = fields.boolean("return_token_strs", False)
+    special = fields.boolean("add_special_tokens", not has_messages)
+    if prompt is not None:
+        tokens = await service.prompts.encode(prompt, add_special_tokens=special)
+    else:
+        template = parse_template_options(fields, service.rules)
+        tokens = await service.prompts.chat(template, add_special_tokens=special)
+    note_unknown(fields)
+    strings = None
+    if wants_strings:
+        token_bytes = service.client.tokenizer.token_bytes
+        strings = [token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return encoded(
+        {
+            "count": len(tokens),
+            "max_model_len": service.rules.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+    )
+
+
+async def _detokenize(service: Service, request: Request) -> Response:
+    fields = Fields(await read_object(request, service.config.max_body_bytes))
+    check_model(fields, service.rules)
+    tokens = fields.token_ids("tokens", service.rules.vocab_size)
+    if tokens is None:
+        raise InvalidRequestError("tokens is missing", "tokens")
+    note_unknown(fields)
+    return encoded({"prompt": await service.prompts.decode(tokens)})

@@ -1,0 +1,197 @@
+"""What every handler of one app shares, and how a request is run on the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.core.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    RequestError,
+    RequestFailedError,
+)
+from paceline.engine.protocol import EngineClient
+from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
+from paceline.server.config import ServerConfig
+from paceline.server.metrics import RequestObserver, ServerMetrics
+from paceline.server.prompts import PromptMaker
+from paceline.server.protocol import RequestRules
+
+__all__ = ["Service", "make_service"]
+
+_log = logging.getLogger("paceline.server")
+
+DRAINING: Final = "the server is shutting down and takes no new requests"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Service:
+    """One app's engine and everything around it. Used from the event loop's thread."""
+
+    client: EngineClient
+    config: ServerConfig
+    rules: RequestRules
+    prompts: PromptMaker
+    metrics: ServerMetrics
+    # unix time, for /v1/models
+    created: int
+    # set once the server takes no new generation requests
+    draining: bool = False
+    # why the engine is gone, once it is
+    dead: str | None = None
+    # generation requests between arrival and the last byte
+    in_flight: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def model_name(self) -> str:
+        return self.rules.served_model_names[0]
+
+    def refuse_if_draining(self) -> None:
+        """Raises EngineDeadError or EngineDrainingError once the server ends for that reason."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        if self.draining:
+            raise EngineDrainingError(DRAINING)
+
+    def check_health(self) -> None:
+        """Return if tokens flow; raise EngineDrainingError or EngineDeadError otherwise."""
+        self.refuse_if_draining()
+        self.client.check_health()
+
+    def enter(self) -> None:
+        self.in_flight += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+
+    async def run(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
+        """Deltas of all requests as they come, each with its request's place in ``requests``.
+
+        Closing the generator aborts what still runs.
+
+        Raises:
+            RequestError: the engine refused one of them.
+            RequestFailedError: one failed inside the engine.
+            EngineDrainingError: the server shut down before they were done.
+            EngineDeadError: the engine is gone.
+        """
+        if len(requests) == 1:
+            async for output in self._run_one(requests[0]):
+                yield 0, output
+            return
+        # bounded, so that a slow reader slows the engine client down, which merges deltas
+        queue: asyncio.Queue[tuple[int, GenerationOutput | Exception | None]]
+        queue = asyncio.Queue(2 * len(requests))
+
+        async def pump(index: int, request: GenerationRequest) -> None:
+            try:
+                async for output in self._run_one(request):
+                    await queue.put((index, output))
+            except Exception as error:
+                await queue.put((index, error))
+            else:
+                await queue.put((index, None))
+
+        tasks = [asyncio.ensure_future(pump(i, request)) for i, request in enumerate(requests)]
+        try:
+            running = len(tasks)
+            while running:
+                index, item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        observer = RequestObserver(self.metrics, request.arrival_time, request.n, request.sampling)
+        outputs = self.client.generate(request)
+        end, refused = "abort", False
+        try:
+            async for output in outputs:
+                observer.output(output, time.monotonic())
+                self._check(output)
+                if output.finished:
+                    end = "done"
+                yield output
+        except Exception as error:
+            end, refused = type(error).__name__, isinstance(error, RequestError)
+            raise
+        finally:
+            observer.close(time.monotonic(), refused=refused)
+            await _close(outputs)
+            _log.info(
+                "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
+                request.request_id,
+                len(request.prompt_token_ids),
+                observer.num_output_tokens,
+                request.n,
+                time.monotonic() - request.arrival_time,
+                end,
+            )
+
+    def _check(self, output: GenerationOutput) -> None:
+        for choice in output.choices:
+            if choice.finish_reason == "error":
+                raise RequestFailedError(choice.error or "the engine failed on this request")
+            if choice.finish_reason == "abort":
+                # nobody else ends a request whose caller still listens
+                raise EngineDrainingError("the request was aborted: the server is shutting down")
+
+
+async def _close(outputs: AsyncIterator[GenerationOutput]) -> None:
+    if isinstance(outputs, AsyncGenerator):
+        await outputs.aclose()
+
+
+def make_service(client: EngineClient, config: ServerConfig) -> Service:
+    """Everything of an app that is fixed once the engine is known."""
+    info = client.info
+    names = config.served_model_names or (info.model,)
+    metrics = ServerMetrics(info, lambda: client.stats, names[0])
+    _listen(client, metrics)
+    return Service(
+        client=client,
+        config=config,
+        rules=RequestRules(
+            served_model_names=names,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_choices=min(config.max_choices, info.max_num_seqs),
+            max_prompts=config.max_prompts,
+            eos_token_ids=client.tokenizer.eos_token_ids,
+            default_sampling=dict(config.default_sampling),
+            trust_request_chat_template=config.trust_request_chat_template,
+        ),
+        prompts=PromptMaker(client.tokenizer),
+        metrics=metrics,
+        created=int(time.time()),
+    )
+
+
+def _listen(client: EngineClient, metrics: ServerMetrics) -> None:
+    """Give ``metrics`` every snapshot, beside whoever listens already: apps may share a client."""
+    before = client.on_stats
+
+    def on_stats(stats: EngineStats) -> None:
+        if before is not None:
+            before(stats)
+        metrics.observe_stats(stats)
+
+    client.on_stats = on_stats

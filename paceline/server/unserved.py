@@ -1,0 +1,111 @@
+"""Fields that exist elsewhere and are not served here: refused out loud, never dropped.
+
+A caller who asks for JSON and gets prose would blame the model. A field moves out of these tables
+when it is served.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError
+from paceline.server.fields import Fields, show
+
+__all__ = [
+    "REFUSED_IN_CHAT",
+    "REFUSED_IN_COMPLETIONS",
+    "RefusedFields",
+    "note_unknown",
+    "refuse_unserved",
+]
+
+_log = logging.getLogger("paceline.server")
+
+# field -> (whether a value asks for it, what it would be)
+RefusedFields = dict[str, tuple[Callable[[Any], bool], str]]
+
+
+def _given(value: Any) -> bool:
+    return value not in (None, False, [], {}, "")
+
+
+_EVERYWHERE: Final[RefusedFields] = {
+    "response_format": (
+        lambda v: v is not None and not (type(v) is dict and v.get("type") == "text"),
+        "structured output",
+    ),
+    "structured_outputs": (_given, "structured output"),
+    "guided_json": (_given, "structured output"),
+    "guided_regex": (_given, "structured output"),
+    "guided_choice": (_given, "structured output"),
+    "guided_grammar": (_given, "structured output"),
+    "guided_decoding_backend": (_given, "structured output"),
+    "use_beam_search": (_given, "beam search"),
+    "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
+    "prompt_logprobs": (lambda v: v is not None, "log-probabilities of the prompt"),
+    "prompt_embeds": (_given, "a prompt of embeddings"),
+    "logprob_token_ids": (_given, "log-probabilities of chosen ids"),
+    "allowed_token_ids": (_given, "a list of allowed ids"),
+    "bad_words": (_given, "a list of banned words"),
+    "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
+    "spaces_between_special_tokens": (lambda v: v is False, "joining special tokens"),
+    "kv_transfer_params": (_given, "KV transfer"),
+    "ec_transfer_params": (_given, "encoder transfer"),
+    "vllm_xargs": (_given, "engine-specific arguments"),
+    "repetition_detection": (_given, "repetition detection"),
+    "stream_interval": (lambda v: v not in (None, 1), "several tokens per event"),
+    "return_prompt_text": (_given, "returning the prompt's text"),
+    "return_token_offsets": (_given, "token offsets"),
+}
+REFUSED_IN_CHAT: Final[RefusedFields] = {
+    **_EVERYWHERE,
+    "functions": (_given, "function calling"),
+    "function_call": (lambda v: v not in (None, "none"), "function calling"),
+    "echo": (_given, "echo in chat"),
+    "documents": (_given, "documents"),
+    "mm_processor_kwargs": (_given, "multimodal input"),
+    "media_io_kwargs": (_given, "multimodal input"),
+    "audio": (_given, "audio output"),
+    "modalities": (lambda v: v not in (None, ["text"]), "output other than text"),
+    "web_search_options": (lambda v: v is not None, "web search"),
+}
+REFUSED_IN_COMPLETIONS: Final[RefusedFields] = {
+    **_EVERYWHERE,
+    "suffix": (_given, "inserting before a suffix"),
+    "best_of": (lambda v: v not in (None, 1), "best_of above 1"),
+}
+# accepted for compatibility; they describe the caller, not the answer
+_NO_EFFECT: Final = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "session_id",
+    "parallel_tool_calls",
+    "include_reasoning",
+    "verbosity",
+    "prediction",
+)
+
+
+def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
+    """Raises InvalidRequestError if the request asks for one of ``refused``."""
+    for name, (asks, what) in refused.items():
+        value = fields.raw(name)
+        if value is not None and asks(value):
+            raise InvalidRequestError(
+                f"{name}={show(value)} is not served yet: this server does not do {what}", name
+            )
+    for name in _NO_EFFECT:
+        fields.raw(name)
+
+
+def note_unknown(fields: Fields) -> None:
+    """Log the names nobody read, at debug level: a misspelt field looks like this."""
+    unknown = fields.unknown()
+    if unknown:
+        _log.debug("unknown_fields names=%s", ",".join(unknown))

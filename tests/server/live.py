@@ -1,0 +1,69 @@
+"""A real server process over the null backend, for tests.
+
+    python -m tests.server.live '{"backend": {"step_time": 0.01}, "config": {"drain_timeout": 1}}'
+
+Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
+whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from typing import Any
+
+import uvloop
+
+from paceline.backends.null import NullBackend
+from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.engine.client import ProcessEngineClient
+from paceline.engine.protocol import EngineClient
+from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.server import ServerConfig, serve
+from tests.engine.null_engine import ARGV
+
+from .helpers import VOCAB
+
+
+class _DyingBackend(NullBackend):
+    def __init__(self, die_on: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._die_on = die_on
+
+    def _run(self, plan: SchedulerOutput) -> StepResult:
+        if any(self._die_on in new.token_ids for new in plan.new_requests):
+            raise RuntimeError("the device at 0x7f00deadbeef is gone, see /var/lib/device/log")
+        return super()._run(plan)
+
+
+async def _client(settings: dict[str, Any]) -> EngineClient:
+    backend = {"vocab_size": VOCAB} | settings.get("backend", {})
+    core = settings.get("core", {})
+    if settings.get("process"):
+        config = json.dumps({**backend, "core": core}).encode()
+        return await ProcessEngineClient.start(ARGV, config, ByteTokenizer)
+    if "die_on" in settings:
+        return null_client(_DyingBackend(settings["die_on"], **backend), **core)
+    return null_client(NullBackend(**backend), **core)
+
+
+async def main() -> int:
+    settings = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    logging.basicConfig(level="INFO")
+    client = await _client(settings)
+    if isinstance(client, ProcessEngineClient):
+        print(f"engine {client.pid}", flush=True)
+    return await serve(
+        client,
+        ServerConfig(**settings.get("config", {})),
+        port=0,
+        on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
+    )
+
+
+if __name__ == "__main__":
+    # as the command line does
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        sys.exit(runner.run(main()))

@@ -1,0 +1,237 @@
+"""``/metrics``: names, labels and buckets of vLLM, and numbers that can be counted by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from paceline.backends.null import NullBackend
+from paceline.engine.testing import null_client
+from paceline.server import ServerConfig, create_app
+from paceline.server.histograms import Histogram, series_1_2_5
+
+from .helpers import VOCAB, chat_body, connect, metric, say, scrape
+
+pytestmark = pytest.mark.anyio
+
+LABELED = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:request_time_per_output_token_seconds_count",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:request_inference_time_seconds_count",
+    "vllm:request_prefill_time_seconds_count",
+    "vllm:request_decode_time_seconds_count",
+    "vllm:iteration_tokens_total_count",
+    "vllm:request_prompt_tokens_count",
+    "vllm:request_generation_tokens_count",
+    "vllm:request_max_num_generation_tokens_count",
+    "vllm:request_params_n_count",
+    "vllm:request_params_max_tokens_count",
+)
+
+
+@pytest.mark.parametrize("name", LABELED)
+async def test_names_and_labels(http: httpx.AsyncClient, name: str) -> None:
+    lines = [line for line in (await scrape(http)).splitlines() if line.startswith(f"{name}{{")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f'{name}{{engine="0",model_name="tiny"}} ')
+
+
+async def test_configuration(http: httpx.AsyncClient) -> None:
+    text = await scrape(http)
+    labels = {"block_size": "16", "num_gpu_blocks": "1024", "engine": "0"}
+    assert metric(text, "vllm:cache_config_info", **labels) == 1
+    for reason in ("capacity", "deferred"):
+        assert metric(text, "vllm:num_requests_waiting_by_reason", reason=reason) == 0
+
+
+def buckets(text: str, name: str) -> list[str]:
+    return re.findall(rf'^{name}_bucket{{.*le="([^"]+)".*$', text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "vllm:time_to_first_token_seconds",
+            "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 "
+            "80.0 160.0 640.0 2560.0 +Inf",
+        ),
+        (
+            "vllm:inter_token_latency_seconds",
+            "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 "
+            "80.0 +Inf",
+        ),
+        (
+            "vllm:e2e_request_latency_seconds",
+            "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 "
+            "960.0 1920.0 7680.0 +Inf",
+        ),
+        (
+            "vllm:iteration_tokens_total",
+            "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.0 16384.0 +Inf",
+        ),
+        # max_model_len is 512
+        ("vllm:request_prompt_tokens", "1.0 2.0 5.0 10.0 20.0 50.0 100.0 200.0 500.0 +Inf"),
+        ("vllm:request_params_n", "1.0 2.0 5.0 10.0 20.0 +Inf"),
+    ],
+)
+async def test_buckets(http: httpx.AsyncClient, name: str, expected: str) -> None:
+    assert buckets(await scrape(http), name) == expected.split()
+
+
+async def test_counts() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB, step_time=0.002))
+    async with connect(create_app(client, ServerConfig())) as http:
+        body = {"prompt": [1] * 40, "max_tokens": 30, "logit_bias": say("x"), "n": 2}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        stop = {"prompt": "abc", "stop": "x", "logit_bias": say("x")}
+        assert (await http.post("/v1/completions", json=stop)).status_code == 200
+        assert (await http.post("/v1/completions", json={"prompt": []})).status_code == 400
+        # the last step's snapshot follows its tokens
+        await asyncio.sleep(0.1)
+        text = await scrape(http)
+    await client.close()
+    assert metric(text, "vllm:prompt_tokens_total") == 40 + 40 + 4
+    assert metric(text, "vllm:prompt_tokens_cached_total") == 32
+    assert metric(text, "vllm:generation_tokens_total") == 60 + 60 + 1
+    assert metric(text, "vllm:request_success_total", finished_reason="length") == 4
+    assert metric(text, "vllm:request_success_total", finished_reason="stop") == 1
+    assert metric(text, "vllm:request_success_total", finished_reason="abort") == 0
+    assert metric(text, "vllm:request_success_total", finished_reason="error") == 0
+    assert metric(text, "vllm:prefix_cache_hits_total") >= 32
+    for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
+        assert metric(text, f"vllm:{name}_seconds_count") == 3
+    assert metric(text, "vllm:request_prompt_tokens_sum") == 84
+    assert metric(text, "vllm:request_generation_tokens_sum") == 121
+    assert metric(text, "vllm:request_max_num_generation_tokens_sum") == 61
+    assert metric(text, "vllm:request_params_n_sum") == 5
+    assert metric(text, "vllm:request_params_max_tokens_sum") == 76
+    # one token needs no time per further token
+    assert metric(text, "vllm:request_time_per_output_token_seconds_count") == 2
+    # deliveries may hold several tokens; there is one fewer than tokens at most
+    assert 4 <= metric(text, "vllm:inter_token_latency_seconds_count") <= 2 * 58
+    # every token of every step: prompts less what was cached, outputs less the last ones, and
+    # what ran on after a stop string was found
+    computed = metric(text, "vllm:iteration_tokens_total_sum")
+    assert 84 - 32 + 121 - 5 <= computed <= 84 + 121 + 10
+    decode = metric(text, "vllm:request_decode_time_seconds_sum")
+    assert decode >= 2 * 29 * 0.002
+    assert metric(text, "vllm:e2e_request_latency_seconds_sum") >= decode
+
+
+async def test_aborted_requests_count_as_aborted() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB, step_time=0.01))
+    app = create_app(client, ServerConfig())
+    async with connect(app) as http:
+        body = {"prompt": "x", "max_tokens": 2000, "n": 3, "logit_bias": say("x")}
+        call = asyncio.create_task(http.post("/v1/completions", json=body))
+        while metric(await scrape(http), "vllm:generation_tokens_total") == 0:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        text = await scrape(http)
+    await client.close()
+    assert metric(text, "vllm:request_success_total", finished_reason="abort") == 3
+    assert metric(text, "vllm:e2e_request_latency_seconds_count") == 1
+
+
+async def test_http_requests(http: httpx.AsyncClient) -> None:
+    before = await scrape(http)
+    await http.post("/v1/chat/completions", json=chat_body(max_tokens=1))
+    await http.post("/v1/chat/completions", json={})
+    await http.get("/v1/models/some/name")
+    await http.get("/made/up/path")
+    await http.request("BREW", "/v1/models")
+    await http.get("/health")
+    text = await scrape(http)
+    chat = {"handler": "/v1/chat/completions", "method": "POST"}
+    assert metric(text, "http_requests_total", **chat, status="2xx") >= 1
+    assert metric(text, "http_requests_total", **chat, status="4xx") >= 1
+    model = {"handler": "/v1/models/{name:path}", "method": "GET"}
+    assert metric(text, "http_requests_total", **model, status="4xx") >= 1
+    assert metric(text, "http_requests_total", handler="none", method="GET") >= 1
+    assert metric(text, "http_requests_total", method="OTHER") >= 1
+    assert metric(text, "http_request_duration_seconds_count", **chat) >= 2
+    fine = "http_request_duration_highr_seconds_count"
+    assert metric(text, fine) - metric(before, fine) == 5
+    assert 'handler="/health"' not in text
+    assert 'handler="/metrics"' not in text
+
+
+async def test_callers_cannot_grow_the_metrics(http: httpx.AsyncClient) -> None:
+    async def ask(number: int) -> None:
+        await http.post("/v1/completions", json={"prompt": "x", "model": f"odd-{number}"})
+        await http.get(f"/odd-{number}")
+        await http.get(f"/v1/models/odd-{number}")
+        await http.request(f"ODD{number}", "/v1/completions")
+
+    await ask(0)
+    size = len((await scrape(http)).splitlines())
+    for number in range(1, 150):
+        await ask(number)
+    text = await scrape(http)
+    assert len(text.splitlines()) == size
+    assert "odd" not in text.lower()
+
+
+async def test_two_apps_count_apart() -> None:
+    clients = [
+        null_client(NullBackend(vocab_size=VOCAB, num_blocks=blocks), model=f"model-{blocks}")
+        for blocks in (64, 128)
+    ]
+    apps: list[FastAPI] = [create_app(client, ServerConfig()) for client in clients]
+    async with connect(apps[0]) as first, connect(apps[1]) as second:
+        await first.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 2})
+        texts = [await scrape(first), await scrape(second)]
+        names = [(await http.get("/v1/models")).json()["data"][0]["id"] for http in (first, second)]
+    for client in clients:
+        await client.close()
+    assert names == ["model-64", "model-128"]
+    prompt = "vllm:prompt_tokens_total"
+    assert metric(texts[0], prompt, model_name="model-64") == 3
+    assert metric(texts[1], prompt, model_name="model-128") == 0
+    assert metric(texts[1], "vllm:cache_config_info", num_gpu_blocks="128") == 1
+
+
+async def test_two_apps_on_one_engine_both_see_its_steps() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    apps = [create_app(client, ServerConfig()) for _ in range(2)]
+    async with connect(apps[0]) as first, connect(apps[1]) as second:
+        await first.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 5})
+        await asyncio.sleep(0.1)
+        texts = [await scrape(first), await scrape(second)]
+    await client.close()
+    steps = [metric(text, "vllm:iteration_tokens_total_count") for text in texts]
+    assert steps[0] == steps[1] == 5
+    assert metric(texts[1], "vllm:generation_tokens_total") == 0
+
+
+def test_histogram_counts_up_to_and_including_its_bounds() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert histogram.cumulative() == [("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)]
+    assert histogram.sum == 14.0
+
+
+def test_series() -> None:
+    assert series_1_2_5(100) == (1, 2, 5, 10, 20, 50, 100)
+    assert series_1_2_5(99) == (1, 2, 5, 10, 20, 50)
+    assert series_1_2_5(1) == (1,)
