@@ -129,7 +129,7 @@ class Driver:
             pass
         self.now += 1.0
         if not self._flying:
-            return False
+            return self.scheduler.wake_at is not None
         self.settle()
         return True
 

@@ -261,9 +261,9 @@ class Scheduler:
     def _takes(self, draft: _Draft, request: Request, wanted: int) -> bool:
         """Whether a running request gets a row: always, but for a policy that does not mix and
         for best-effort requests that would make the step too long for the others."""
-        if not (draft.narrow if wanted == 1 else draft.wide):
-            return False
-        if not request.slo.best_effort or draft.seconds == math.inf:
+        if not self.policy.mixes:
+            return draft.narrow if wanted == 1 else draft.wide
+        if not request.slo.best_effort or draft.seconds == math.inf or not draft.rows:
             return True
         shape = StepShape.of(draft.rows).plus(request.num_computed_tokens, 1)
         if (

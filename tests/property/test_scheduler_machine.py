@@ -14,7 +14,9 @@ from hypothesis.stateful import (
 
 from paceline.backends.null import expected_tokens
 from paceline.core.errors import NeverFitsError
+from paceline.core.policies import POLICIES
 from paceline.core.request import FinishReason
+from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
 
 VOCAB = 7  # small, so that prefixes repeat and stop ids are hit
@@ -28,7 +30,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 20),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        paced=st.booleans(),
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
         bypass_window=st.integers(0, 3),
@@ -41,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         extra_budget: int,
         policy: str,
+        paced: bool,
         caching: bool,
         watermark: float,
         bypass_window: int,
@@ -58,6 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             bypass_window=bypass_window,
             max_bypasses=max_bypasses,
             priority_ageing_s=5.0,
+            coalesce_window_s=3.0,
+            coalesce_size=3,
+            best_effort_delay_s=10.0,
+            seconds=(lambda shape: 0.5 + 0.1 * shape.wide_tokens) if paced else None,
         )
         self.asked: dict[str, tuple[list[int], int, frozenset[int]]] = {}
         self.refused = 0
@@ -70,6 +78,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, "a"]),
         forks=st.integers(0, 2),
         stop=st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
+        tenant=st.sampled_from("abc"),
+        slo=st.builds(
+            Slo,
+            ttft=st.sampled_from([None, 0.1, 5.0]),
+            tpot=st.sampled_from([None, 0.01, 1.5]),
+            deadline=st.sampled_from([None, 20.0]),
+            best_effort=st.booleans(),
+        ),
     )
     def arrive(
         self,
@@ -79,6 +95,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         forks: int,
         stop: frozenset[int],
+        tenant: str,
+        slo: Slo,
     ) -> None:
         parent = f"r{len(self.asked) + self.refused}"
         for index in range(forks + 1):
@@ -91,6 +109,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=salt,
                 fork_of=f"{parent}/0" if index else None,
                 stop_token_ids=stop,
+                tenant=tenant,
+                slo=slo,
             )
             try:
                 self.driver.add(request)
