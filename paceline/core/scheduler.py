@@ -164,6 +164,10 @@ class Scheduler:
         preempted = self._schedule_running(draft)
         if draft.wide and self.wake_at is None and (not preempted or not self._running):
             self._schedule_waiting(draft, now)
+        if not draft.rows and not draft.narrow:
+            # no wide row could be had after all (memory): do not waste the step
+            draft.narrow = True
+            self._schedule_running(draft)
         for child in draft.forked:
             self._waiting.push(child)
         if not draft.rows:
@@ -186,10 +190,10 @@ class Scheduler:
         draft.wide = any(r.num_uncomputed_tokens > 1 for r in self._running)
         if not draft.wide and self.wake_at is None:
             head = self._waiting.peek()
-            draft.wide = (
+            draft.wide = not self._running or (
                 head is not None
                 and len(self._running) < self.config.max_num_seqs
-                and self.kv.shortfall(head, beside_others=bool(self._running)) == 0
+                and self.kv.shortfall(head, beside_others=True) == 0
             )
         draft.narrow = not draft.wide
 
