@@ -49,6 +49,8 @@ class _State:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.sampling = new.sampling
         self.block_ids = list(new.block_ids)
+        # it failed; rows planned before that was known are left out
+        self.failed = False
 
 
 class NullBackend:
@@ -111,14 +113,17 @@ class NullBackend:
             self._cache[copy.dst] = list(self._cache[copy.src])
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
         for row in plan.rows:
-            self._write(row)
+            if not self._states[row.request_id].failed:
+                self._write(row)
         sampled: list[tuple[int, ...]] = []
         logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         errors: list[tuple[str, str]] = []
         for row in plan.rows:
             state = self._states[row.request_id]
             if self._poison_token in state.tokens[row.start : row.start + row.num_tokens]:
+                state.failed = True
                 errors.append((row.request_id, f"token {self._poison_token} is poison"))
+            if state.failed:
                 sampled.append(())
                 logprobs.append(None)
                 continue

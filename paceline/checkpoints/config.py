@@ -1,15 +1,44 @@
-"""The architecture of a decoder, whichever file format described it."""
+"""The architecture of a decoder, whichever file format described it.
+
+Both values are validated at birth, because they come from files that may lie: a config that exists
+can be multiplied out without surprises.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["ModelConfig", "RopeConfig"]
+from paceline.core.errors import CheckpointError
+
+__all__ = ["ROPE_KINDS", "ModelConfig", "RopeConfig"]
+
+ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise CheckpointError(message)
+
+
+def _require_count(name: str, value: int, most: int) -> None:
+    _require(
+        type(value) is int and 1 <= value <= most,
+        f"{name} is {value!r}, must be a whole number from 1 to {most}",
+    )
+
+
+def _require_positive(name: str, value: float) -> None:
+    _require(
+        isinstance(value, (int, float)) and math.isfinite(value) and value > 0,
+        f"{name} is {value!r}, must be positive and finite",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding; names follow Hugging Face's ``rope_scaling``/``rope_parameters``."""
+    """Rotary position embedding; names follow Hugging Face's ``rope_parameters``."""
 
     theta: float = 10000.0
     # "default", "linear", "dynamic", "llama3", "yarn" or "longrope"
@@ -29,6 +58,39 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     # explicit per-dimension divisors from a GGUF's rope_freqs.weight; empty: none
     freq_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ROPE_KINDS,
+            f"rope type {self.kind!r} is not supported; these are: {', '.join(ROPE_KINDS)}",
+        )
+        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+            _require_positive(f"rope {name}", getattr(self, name))
+        if self.attention_factor is not None:
+            _require_positive("rope attention_factor", self.attention_factor)
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            _require(
+                value is None or (math.isfinite(value) and value >= 0), f"rope {name} is {value!r}"
+            )
+        if self.original_max_position is not None:
+            _require_count("rope original_max_position", self.original_max_position, 2**31)
+        for name in ("short_factor", "long_factor", "freq_factors"):
+            for index, value in enumerate(getattr(self, name)):
+                _require_positive(f"rope {name}[{index}]", value)
+        if self.kind == "llama3":
+            _require_positive("rope low_freq_factor", self.low_freq_factor)
+            _require(
+                math.isfinite(self.high_freq_factor)
+                and self.high_freq_factor > self.low_freq_factor,
+                f"rope high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}",
+            )
+        if self.kind in ("llama3", "longrope"):
+            _require(
+                self.original_max_position is not None,
+                f"rope type {self.kind} needs original_max_position_embeddings",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +123,47 @@ class ModelConfig:
     bos_token_id: int | None = None
     # dtype of the stored weights, for "auto": "float32", "bfloat16", "float16", or a GGUF type
     stored_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _require_count("vocab_size", self.vocab_size, 1 << 24)
+        _require_count("hidden_size", self.hidden_size, 1 << 20)
+        _require_count("intermediate_size", self.intermediate_size, 1 << 22)
+        _require_count("num_hidden_layers", self.num_hidden_layers, 1024)
+        _require_count("num_attention_heads", self.num_attention_heads, 4096)
+        _require_count("num_key_value_heads", self.num_key_value_heads, 4096)
+        _require_count("head_dim", self.head_dim, 4096)
+        _require_count("max_position_embeddings", self.max_position_embeddings, 2**31)
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={self.num_key_value_heads}",
+        )
+        _require(
+            self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd; rotary embedding needs pairs"
+        )
+        _require_positive("rms_norm_eps", self.rms_norm_eps)
+        _require(self.rms_norm_eps < 1, f"rms_norm_eps is {self.rms_norm_eps!r}, must be below 1")
+        for name in ("short_factor", "long_factor", "freq_factors"):
+            factors = getattr(self.rope, name)
+            _require(
+                len(factors) in (0, self.head_dim // 2),
+                f"rope {name} has {len(factors)} entries for head_dim={self.head_dim}; "
+                f"must be {self.head_dim // 2}",
+            )
+        if self.rope.kind == "longrope":
+            _require(
+                bool(self.rope.short_factor and self.rope.long_factor),
+                "rope type longrope needs short_factor and long_factor",
+            )
+        if self.sliding_window is not None:
+            _require_count("sliding_window", self.sliding_window, 2**31)
+        for layer in self.sliding_layers:
+            _require(
+                0 <= layer < self.num_hidden_layers,
+                f"sliding layer {layer} of a model with {self.num_hidden_layers} layers",
+            )
+        for token_id in self.eos_token_ids:
+            _require(
+                0 <= token_id < self.vocab_size,
+                f"end-of-sequence id {token_id} of a vocabulary of {self.vocab_size}",
+            )

@@ -1,9 +1,9 @@
 """Chat messages to prompt text, by a checkpoint's Jinja template.
 
 What a template sees is what Hugging Face's ``apply_chat_template`` shows it: the messages, tools,
-special tokens, ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML, blocks
-trimmed. Templates are hostile code, and run in ``template_sandbox``. Everything handed to one is
-rebuilt from plain JSON values first, so no object with methods of its own gets in.
+special tokens, ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML,
+blocks trimmed. Templates are hostile code, and run in ``template_sandbox``. Everything handed to
+one is rebuilt from plain JSON values first, so no object with methods of its own gets in.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final, NoReturn

@@ -29,6 +29,7 @@ from itertools import chain
 from typing import Any, Final, cast
 
 from jinja2 import Template, nodes, pass_context
+from jinja2.environment import Environment
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -39,7 +40,7 @@ from jinja2.utils import Namespace
 __all__ = ["TemplateLimitError", "TemplateSandbox", "current_meter", "metered"]
 
 MAX_STEPS: Final = 500_000
-# characters and list entries made in one render, dropped ones included
+# characters made in one render, dropped ones included; a list entry counts as eight
 MAX_SIZE: Final = 128 << 20
 MAX_CPU_S: Final = 2.0
 MAX_RANGE: Final = 100_000
@@ -75,7 +76,7 @@ class Meter:
     def pay(self, size: int) -> None:
         self.size += size
         if self.size > MAX_SIZE:
-            raise TemplateLimitError(f"it made more than {MAX_SIZE} characters or list entries")
+            raise TemplateLimitError(f"it made or walked more than {MAX_SIZE} characters of data")
 
     def pay_deep(self, value: Any) -> None:
         """Pay for everything inside ``value``, shared parts as often as they occur."""
@@ -112,7 +113,10 @@ def current_meter() -> Meter:
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict)) else 1
+    """Memory of ``value`` by itself, in characters; an entry of a list takes as much as eight."""
+    if isinstance(value, str):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (list, tuple, dict)) else 1
 
 
 def _check_width(value: Any) -> int:
@@ -152,23 +156,27 @@ def _pay_for_format(text: str, arguments: Iterable[Any], meter: Meter, *, percen
     meter.pay(len(widths) * (meter.size - before))
 
 
-_STRING_METHODS: Final = frozenset(
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_STRING_METHODS: Final = _names(
     "capitalize casefold center count endswith expandtabs find format index isalnum isalpha "
     "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper "
     "join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust "
-    "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill".split()
+    "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
 )
 _METHODS: Final[tuple[tuple[type, frozenset[str]], ...]] = (
     (str, _STRING_METHODS),
-    (list, frozenset(("count", "index", "copy"))),
-    (tuple, frozenset(("count", "index"))),
-    (dict, frozenset(("get", "items", "keys", "values", "copy"))),
-    (int, frozenset(("bit_length",))),
-    (float, frozenset(("is_integer",))),
-    (LoopContext, frozenset(("cycle", "changed"))),
+    (list, _names("count index copy")),
+    (tuple, _names("count index")),
+    (dict, _names("get items keys values copy")),
+    (int, _names("bit_length")),
+    (float, _names("is_integer")),
+    (LoopContext, _names("cycle changed")),
 )
-_PADDING: Final = frozenset(("center", "ljust", "rjust", "zfill"))
-_STRIPPING: Final = frozenset(("strip", "lstrip", "rstrip"))
+_PADDING: Final = _names("center ljust rjust zfill")
+_STRIPPING: Final = _names("strip lstrip rstrip")
 
 
 def _pay_for_method(
@@ -212,25 +220,24 @@ def _as_list(value: Any) -> Any:
 
 
 def _pay_for_join(separator: Any, items: Any, meter: Meter) -> None:
-    meter.pay(_size(items) * _size(separator))
+    count = len(items) if isinstance(items, (str, list, tuple, dict)) else 1
+    meter.pay(count * _size(separator))
     meter.pay_deep(items)
 
 
 # filters whose result is no larger than some multiple of what goes in
-_PLAIN_FILTERS: Final = (
+_PLAIN_FILTERS: Final = _names(
     "abs capitalize count d default e escape first float forceescape int items last length list "
     "lower map reject rejectattr reverse safe select selectattr striptags title truncate "
     "upper urlencode wordcount"
-).split()
-# filters that compare or convert what is inside their input
-_DEEP_FILTERS: Final = "dictsort groupby max min pprint sort string unique".split()
-# filters whose result can be larger; see _pay_for_filter
-_GROWING_FILTERS: Final = (
-    "batch center format indent join replace round slice sum trim wordwrap"
-).split()
-_DEEP_TESTS: Final = frozenset(
-    "== != < <= > >= eq equalto ne in lt lessthan le gt greaterthan ge".split()
 )
+# filters that compare or convert what is inside their input
+_DEEP_FILTERS: Final = _names("dictsort groupby max min pprint sort string unique")
+# filters whose result can be larger; see _pay_for_filter
+_GROWING_FILTERS: Final = _names(
+    "batch center format indent join replace round slice sum trim wordwrap"
+)
+_DEEP_TESTS: Final = _names("== != < <= > >= eq equalto ne in lt lessthan le gt greaterthan ge")
 
 
 def _pay_for_filter(name: str, value: Any, args: list[Any], meter: Meter) -> None:
@@ -381,7 +388,9 @@ class _GenerationTag(Extension):
     """``{% generation %}...{% endgeneration %}`` marks an answer for training; here it is only its
     body."""
 
-    tags = {"generation"}
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -423,7 +432,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             # folding constants would run filters at compile time, with no meter
             optimized=False,
         )
-        allowed = {*_PLAIN_FILTERS, *_DEEP_FILTERS, *_GROWING_FILTERS}
+        allowed = _PLAIN_FILTERS | _DEEP_FILTERS | _GROWING_FILTERS
         self.filters = {
             name: _metered_filter(name, function)
             for name, function in self.filters.items()

@@ -454,8 +454,9 @@ def test_aborting_an_unknown_request_is_harmless() -> None:
     assert Driver().scheduler.abort(["nobody"]) == ()
 
 
-def test_one_poisoned_request_fails_alone_and_its_blocks_are_not_reused() -> None:
-    driver = Driver(poison_token=13, block_size=4)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_poisoned_request_fails_alone_and_its_blocks_are_not_reused(depth: int) -> None:
+    driver = Driver(poison_token=13, block_size=4, depth=depth)
     good, bad = range(20, 30), [1, 2, 3, 4, 13, 6, 7, 8, 9]
     driver.add(make_request("bad", bad, 4), make_request("good", good, 4))
     driver.run()

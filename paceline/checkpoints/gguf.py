@@ -1,0 +1,392 @@
+"""A GGUF file as a checkpoint: keys to ModelConfig, names and row order to Hugging Face's.
+
+The one transformation beside renaming: llama.cpp rotates neighbouring pairs of a head's dimensions
+for the ``llama`` architecture, so its converter interleaves the rows of q and k. Hugging Face (and
+our torch side) rotate first half against second half, so the interleaving is undone here::
+
+    GGUF rows of one head:   a0 b0 a1 b1 a2 b2 ...     (pair i = rows 2i, 2i+1)
+    returned rows:           a0 a1 a2 ... b0 b1 b2 ... (pair i = rows i, i + head_dim/2)
+
+``qwen2`` and ``qwen3`` are stored half-split already. Quantisation runs along a row, so moving
+whole rows is exact for quantised tensors too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor, read_gguf
+from paceline.checkpoints.shapes import check_shapes
+from paceline.core.errors import CheckpointError
+
+__all__ = ["SUPPORTED_ARCHITECTURES", "GGUFCheckpoint"]
+
+_T = TypeVar("_T", bound=np.generic)
+
+# "llama" covers Llama 1 to 3.x, Mistral 7B, SmolLM and SmolLM2
+SUPPORTED_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+
+_NOT_WEIGHTS: Final = {
+    GGMLQuantizationType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
+}
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PLAIN: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
+_PLAIN_NAME: Final = re.compile(r"([a-z_]+)\.(weight|bias)")
+# tensors that are read as part of the config
+_ROPE_TENSORS: Final = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
+
+
+def _hugging_face_name(name: str) -> str:
+    """The Hugging Face name of a GGUF tensor; an unknown name is returned as it is."""
+    if match := _LAYER_NAME.fullmatch(name):
+        layer, part, kind = match.groups()
+        if part in _IN_LAYER:
+            return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
+    elif (match := _PLAIN_NAME.fullmatch(name)) and match[1] in _PLAIN:
+        return f"{_PLAIN[match[1]]}.{match[2]}"
+    return name
+
+
+class GGUFCheckpoint:
+    """An opened ``.gguf`` file; see ``base.Checkpoint`` for the contract.
+
+    Raises:
+        CheckpointError: malformed (see ``gguf_format``), split over files, of an architecture not
+            in SUPPORTED_ARCHITECTURES, or with metadata and tensors that disagree.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: GGUFFile = read_gguf(path)
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        self._tensors: dict[str, GGUFTensor] = {}
+        for tensor in self._file.tensors.values():
+            name = _hugging_face_name(tensor.name)
+            if name in self._tensors:
+                raise CheckpointError(f"{path}: two tensors are both {name}")
+            self._tensors[name] = tensor
+        try:
+            self._config = _ConfigReader(self._file, self._tensors, self._values).read()
+        except CheckpointError as error:
+            text = str(error)
+            raise CheckpointError(
+                text if text.startswith(str(path)) else f"{path}: {text}"
+            ) from None
+        self._names = self.check_shapes()
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Every key of the file; numeric arrays as numpy arrays, string arrays as lists."""
+        return MappingProxyType(self._file.metadata)
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return self._names
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def tensor_type(self, name: str) -> str:
+        """The stored type, e.g. "Q4_1"."""
+        return self._find(name).type.name
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self._reorder(name, self._values(self._find(name)))
+
+    def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
+        """The stored blocks of a matrix, ``[rows, bytes per row]``, and their type, e.g. "Q4_1".
+
+        Rows are in Hugging Face order. Read-only and backed by the file, except for q and k of the
+        ``llama`` architecture, which are copies.
+        """
+        tensor = self._find(name)
+        if len(tensor.shape) != 2:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}; only matrices have rows")
+        return self._reorder(name, self._bytes(tensor)), tensor.type.name
+
+    def check_shapes(self) -> tuple[str, ...]:
+        """Names of the model's tensors.
+
+        Raises CheckpointError if any is missing, of another shape than the config implies, or
+        stored in a type that holds no weights (integers, an activation format).
+        """
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        for name in _ROPE_TENSORS:
+            shapes.pop(name, None)
+        names = check_shapes(self.path, self._config, shapes)
+        for name in names:
+            if (kind := self._tensors[name].type) in _NOT_WEIGHTS:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} is stored as {kind.name}, not a type of weights"
+                )
+        return names
+
+    def _find(self, name: str) -> GGUFTensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor {name}") from None
+
+    def _bytes(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
+        flat = self._data[tensor.start : tensor.start + tensor.num_bytes]
+        return flat.reshape(-1, tensor.row_bytes)
+
+    def _values(self, tensor: GGUFTensor) -> NDArray[np.float32]:
+        data = self._bytes(tensor)
+        try:
+            values = quants.dequantize(data, tensor.type)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, "
+                "which cannot be dequantised"
+            ) from None
+        # dequantize returns a view of the file for float32; the caller may change what it gets
+        return np.array(values, dtype=np.float32, copy=np.shares_memory(values, data)).reshape(
+            tensor.shape
+        )
+
+    def _reorder(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
+        if self._config.model_type != "llama":
+            return rows
+        if ".self_attn.q_proj." in name:
+            heads = self._config.num_attention_heads
+        elif ".self_attn.k_proj." in name:
+            heads = self._config.num_key_value_heads
+        else:
+            return rows
+        half = self._config.head_dim // 2
+        split = rows.reshape(heads, half, 2, *rows.shape[1:])
+        return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
+class _ConfigReader:
+    """Metadata to ModelConfig, with every value's type checked where it is read."""
+
+    def __init__(self, file: GGUFFile, tensors: Mapping[str, GGUFTensor], values: Any) -> None:
+        self.metadata = file.metadata
+        self.tensors = tensors
+        self.values = values
+        self.arch = ""
+
+    def read(self) -> ModelConfig:
+        self.arch = self.text("general.architecture", "")
+        if self.arch not in SUPPORTED_ARCHITECTURES:
+            raise CheckpointError(
+                f"architecture {self.arch!r} is not supported; "
+                f"these are: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        if (parts := self.whole("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"this is one of {parts} parts of a split model; join them first with "
+                "llama.cpp's `gguf-split --merge`"
+            )
+        if (experts := self.whole(f"{self.arch}.expert_count", 0)) > 0:
+            raise CheckpointError(f"a mixture of {experts} experts is not supported")
+
+        heads = self.whole_of_layers("attention.head_count")
+        hidden = self.whole(f"{self.arch}.embedding_length")
+        head_dim = self.head_dim(hidden, heads)
+        layers = self.whole(f"{self.arch}.block_count")
+        if layers > (most := len(self.tensors)):
+            raise CheckpointError(f"{self.arch}.block_count is {layers}, but {most} tensors exist")
+        context = self.whole(f"{self.arch}.context_length")
+        vocab = self.vocab_size()
+        window = self.whole(f"{self.arch}.attention.sliding_window", 0)
+        return ModelConfig(
+            model_type=self.arch,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=self.whole_of_layers("feed_forward_length"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.whole_of_layers("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            max_position_embeddings=context,
+            rms_norm_eps=self.number(f"{self.arch}.attention.layer_norm_rms_epsilon"),
+            rope=self.rope(context),
+            tie_word_embeddings="lm_head.weight" not in self.tensors,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self.tensors,
+            o_bias="model.layers.0.self_attn.o_proj.bias" in self.tensors,
+            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.tensors,
+            qk_norm=self.arch == "qwen3",
+            sliding_window=window or None,
+            sliding_layers=tuple(range(layers)) if window and layers <= 1024 else (),
+            eos_token_ids=self.eos_token_ids(vocab),
+            bos_token_id=self.optional_id("bos", vocab),
+            stored_dtype=self.stored_dtype(),
+        )
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        if heads < 1:
+            raise CheckpointError(f"{self.arch}.attention.head_count is {heads}")
+        key_length = self.whole(f"{self.arch}.attention.key_length", 0)
+        if not key_length and hidden % heads:
+            raise CheckpointError(
+                f"embedding_length={hidden} is not a multiple of head_count={heads}, and there is "
+                "no attention.key_length"
+            )
+        head_dim = key_length or hidden // heads
+        for key in ("attention.value_length", "rope.dimension_count"):
+            value = self.whole(f"{self.arch}.{key}", head_dim)
+            if value != head_dim:
+                raise CheckpointError(
+                    f"{self.arch}.{key} is {value}, but heads have {head_dim} dimensions; "
+                    "other values are not supported"
+                )
+        return head_dim
+
+    def vocab_size(self) -> int:
+        embedding = self.tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise CheckpointError("there is no tensor token_embd.weight")
+        rows = embedding.shape[0]
+        if (stated := self.whole(f"{self.arch}.vocab_size", rows)) != rows:
+            raise CheckpointError(f"{self.arch}.vocab_size is {stated}, token_embd has {rows} rows")
+        for name in ("tokens", "scores", "token_type"):
+            entries = self.metadata.get(f"tokenizer.ggml.{name}")
+            if entries is None:
+                continue
+            if not isinstance(entries, (list, np.ndarray)) or len(entries) != rows:
+                found = len(entries) if isinstance(entries, (list, np.ndarray)) else repr(entries)
+                raise CheckpointError(
+                    f"tokenizer.ggml.{name} has {found} entries, token_embd has {rows} rows"
+                )
+        return rows
+
+    def rope(self, context: int) -> RopeConfig:
+        prefix = f"{self.arch}.rope"
+        kind = self.text(f"{prefix}.scaling.type", "none")
+        factor = self.number(f"{prefix}.scaling.factor", 1.0)
+        if (linear := self.number(f"{prefix}.scale_linear", 0.0)) and kind == "none":
+            kind, factor = "linear", linear
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise CheckpointError(f"{prefix}.scaling.type {kind!r} is not supported")
+        attention_factor = None
+        if f"{prefix}.scaling.attn_factor" in self.metadata:
+            attention_factor = self.number(f"{prefix}.scaling.attn_factor")
+            if kind == "yarn" and factor > 1:
+                # llama.cpp multiplies it onto yarn's own factor, Hugging Face replaces that
+                attention_factor *= 0.1 * math.log(factor) + 1.0
+        original = self.whole(f"{prefix}.scaling.original_context_length", 0) or None
+        return RopeConfig(
+            theta=self.number(f"{prefix}.freq_base", 10000.0),
+            kind="default" if kind == "none" else kind,
+            factor=factor if kind != "none" else 1.0,
+            original_max_position=original or (context if kind in ("yarn", "longrope") else None),
+            attention_factor=attention_factor,
+            beta_fast=self.number(f"{prefix}.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self.number(f"{prefix}.scaling.yarn_beta_slow", 1.0),
+            freq_factors=self.rope_factors("rope_freqs.weight"),
+            short_factor=self.rope_factors("rope_factors_short.weight"),
+            long_factor=self.rope_factors("rope_factors_long.weight"),
+        )
+
+    def rope_factors(self, name: str) -> tuple[float, ...]:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return ()
+        if len(tensor.shape) != 1 or tensor.shape[0] > 4096:
+            raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, must be a vector")
+        return tuple(float(value) for value in self.values(tensor))
+
+    def eos_token_ids(self, vocab: int) -> frozenset[int]:
+        ids = (self.optional_id(name, vocab) for name in ("eos", "eot", "eom"))
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    def optional_id(self, name: str, vocab: int) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key not in self.metadata:
+            return None
+        token_id = self.whole(key)
+        if not 0 <= token_id < vocab:
+            raise CheckpointError(f"{key} is {token_id}, the vocabulary has {vocab} entries")
+        return token_id
+
+    def stored_dtype(self) -> str:
+        """The type that holds most bytes of the layers' matrices."""
+        sizes: Counter[str] = Counter()
+        for name, tensor in self.tensors.items():
+            if len(tensor.shape) == 2 and name.startswith("model.layers."):
+                sizes[tensor.type.name] += tensor.num_bytes
+        if not sizes:
+            raise CheckpointError("there are no layers")
+        name = sizes.most_common(1)[0][0]
+        return _DTYPES.get(name, name)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{key} is {value!r}, must be a string")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.metadata.get(key, default)
+        if type(value) is not int:
+            found = "missing" if value is None else f"{value!r:.80}"
+            raise CheckpointError(f"{key} is {found}, must be a whole number")
+        if value < 0:
+            raise CheckpointError(f"{key} is {value}, must not be negative")
+        return value
+
+    def whole_of_layers(self, name: str, default: int | None = None) -> int:
+        """A number that newer writers may store once per layer; all must agree."""
+        key = f"{self.arch}.{name}"
+        value = self.metadata.get(key, default)
+        if isinstance(value, np.ndarray):
+            unique = np.unique(value)
+            if len(unique) != 1:
+                raise CheckpointError(
+                    f"{key} differs between layers ({len(unique)} values), not supported"
+                )
+            value = unique[0].item()
+            if type(value) is not int or value < 0:
+                raise CheckpointError(f"{key} is {value!r}, must be a whole number")
+            return value
+        return self.whole(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.metadata.get(key, default)
+        if type(value) not in (int, float) or value is None:
+            found = "missing" if value is None else f"{value!r:.80}"
+            raise CheckpointError(f"{key} is {found}, must be a number")
+        return float(value)

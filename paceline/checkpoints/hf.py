@@ -1,0 +1,170 @@
+"""A Hugging Face folder as a checkpoint: config.json plus safetensors, sharded or not.
+
+Only JSON and safetensors are read. Pickled weights (.bin, .pt) and Python files are never opened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.hf_config import read_hf_config
+from paceline.checkpoints.json_file import read_json_object
+from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safetensors_header
+from paceline.checkpoints.shapes import check_shapes
+from paceline.core.errors import CheckpointError
+
+__all__ = ["HFCheckpoint"]
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+MAX_SHARDS: Final = 4096
+
+
+class HFCheckpoint:
+    """An opened Hugging Face folder; see ``base.Checkpoint`` for the contract.
+
+    Raises:
+        CheckpointError: no or unsupported config, no safetensors, malformed or missing shards, or
+            tensors that disagree with the config.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # the config is judged first: "this architecture is not supported" is the more useful error
+        read_hf_config(folder, "float32")
+        self._entries = _read_entries(folder)
+        sizes: Counter[str] = Counter()
+        for entry in self._entries.values():
+            sizes[entry.dtype] += entry.num_bytes
+        main_dtype = sizes.most_common(1)[0][0]
+        self._config = read_hf_config(folder, _DTYPES.get(main_dtype, main_dtype))
+        self._names = self.check_shapes()
+
+    @property
+    def path(self) -> Path:
+        return self._folder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return self._names
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def tensor_file(self, name: str) -> Path:
+        """The safetensors file that holds ``name``, already checked."""
+        return self._find(name).path
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        entry = self._find(name)
+        with entry.path.open("rb") as file:
+            file.seek(entry.start)
+            data = file.read(entry.num_bytes)
+        if len(data) != entry.num_bytes:
+            raise CheckpointError(f"{entry.path} was cut short while it was open")
+        if entry.dtype == "BF16":
+            # bfloat16 is the upper half of a float32
+            upper = np.frombuffer(data, dtype="<u2").astype(np.uint32)
+            values = (upper << 16).view(np.float32)
+        else:
+            code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
+            values = np.frombuffer(data, dtype=code).astype(np.float32)
+        return values.reshape(entry.shape)
+
+    def check_shapes(self) -> tuple[str, ...]:
+        """Names of the model's tensors.
+
+        Raises CheckpointError if any is missing, of another shape than the config implies, or
+        stored in a type other than F64, F32, F16 and BF16.
+        """
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        names = check_shapes(self._folder, self._config, shapes)
+        for name in names:
+            if (dtype := self._entries[name].dtype) not in _DTYPES:
+                raise CheckpointError(
+                    f"{self._folder}: tensor {name} is stored as {dtype}; "
+                    f"supported are {', '.join(_DTYPES)}"
+                )
+        return names
+
+    def _find(self, name: str) -> SafetensorsEntry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self._folder} has no tensor {name}") from None
+
+
+def _read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
+    if (folder / _SINGLE).is_file():
+        entries = read_safetensors_header(folder / _SINGLE)
+        if not entries:
+            raise CheckpointError(f"{folder / _SINGLE} holds no tensors")
+        return entries
+    index = read_json_object(folder / _INDEX)
+    if index is None:
+        raise CheckpointError(_no_weights(folder))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / _INDEX} has no weight_map")
+    shards: dict[str, dict[str, SafetensorsEntry]] = {}
+    entries = {}
+    for name, shard in weight_map.items():
+        _check_shard_name(folder, name, shard)
+        if shard not in shards:
+            if len(shards) >= MAX_SHARDS:
+                raise CheckpointError(f"{folder / _INDEX} names more than {MAX_SHARDS} shards")
+            shards[shard] = read_safetensors_header(folder / shard)
+        if name not in shards[shard]:
+            raise CheckpointError(
+                f"{folder / shard} has no tensor {name}, which the index promises"
+            )
+        entries[name] = shards[shard][name]
+    # a tensor that the index leaves out would be dropped in silence otherwise
+    for shard, held in shards.items():
+        for name in held:
+            if name not in entries:
+                raise CheckpointError(f"{folder / shard} holds {name}, which the index leaves out")
+            if entries[name].path.name != shard:
+                raise CheckpointError(f"tensor {name} is in {entries[name].path.name} and {shard}")
+    return entries
+
+
+def _check_shard_name(folder: Path, name: str, shard: object) -> None:
+    """A shard is a plain file name in the same folder: no way out of it."""
+    if (
+        not isinstance(shard, str)
+        or not shard.endswith(".safetensors")
+        or shard.startswith(".")
+        or any(character in shard for character in "/\\\0:")
+    ):
+        raise CheckpointError(
+            f"{folder / _INDEX}: tensor {name} is in {shard!r:.80}, "
+            "which is not the name of a safetensors file in the same folder"
+        )
+    if not (folder / shard).is_file():
+        raise CheckpointError(f"{folder} has no {shard}, which {_INDEX} names; download it again")
+
+
+def _no_weights(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    pickled = [name for name in names if name.endswith(_PICKLED)]
+    if pickled:
+        return (
+            f"{folder} has only pickled weights ({', '.join(pickled[:3])}). Loading a pickle can "
+            "run any code, so Paceline does not. Use the model's safetensors version, or convert "
+            "it on a machine you can afford to lose with transformers' save_pretrained()."
+        )
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"{folder} has no safetensors; give the file itself: {folder / gguf[0]}"
+    return f"{folder} has neither {_SINGLE} nor {_INDEX}"

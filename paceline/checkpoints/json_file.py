@@ -1,0 +1,69 @@
+"""JSON from an untrusted file: bounded in size, no duplicate keys, no NaN, only CheckpointError."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from paceline.core.errors import CheckpointError
+
+__all__ = ["parse_json_object", "read_json_object"]
+
+# the largest JSON a checkpoint holds is tokenizer.json, some tens of megabytes
+MAX_JSON_BYTES: Final = 128 << 20
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} occurs twice")
+            seen.add(key)
+    return result
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
+    """Parse ``data``; ``what`` names it in errors.
+
+    Raises:
+        CheckpointError: not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, must be an object")
+    return value
+
+
+def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """The JSON object in ``path``, or None when there is no such file.
+
+    Raises:
+        CheckpointError: unreadable, larger than ``limit`` bytes, or not a JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            # read(limit) would take limit bytes of memory at once, whatever the file's size
+            size = file.seek(0, 2)
+            file.seek(0)
+            data = file.read(min(size, limit))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if size > limit:
+        raise CheckpointError(f"{path} has {size} bytes, at most {limit} are read")
+    return parse_json_object(data, str(path))

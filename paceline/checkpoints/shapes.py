@@ -1,0 +1,100 @@
+"""The tensors that a model has, by its config.
+
+Tensors go by their Hugging Face names and row order in every format, so the torch side knows one
+layout::
+
+    model.embed_tokens.weight                  [vocab, hidden]
+    model.layers.N.input_layernorm.weight      [hidden]
+    model.layers.N.self_attn.{q,k,v,o}_proj    .weight, .bias if the config says so
+    model.layers.N.self_attn.{q,k}_norm.weight [head_dim], Qwen3 only
+    model.layers.N.post_attention_layernorm.weight
+    model.layers.N.mlp.{gate,up,down}_proj     .weight, .bias if the config says so
+    model.norm.weight                          [hidden]
+    lm_head.weight                             [vocab, hidden], absent when tied
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.errors import CheckpointError
+
+__all__ = ["check_shapes", "expected_shapes"]
+
+# written by some converters, carrying nothing that the config does not
+_IGNORED: Final = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|^rope_")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model of this config has, with its shape."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.self_attn.q_proj", queries, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.k_proj", keys, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.v_proj", keys, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.o_proj", hidden, queries, config.o_bias)
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.mlp.gate_proj", inner, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.up_proj", inner, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.down_proj", hidden, inner, config.mlp_bias)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check_shapes(
+    path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Compare what a file holds (``shapes``) with what its config implies.
+
+    Returns the names of the model's tensors. Tensors without meaning for the model are tolerated
+    only where converters are known to write them: an unknown one means that the config describes
+    another model, which would answer nonsense.
+
+    Raises:
+        CheckpointError: tensors missing, of another shape, or left over.
+    """
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of the {len(expected)} tensors that its config implies are "
+            f"missing, e.g. {', '.join(missing[:3])}"
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(shapes[name])}, "
+                f"its config implies {list(shape)}"
+            )
+    # tied models may store the head a second time
+    extra = [
+        name
+        for name in shapes
+        if name not in expected and name != "lm_head.weight" and not _IGNORED.search(name)
+    ]
+    if extra:
+        raise CheckpointError(
+            f"{path}: {len(extra)} tensors that a {config.model_type} model with "
+            f"{config.num_hidden_layers} layers does not have, e.g. {', '.join(extra[:3])}"
+        )
+    return tuple(expected)

@@ -1,0 +1,127 @@
+"""The default model in float32 says exactly what ``transformers`` says, however it is scheduled.
+
+``transformers`` judges by teacher forcing: one forward pass over prompt + output shows, at every
+position, which token it would have chosen. If that is the token we chose at every position, its own
+greedy generation would have been the same (by induction over the positions), at a fraction of the
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.backend import ModelBackend
+from paceline.engine.tokenizer import load_tokenizer
+from tests.driving import Driver, make_request
+from tests.parity.prompts import PROMPTS
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_path: Path) -> dict[str, list[int]]:
+    tokenizer = load_tokenizer(smollm2_path)
+    return {f"p{index}": tokenizer.encode(text) for index, text in enumerate(PROMPTS)}
+
+
+@pytest.fixture(scope="module")
+def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
+    from paceline.backends.torch.backend import TorchBackend
+
+    made = TorchBackend.load(
+        smollm2_path,
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        kv_cache_bytes=1 << 30,
+        max_model_len=2048,
+        max_num_seqs=32,
+    )
+    yield made
+    made.close()
+
+
+def generate(
+    backend: ModelBackend, prompts: dict[str, list[int]], **settings: Any
+) -> tuple[dict[str, list[int]], Driver]:
+    defaults: dict[str, Any] = {
+        "num_blocks": backend.info.num_blocks,
+        "block_size": 16,
+        "max_model_len": 2048,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 2048,
+    }
+    driver = Driver(backend=backend, **(defaults | settings))
+    for name, tokens in prompts.items():
+        driver.add(make_request(name, tokens, NUM_TOKENS, temperature=0.0))
+    driver.run()
+    return {name: driver.tokens[name] for name in prompts}, driver
+
+
+@pytest.fixture(scope="module")
+def batched(backend: ModelBackend, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    return generate(backend, prompts)[0]
+
+
+def test_transformers_would_have_chosen_every_token(
+    smollm2_path: Path, prompts: dict[str, list[int]], batched: dict[str, list[int]]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
+    )
+    assert len(prompts) >= 24
+    lengths = [len(tokens) for tokens in prompts.values()]
+    assert min(lengths) <= 3
+    assert max(lengths) >= 600
+    for name, prompt in prompts.items():
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + batched[name][:-1]])).logits[0]
+        chosen = logits[len(prompt) - 1 :].argmax(-1).tolist()
+        assert chosen == batched[name], f"{name}: {PROMPTS[int(name[1:])][:40]!r}"
+
+
+def test_alone(
+    backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
+) -> None:
+    for name in prompts:
+        tokens, _ = generate(backend, {name: prompts[name]}, max_num_seqs=1)
+        assert tokens[name] == batched[name]
+
+
+def test_chunked(
+    backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
+) -> None:
+    tokens, driver = generate(backend, prompts, max_num_batched_tokens=96)
+    assert tokens == batched
+    assert sum(not row.samples for plan in driver.plans for row in plan.rows) > 10
+
+
+def test_warm_prefix_cache(
+    backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
+) -> None:
+    _, driver = generate(backend, prompts)
+    driver.tokens.clear()
+    driver.finished.clear()
+    for name, tokens in prompts.items():
+        driver.add(make_request(name, tokens, NUM_TOKENS, temperature=0.0))
+    driver.run()
+    assert {name: driver.tokens[name] for name in prompts} == batched
+    cached = sum(update.num_cached_tokens for update in driver.finished.values())
+    assert cached > 0.8 * sum(map(len, prompts.values()))
+
+
+def test_preempted(
+    backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
+) -> None:
+    tokens, driver = generate(backend, prompts, num_blocks=110, depth=2)
+    assert tokens == batched
+    assert driver.scheduler.stats().num_preemptions >= 3
