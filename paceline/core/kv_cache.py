@@ -85,15 +85,14 @@ class KVCacheManager:
 
         ``beside_others`` keeps the watermark free for those already running.
         """
-        return self._shortfall(request, self._shared_prefix(request), beside_others)
+        return self._shortfall(request, self.starting_blocks(request), beside_others)
 
     def admit(self, request: Request, *, beside_others: bool) -> bool:
         """Give a waiting request blocks for all its known tokens, or change nothing.
 
-        Takes the longest cached prefix, leaving at least one token to compute (its logits are
-        needed).
+        It starts with ``starting_blocks``.
         """
-        shared = self._shared_prefix(request)
+        shared = self.starting_blocks(request)
         if self._shortfall(request, shared, beside_others) > 0:
             return False
         if not request.block_ids:
@@ -184,8 +183,9 @@ class KVCacheManager:
         request.num_hashed_blocks = 0
         request.shares_tail = False
 
-    def _shared_prefix(self, request: Request) -> list[int]:
-        """Blocks to start from: those already held (a fork), else the longest cached prefix."""
+    def starting_blocks(self, request: Request) -> list[int]:
+        """Blocks a waiting request would start with: those it holds already (a fork), else its
+        longest cached prefix, leaving at least one token to compute (its logits are needed)."""
         if request.block_ids:
             return request.block_ids
         if not self.config.enable_prefix_caching:

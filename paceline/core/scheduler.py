@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
 
 from paceline.core.admission import check_door
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.displacement import choose_displaced
+from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import (
@@ -107,8 +109,7 @@ class Scheduler:
         # sorted by order
         self._running: list[Request] = []
         self._waiting = self.policy.make_queue()
-        # forks that wait for their parent's prompt, by the parent's id
-        self._forks: dict[str, list[Request]] = {}
+        self._forks = Forks()
         # requests of planned steps whose result is not in yet, step by step
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         # ids the backend still has to be told to drop
@@ -136,7 +137,7 @@ class Scheduler:
             self.kv.fork(parent, request)
             self._waiting.push(request)
         else:
-            self._forks.setdefault(parent.request_id, []).append(request)
+            self._forks.add(parent, request)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End requests now and free their blocks; unknown ids are ignored."""
@@ -198,29 +199,18 @@ class Scheduler:
         draft.narrow = not draft.wide
 
     def _displace(self) -> None:
-        """Preempt running requests that stand in the way of a better waiting one.
-
-        Nobody is preempted unless that makes room, and nobody else takes the room made.
-        """
+        """Preempt running requests that stand in the way of a better waiting one."""
         head = self._waiting.peek()
         if head is None or head.num_pending_tokens:
             return
-        losers = [r for r in self._running if self.policy.displaces(head, r)]
-        if not losers or not self._in_the_way(head):
-            return
-        held = Counter(block_id for loser in losers for block_id in loser.block_ids)
-        gain = sum(self.kv.pool.ref_count(block_id) == count for block_id, count in held.items())
-        if self.kv.shortfall(head, beside_others=True) > gain:
-            return
-        head.times_bypassed = self.config.max_bypasses
-        while losers and self._in_the_way(head):
-            self._preempt(losers.pop())
-
-    def _in_the_way(self, head: Request) -> bool:
-        return (
-            len(self._running) >= self.config.max_num_seqs
-            or self.kv.shortfall(head, beside_others=True) > 0
+        chosen = choose_displaced(
+            head, self._running, self.policy.displaces, self.kv, self.config.max_num_seqs
         )
+        if chosen:
+            # nobody else takes the room that was made for it
+            head.times_bypassed = self.config.max_bypasses
+        for loser in chosen:
+            self._preempt(loser)
 
     def _schedule_running(self, draft: _Draft) -> bool:
         preempted = False
@@ -356,7 +346,7 @@ class Scheduler:
         if end // self.cache.block_size > request.num_hashed_blocks:
             self.kv.cache_computed(request)
         if self._forks and end >= request.num_prompt_tokens:
-            for child in self._forks.pop(request.request_id, ()):
+            for child in self._forks.take(request):
                 self.kv.fork(request, child)
                 draft.forked.append(child)
 
@@ -439,13 +429,9 @@ class Scheduler:
                 self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
-        elif request.fork_of is not None:
-            siblings = self._forks[request.fork_of]
-            siblings.remove(request)
-            if not siblings:
-                del self._forks[request.fork_of]
-        for child in self._forks.pop(request.request_id, ()):
-            # the parent ended before its prompt was computed: its forks stand on their own
+        else:
+            self._forks.remove(request)
+        for child in self._forks.take(request):
             self._waiting.push(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -466,7 +452,7 @@ class Scheduler:
         return len(self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        deferred = sum(len(children) for children in self._forks.values())
+        deferred = len(self._forks)
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + deferred,
@@ -482,7 +468,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
-        forks = [child for children in self._forks.values() for child in children]
+        forks = list(self._forks)
         known = [*self._running, *self._waiting, *forks]
         assert len(known) == len(self._requests), "a request is lost or in two places"
         assert {id(r) for r in known} == {id(r) for r in self._requests.values()}
@@ -500,8 +486,8 @@ class Scheduler:
             flying = sum(r is request for _, requests in self._in_flight for r in requests)
             assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
             assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
-        for parent_id in self._forks:
-            assert parent_id in self._requests, "a fork waits for nobody"
+        for fork in forks:
+            assert fork.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)
 

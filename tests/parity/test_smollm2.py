@@ -122,6 +122,6 @@ def test_warm_prefix_cache(
 def test_preempted(
     backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
-    tokens, driver = generate(backend, prompts, num_blocks=110, depth=2)
+    tokens, driver = generate(backend, prompts, num_blocks=90, depth=2)
     assert tokens == batched
-    assert driver.scheduler.stats().num_preemptions >= 3
+    assert driver.scheduler.stats().num_preemptions >= 2

@@ -1,0 +1,45 @@
+"""Requests that wait for another one's prompt: the other choices of ``n > 1``.
+
+A fork is unready until its parent's prompt is computed; then it shares the parent's blocks. If the
+parent ends before that, the fork stands on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.core.request import Request
+
+__all__ = ["Forks"]
+
+
+class Forks:
+    """Unready forks by their parent's id."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[str, list[Request]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_parent.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_parent)
+
+    def __iter__(self) -> Iterator[Request]:
+        for children in self._by_parent.values():
+            yield from children
+
+    def add(self, parent: Request, child: Request) -> None:
+        self._by_parent.setdefault(parent.request_id, []).append(child)
+
+    def take(self, parent: Request) -> list[Request]:
+        """Take out all that wait for ``parent``; empty when nobody does."""
+        return self._by_parent.pop(parent.request_id, [])
+
+    def remove(self, child: Request) -> None:
+        """Take one out that ended while it waited."""
+        assert child.fork_of is not None
+        siblings = self._by_parent[child.fork_of]
+        siblings.remove(child)
+        if not siblings:
+            del self._by_parent[child.fork_of]

@@ -1,0 +1,123 @@
+"""A Llama-shaped decoder in float64 numpy, written from the definitions, and tiny random models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoints.base import expected_shapes
+from paceline.checkpoints.config import ModelConfig, RopeConfig
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+def tiny_config(**changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "model_type": "llama",
+        "vocab_size": 150,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(),
+        "tie_word_embeddings": True,
+    }
+    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def random_weights(config: ModelConfig, seed: int) -> Weights:
+    random = np.random.default_rng(seed)
+    weights: Weights = {}
+    for name, shape in expected_shapes(config).items():
+        if name.endswith("norm.weight"):
+            values = random.uniform(0.5, 1.5, shape)
+        elif name.endswith(".bias"):
+            values = random.normal(0, 0.3, shape)
+        elif "embed" in name:
+            values = random.normal(0, 1, shape)
+        else:
+            values = random.normal(0, shape[-1] ** -0.5, shape)
+        weights[name] = values.astype(np.float32)
+    return weights
+
+
+def rope_tables(
+    config: ModelConfig, positions: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    half = config.head_dim // 2
+    inverse = config.rope.theta ** (-np.arange(half) / half)
+    angles = np.arange(positions)[:, None] * inverse
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _rms(x: NDArray[np.float64], weight: NDArray[np.float32], eps: float) -> NDArray[np.float64]:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def attend(
+    q: NDArray[np.float64],
+    k: NDArray[np.float64],
+    v: NDArray[np.float64],
+    window: int | None,
+) -> NDArray[np.float64]:
+    """q [N, heads, dim], of the last N positions; k, v [T, kv_heads, dim] -> [N, heads * dim]."""
+    count, heads, dim = q.shape
+    total, kv_heads = k.shape[:2]
+    out = np.empty_like(q)
+    for head in range(heads):
+        kv = head // (heads // kv_heads)
+        scores = q[:, head] @ k[:, kv].T / np.sqrt(dim)
+        for row in range(count):
+            position = total - count + row
+            scores[row, position + 1 :] = -np.inf
+            if window is not None:
+                scores[row, : max(0, position - window + 1)] = -np.inf
+        probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, head] = probabilities / probabilities.sum(-1, keepdims=True) @ v[:, kv]
+    return out.reshape(count, heads * dim)
+
+
+def rotate(
+    x: NDArray[np.float64], cos: NDArray[np.float32], sin: NDArray[np.float32]
+) -> NDArray[np.float64]:
+    """x [T, heads, dim], cos and sin [T, dim / 2]."""
+    a, b = np.split(x, 2, axis=-1)
+    c, s = cos[:, None], sin[:, None]
+    return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+
+def logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> NDArray[np.float64]:
+    """Logits [T, vocab] of one sequence computed whole."""
+    count = len(ids)
+    cos, sin = rope_tables(config, count)
+    x = weights["model.embed_tokens.weight"][list(ids)].astype(np.float64)
+
+    def linear(x: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+        y = x @ weights[f"{name}.weight"].T.astype(np.float64)
+        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        attention = f"{prefix}.self_attn"
+        h = _rms(x, weights[f"{prefix}.input_layernorm.weight"], config.rms_norm_eps)
+        q = linear(h, f"{attention}.q_proj").reshape(count, -1, config.head_dim)
+        k = linear(h, f"{attention}.k_proj").reshape(count, -1, config.head_dim)
+        v = linear(h, f"{attention}.v_proj").reshape(count, -1, config.head_dim)
+        if config.qk_norm:
+            q = _rms(q, weights[f"{attention}.q_norm.weight"], config.rms_norm_eps)
+            k = _rms(k, weights[f"{attention}.k_norm.weight"], config.rms_norm_eps)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        window = config.sliding_window if layer in config.sliding_layers else None
+        x = x + linear(attend(q, k, v, window), f"{attention}.o_proj")
+        h = _rms(x, weights[f"{prefix}.post_attention_layernorm.weight"], config.rms_norm_eps)
+        gate, up = linear(h, f"{prefix}.mlp.gate_proj"), linear(h, f"{prefix}.mlp.up_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * up, f"{prefix}.mlp.down_proj")
+    x = _rms(x, weights["model.norm.weight"], config.rms_norm_eps)
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return linear(x, head)

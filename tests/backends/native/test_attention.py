@@ -1,0 +1,180 @@
+"""Paged attention against float64: ragged batches, all block fillings, poisoned memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.backends.torch.native import NativeModel, unavailable_reason, variants
+from paceline.backends.torch.native.pieces import attend, cache_bytes
+from tests.backends.native import reference
+from tests.backends.native.reference import random_weights, tiny_config
+
+pytestmark = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=str(unavailable_reason())
+)
+
+BLOCKS = 96
+# root mean square error over the outputs' root mean square, of the worst sequence
+BOUNDS = {"float32": 2e-6, "bfloat16": 1e-2, "int8": 3e-2}
+
+
+class Harness:
+    """A one-layer model whose rotation does nothing, its cache full of NaN, and a float64 copy of
+    every sequence's keys and values."""
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        kv_dtype: str,
+        *,
+        block_size: int = 16,
+        threads: int = 2,
+        isa: str | None = None,
+        window: int | None = None,
+    ) -> None:
+        config = tiny_config(
+            num_hidden_layers=1,
+            vocab_size=8,
+            hidden_size=16,
+            intermediate_size=16,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            sliding_window=window,
+            sliding_layers=() if window is None else (0,),
+        )
+        still = np.ones((4096, head_dim // 2), dtype=np.float32)
+        self.model = NativeModel(
+            config,
+            random_weights(config, 0).items(),
+            (still, still * 0),
+            dtype="float32",
+            kv_dtype=kv_dtype,
+            num_blocks=BLOCKS,
+            block_size=block_size,
+            threads=threads,
+            isa=isa,
+        )
+        # a NaN in float32 and bfloat16; int8 values cannot be NaN, their scales can
+        cache_bytes(self.model)[:] = 0xFF
+        self.shape = (heads, kv_heads, head_dim)
+        self.window = window
+        self.block_size = block_size
+        self.random = np.random.default_rng(heads * 1000 + head_dim)
+        self.free = list(self.random.permutation(BLOCKS))
+        self.tables: list[list[int]] = []
+        self.past: list[NDArray[np.float64]] = []
+
+    def add(self, sequences: int) -> None:
+        self.tables += [[] for _ in range(sequences)]
+        width = (self.shape[0] + 2 * self.shape[1]) * self.shape[2]
+        self.past += [np.empty((0, width)) for _ in range(sequences)]
+
+    def step(self, counts: list[int]) -> float:
+        """Append ``counts[i]`` random tokens to sequence i; the worst sequence's error."""
+        heads, kv_heads, head_dim = self.shape
+        positions, starts = [], [0]
+        for index, count in enumerate(counts):
+            begin = len(self.past[index])
+            positions += range(begin, begin + count)
+            starts.append(starts[-1] + count)
+            fresh = self.random.normal(0, 1, (count, self.past[index].shape[1]))
+            fresh[:, : heads * head_dim] *= 2
+            self.past[index] = np.concatenate([self.past[index], fresh.astype(np.float32)])
+            while len(self.tables[index]) * self.block_size < len(self.past[index]):
+                self.tables[index].append(int(self.free.pop()))
+        width = max(1, max(len(table) for table in self.tables))
+        # entries behind a sequence's last block mean nothing
+        tables = np.array([table + [-7] * (width - len(table)) for table in self.tables])
+        qkv = [past[len(past) - count :] for past, count in zip(self.past, counts, strict=True)]
+        out = attend(
+            self.model,
+            np.concatenate(qkv).astype(np.float32),
+            np.array(positions),
+            np.array(starts),
+            tables,
+        )
+        worst = 0.0
+        for index, count in enumerate(counts):
+            if count == 0:
+                continue
+            past = self.past[index].reshape(len(self.past[index]), -1, head_dim)
+            expected = reference.attend(
+                past[-count:, :heads],
+                past[:, heads : heads + kv_heads],
+                past[:, heads + kv_heads :],
+                self.window,
+            )
+            error = np.abs(out[starts[index] : starts[index + 1]] - expected)
+            assert np.isfinite(error).all()
+            worst = max(worst, float(np.sqrt((error**2).mean() / (expected**2).mean())))
+        return worst
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_ragged_batches(isa: str, kv_dtype: str, group: int, head_dim: int) -> None:
+    harness = Harness(2 * group, 2, head_dim, kv_dtype, isa=isa)
+    harness.add(5)
+    for counts in ([1, 17, 40, 0, 5], [1, 1, 1, 3, 1], [1, 1, 29, 16, 0]):
+        assert harness.step(counts) < BOUNDS[kv_dtype]
+    harness.model.close()
+
+
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_all_block_fillings(kv_dtype: str, block_size: int) -> None:
+    """One token at a time and all at once, for every length up to three blocks and one."""
+    harness = Harness(3, 1, 64, kv_dtype, block_size=block_size)
+    harness.add(1)
+    for _ in range(3 * block_size + 1):
+        assert harness.step([1]) < BOUNDS[kv_dtype]
+    for length in range(1, 3 * block_size + 2):
+        whole = Harness(3, 1, 64, kv_dtype, block_size=block_size, threads=1)
+        whole.add(1)
+        assert whole.step([length]) < BOUNDS[kv_dtype]
+        whole.model.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+def test_long_context_is_split_over_threads(threads: int, kv_dtype: str) -> None:
+    harness = Harness(4, 1, 64, kv_dtype, threads=threads)
+    harness.add(1)
+    for counts in ([1100], [1], [1], [3]):
+        assert harness.step(counts) < BOUNDS[kv_dtype]
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+@pytest.mark.parametrize("window", [1, 15, 16, 40, 300])
+def test_sliding_window(isa: str, kv_dtype: str, window: int) -> None:
+    harness = Harness(4, 2, 64, kv_dtype, isa=isa, window=window)
+    harness.add(2)
+    for counts in ([70, 3], [1, 1], [20, 300], [1, 1]):
+        assert harness.step(counts) < BOUNDS[kv_dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+def test_large_scores_do_not_overflow(kv_dtype: str) -> None:
+    harness = Harness(2, 2, 64, kv_dtype)
+    harness.add(1)
+    past = harness.random.normal(0, 1, (60, 6 * 64))
+    past[:, : 4 * 64] *= 30
+    harness.past[0] = past.astype(np.float32).astype(np.float64)
+    harness.tables[0] = [3, 9, 4, 8]
+    out = attend(
+        harness.model,
+        past.astype(np.float32),
+        np.arange(60),
+        np.array([0, 60]),
+        np.array(harness.tables),
+    )
+    assert np.isfinite(out).all()
+    assert np.abs(out).max() < np.abs(past[:, 4 * 64 :]).max() * 1.02

@@ -1,0 +1,126 @@
+"""Packed products against float64, for every variant this machine runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+from paceline.backends.torch.native import RawTensor, unavailable_reason, variants
+from paceline.backends.torch.native.pieces import PackedMatrix
+from paceline.core.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=str(unavailable_reason())
+)
+
+ROWS = (1, 2, 3, 4, 5, 8, 12, 13, 14, 27, 64)
+SHAPES = ((32, 64), (96, 160), (33, 96), (70, 32), (1, 32))
+
+
+def _random(shape: tuple[int, int], seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(0, 1, shape).astype(np.float32)
+
+
+def _bf16(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+def _steps(x: NDArray[np.float32], group: int) -> NDArray[np.float64]:
+    """x rounded to 127 steps of its largest magnitude in each group of columns."""
+    grouped = x.reshape(len(x), -1, group)
+    top = np.abs(grouped).max(-1, keepdims=True)
+    factor = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    steps = np.round(grouped * factor).astype(np.float64) * (top / np.float32(127))
+    return steps.reshape(x.shape)
+
+
+def _as_multiplied(x: NDArray[np.float32], dtype: str) -> NDArray[np.float64]:
+    if dtype == "bfloat16":
+        return _bf16(x).astype(np.float64)
+    if dtype == "int8":
+        return _steps(x, x.shape[1])
+    return _steps(x, 32) if dtype == "q4" else x.astype(np.float64)
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_product_is_exact_on_what_it_multiplies(
+    isa: str, dtype: str, shape: tuple[int, int]
+) -> None:
+    matrix = PackedMatrix(_random(shape, 1), dtype, isa=isa)
+    weights = matrix.unpack().astype(np.float64)
+    for rows in ROWS:
+        x = _random((rows, shape[1]), rows)
+        expected = _as_multiplied(x, dtype) @ weights.T
+        scale = np.abs(_as_multiplied(x, dtype)) @ np.abs(weights.T)
+        error = np.abs(matrix.multiply(x) - expected) / scale
+        # a value that lands on a rounding boundary may go either way, once in thousands
+        assert np.quantile(error, 0.99) < 2e-6
+        assert error.max() < (2e-3 if dtype in ("int8", "q4") else 2e-6)
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 31, 67])
+def test_odd_numbers_of_columns(isa: str, dtype: str, columns: int) -> None:
+    matrix = PackedMatrix(_random((40, columns), 2), dtype, isa=isa)
+    x = _random((6, columns), 3)
+    expected = _as_multiplied(x, dtype) @ matrix.unpack().T.astype(np.float64)
+    np.testing.assert_allclose(matrix.multiply(x), expected, atol=2e-5 * columns)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_threads_give_the_same_numbers(threads: int) -> None:
+    weights, x = _random((300, 64), 4), _random((21, 64), 5)
+    one = PackedMatrix(weights, "bfloat16").multiply(x)
+    many = PackedMatrix(weights, "bfloat16", threads=threads).multiply(x, repeat=3)
+    np.testing.assert_array_equal(one, many)
+
+
+# quantisation error relative to the largest weight of a group or row
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 1 / 250), ("q4", 1 / 14)]
+)
+def test_packing_keeps_the_weights(dtype: str, bound: float) -> None:
+    weights = _random((50, 96), 6)
+    error = np.abs(PackedMatrix(weights, dtype).unpack() - weights)
+    assert error.max() <= bound * np.abs(weights).max()
+    if bound:
+        assert error.max() > 0
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "F16", "BF16"])
+@pytest.mark.parametrize("dtype", ["float32", "q4"])
+def test_stored_blocks_are_read_as_gguf_means_them(name: str, dtype: str) -> None:
+    weights = _random((37, 64), 7)
+    weights[0] *= 1e-6  # scales that are subnormal in half precision
+    kind = GGMLQuantizationType[name]
+    stored = quants.quantize(weights, kind).view(np.uint8)
+    expected = quants.dequantize(stored, kind)
+    matrix = PackedMatrix(RawTensor(stored, name, 64), dtype)
+    if dtype == "float32" or name.startswith("Q4"):
+        # the minimum of a Q4_0 group is rounded to half precision
+        np.testing.assert_allclose(matrix.unpack(), expected, rtol=1e-6, atol=1e-7)
+    else:
+        assert np.abs(matrix.unpack() - expected).max() < np.abs(expected).max() / 14
+
+
+def test_four_bits_need_whole_groups() -> None:
+    with pytest.raises(ConfigError, match="got 48"):
+        PackedMatrix(_random((4, 48), 8), "q4")
+
+
+def test_unknown_variant_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="portable"):
+        PackedMatrix(_random((4, 32), 8), "float32", isa="mmx")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "q4"])
+def test_rows_of_zeros(dtype: str) -> None:
+    matrix = PackedMatrix(np.zeros((8, 32), dtype=np.float32), dtype)
+    np.testing.assert_array_equal(matrix.multiply(np.zeros((3, 32), dtype=np.float32)), 0)

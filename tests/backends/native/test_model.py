@@ -1,0 +1,280 @@
+"""Whole models against the float64 reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.backends.torch.native import (
+    NativeModel,
+    available_cpus,
+    library,
+    unavailable_reason,
+    unsupported_reason,
+    variants,
+)
+from paceline.backends.torch.native.pieces import cache_bytes
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.errors import CheckpointError, ConfigError
+from tests.backends.native.reference import (
+    Weights,
+    logits,
+    random_weights,
+    rope_tables,
+    tiny_config,
+)
+
+native = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+
+# root mean square error over the logits' standard deviation
+BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 4e-2, "q4": 0.2}
+FAMILIES = {
+    "llama": tiny_config(),
+    "biases": tiny_config(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qwen3": tiny_config(
+        model_type="qwen3",
+        qk_norm=True,
+        tie_word_embeddings=False,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,
+    ),
+    "sliding": tiny_config(sliding_window=20, sliding_layers=(1,)),
+    # nothing a multiple of a panel or a group
+    "odd": tiny_config(hidden_size=90, intermediate_size=150, vocab_size=151, head_dim=16),
+}
+
+
+def _make(config: ModelConfig, weights: Weights, dtype: str, **options: object) -> NativeModel:
+    values: dict[str, object] = {"num_blocks": 16, "threads": 2}
+    return NativeModel(
+        config,
+        weights.items(),
+        rope_tables(config, 256),
+        dtype=dtype,
+        **(values | options),  # type: ignore[arg-type]
+    )
+
+
+def _whole(model: NativeModel, ids: NDArray[np.int64], blocks: list[int]) -> NDArray[np.float32]:
+    count = len(ids)
+    rows = np.arange(count)
+    return model.forward(ids, rows, np.array([0, count]), np.array([blocks]), rows).copy()
+
+
+def _error(out: NDArray[np.float32], expected: NDArray[np.float64]) -> float:
+    return float(np.sqrt(((out - expected) ** 2).mean()) / expected.std())
+
+
+@native
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(isa: str, dtype: str, family: str) -> None:
+    config = FAMILIES[family]
+    weights = random_weights(config, 1)
+    ids = np.random.default_rng(2).integers(0, config.vocab_size, 57)
+    model = _make(config, weights, dtype, isa=isa)
+    cache_bytes(model)[:] = 0xFF
+    assert _error(_whole(model, ids, [3, 1, 7, 5]), logits(config, weights, ids)) < BOUNDS[dtype]
+
+
+@native
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_cache_formats(dtype: str, kv_dtype: str) -> None:
+    config = FAMILIES["llama"]
+    weights = random_weights(config, 3)
+    ids = np.random.default_rng(4).integers(0, config.vocab_size, 40)
+    model = _make(config, weights, dtype, kv_dtype=kv_dtype)
+    bound = max(BOUNDS[dtype], {"float32": 0, "bfloat16": 1e-2, "int8": 1.5e-2}[kv_dtype])
+    assert _error(_whole(model, ids, [0, 2, 4]), logits(config, weights, ids)) < bound
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("cuts", [(1, 17, 18, 50), (16, 32, 48), tuple(range(1, 57))])
+def test_chunks_equal_the_whole(dtype: str, cuts: tuple[int, ...]) -> None:
+    config = FAMILIES["llama"]
+    weights = random_weights(config, 5)
+    ids = np.random.default_rng(6).integers(0, config.vocab_size, 57)
+    model = _make(config, weights, dtype, kv_dtype="float32")
+    whole = _whole(model, ids, [3, 1, 7, 5])
+    parts = []
+    for begin, end in zip((0, *cuts), (*cuts, 57), strict=True):
+        rows = np.arange(end - begin)
+        parts.append(
+            model.forward(
+                ids[begin:end],
+                np.arange(begin, end),
+                np.array([0, end - begin]),
+                np.array([[2, 0, 4, 6]]),
+                rows,
+            ).copy()
+        )
+    # the tiling of rows depends on the chunk, and with it the order of sums
+    assert _error(np.concatenate(parts), whole.astype(np.float64)) < BOUNDS[dtype] / 3
+
+
+@native
+@pytest.mark.parametrize("dtype", ["float32", "int8", "q4"])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_mixed_batch_and_sampled_rows(dtype: str, threads: int) -> None:
+    """Prompts, a chunk that samples nothing, and single tokens share a step."""
+    config = FAMILIES["biases"]
+    weights = random_weights(config, 7)
+    random = np.random.default_rng(8)
+    texts = [random.integers(0, config.vocab_size, n) for n in (33, 20, 9, 41)]
+    model = _make(config, weights, dtype, threads=threads, num_blocks=24)
+    cache_bytes(model)[:] = 0xFF
+    tables = np.array([[0, 1, 2], [8, 7, -1], [20, -1, -1], [11, 5, 6]])
+    done = [0, 0, 0, 0]
+    seen: list[list[NDArray[np.float32]]] = [[], [], [], []]
+    for counts in ([20, 20, 0, 0], [13, 0, 8, 40], [0, 0, 1, 1]):
+        ids = np.concatenate(
+            [text[at : at + n] for text, at, n in zip(texts, done, counts, strict=True)]
+        )
+        places = np.concatenate(
+            [np.arange(at, at + n) for at, n in zip(done, counts, strict=True)]
+        )
+        starts = np.cumsum([0, *counts])
+        done = [at + n for at, n in zip(done, counts, strict=True)]
+        ends = [i for i in range(4) if counts[i] and done[i] == len(texts[i])]
+        out = model.forward(ids, places, starts, tables, starts[1:][ends] - 1)
+        assert out.shape == (len(ends), config.vocab_size)
+        for row, i in zip(out, ends, strict=True):
+            seen[i].append(row.copy())
+    for text, rows in zip(texts, seen, strict=True):
+        expected = logits(config, weights, text)[-1]
+        assert len(rows) == 1
+        assert _error(rows[0], expected) < BOUNDS[dtype]
+
+
+@native
+def test_copied_blocks_serve_another_sequence() -> None:
+    config = FAMILIES["llama"]
+    weights = random_weights(config, 9)
+    ids = np.random.default_rng(10).integers(0, config.vocab_size, 33)
+    model = _make(config, weights, "float32")
+    whole = _whole(model, ids, [3, 1, 7])
+    # the second pair copies what the first wrote
+    model.copy_blocks([(3, 10), (10, 11), (1, 12)])
+    last = model.forward(
+        ids[32:], np.array([32]), np.array([0, 1]), np.array([[11, 12, 13]]), np.array([0])
+    )
+    np.testing.assert_allclose(last[0], whole[32], atol=1e-3)
+    with pytest.raises(ConfigError, match="16"):
+        model.copy_blocks([(0, 16)])
+
+
+@native
+def test_empty_step() -> None:
+    model = _make(FAMILIES["llama"], random_weights(FAMILIES["llama"], 1), "float32")
+    none = np.empty(0, dtype=np.int32)
+    assert model.forward(none, none, np.array([0]), none.reshape(0, 1), none).shape == (0, 150)
+
+
+@native
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": [150]}, "token_ids.*150"),
+        ({"ids": [-1]}, "token_ids"),
+        ({"positions": [256]}, "positions.*256"),
+        ({"tables": [[16]]}, "block_tables.*16"),
+        ({"tables": [[-1]]}, "block_tables"),
+        ({"positions": [16]}, "table of 1"),
+        ({"rows": [1]}, "sample_rows"),
+        ({"starts": [0, 2]}, "query_start"),
+        ({"ids": [1, 2], "positions": [0, 2], "starts": [0, 2]}, "consecutive"),
+        ({"ids": [1, 2]}, "do not go together"),
+    ],
+)
+def test_bad_steps_are_refused(change: dict[str, list[int]], message: str) -> None:
+    model = _make(FAMILIES["llama"], random_weights(FAMILIES["llama"], 1), "float32")
+    step: dict[str, list[int] | list[list[int]]] = {
+        "ids": [1], "positions": [0], "starts": [0, 1], "tables": [[0]], "rows": [0]
+    }  # fmt: skip
+    step |= change  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        model.forward(*(np.array(value) for value in step.values()))
+
+
+@native
+def test_missing_and_misshapen_tensors_are_named() -> None:
+    config = FAMILIES["llama"]
+    weights = random_weights(config, 1)
+    without = {name: w for name, w in weights.items() if "layers.1.mlp.up" not in name}
+    with pytest.raises(ConfigError, match="up_proj of layer 1"):
+        _make(config, without, "float32")
+    with pytest.raises(ConfigError, match=r"up_proj.*\[160, 95\].*\[160, 96\]"):
+        _make(
+            config,
+            weights | {"model.layers.0.mlp.up_proj.weight": np.zeros((160, 95), np.float32)},
+            "float32",
+        )
+    with pytest.raises(CheckpointError, match="extra"):
+        _make(config, weights | {"model.extra.weight": np.zeros((2, 2), np.float32)}, "float32")
+
+
+@native
+def test_closed_model_says_so() -> None:
+    model = _make(FAMILIES["llama"], random_weights(FAMILIES["llama"], 1), "float32")
+    model.close()
+    model.close()
+    with pytest.raises(ConfigError, match="closed"):
+        model.copy_blocks([(0, 1)])
+
+
+@native
+def test_two_models_in_one_process() -> None:
+    first, second = FAMILIES["llama"], FAMILIES["qwen3"]
+    ids = np.random.default_rng(11).integers(0, 150, 20)
+    made = [
+        (config, weights, _make(config, weights, "float32", block_size=size))
+        for config, size in ((first, 16), (second, 32))
+        for weights in [random_weights(config, 12)]
+    ]
+    for config, weights, model in made * 2:
+        assert _error(_whole(model, ids, [4, 2]), logits(config, weights, ids)) < 1e-5
+
+
+def test_unsupported_shapes_have_reasons() -> None:
+    assert unsupported_reason(tiny_config(), 16) is None
+    assert "head_dim=24" in str(unsupported_reason(tiny_config(head_dim=24), 16))
+    assert "block_size=8" in str(unsupported_reason(tiny_config(), 8))
+
+
+def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_candidates", list)
+    library._load.cache_clear()
+    try:
+        assert "was not built" in str(unavailable_reason())
+        assert variants() == ()
+        with pytest.raises(ConfigError, match="was not built"):
+            _make(FAMILIES["llama"], {}, "float32")
+    finally:
+        library._load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_cpus_follow_affinity_and_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int | None
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 5})
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cpus(tmp_path) == (4 if expected is None else expected)

@@ -1,0 +1,38 @@
+"""Fixtures: a backend over a tiny random Llama, shared by a module's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.backends.torch.backend import TorchBackend
+from tests.backends.torch.models import save_model
+
+
+def load(folder: Path, **settings: Any) -> TorchBackend:
+    """In float32 on the CPU, with few small blocks."""
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": 4,
+        "kv_cache_bytes": 1 << 20,
+        "max_num_seqs": 8,
+    }
+    return TorchBackend.load(folder, **(defaults | settings))
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(llama_folder: Path) -> Iterator[TorchBackend]:
+    backend = load(llama_folder)
+    yield backend
+    backend.close()

@@ -1,0 +1,119 @@
+"""Tiny random models of every supported architecture, made with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+VOCAB: Final = 160
+
+# sizes with nothing in common, so that a swapped dimension shows
+_BASE: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+# name -> (class prefix, settings over _BASE)
+ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-multi-head": ("Llama", {"num_key_value_heads": 6}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-theta": ("Llama", _rope("default") | {"rope_parameters": {"rope_theta": 500.0}}),
+    "llama-linear": ("Llama", _rope("linear", factor=4.0)),
+    "llama-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
+    "llama-llama3": (
+        "Llama",
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-yarn": ("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "llama-yarn-mscale": (
+        "Llama",
+        _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            beta_fast=16.0,
+            beta_slow=2.0,
+        ),
+    ),
+    "llama-longrope": (
+        "Llama",
+        _rope(
+            "longrope",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            short_factor=[1.0 + 0.1 * i for i in range(8)],
+            long_factor=[1.5 + 0.5 * i for i in range(8)],
+        ),
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 9}),
+    "qwen2": ("Qwen2", {"head_dim": None, "hidden_size": 96}),
+    "qwen2-sliding-layers": (
+        "Qwen2",
+        {
+            "head_dim": None,
+            "hidden_size": 96,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": ("Qwen3", {}),
+}
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    """A random model in float32, in eval mode, the same each time."""
+    prefix, settings = ARCHITECTURES[name]
+    values = {
+        key: value for key, value in (_BASE | settings | changes).items() if value is not None
+    }
+    config = getattr(transformers, f"{prefix}Config")(**values)
+    if settings.get("sliding_window", 0) is None:
+        config.sliding_window = None
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1, which would hide a missing one
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape) * 0.3
+                parameter.copy_(noise if key.endswith("bias") else 1.0 + noise)
+    return model
+
+
+def save_model(folder: Path, name: str, **changes: Any) -> Any:
+    """Write a random model to ``folder`` and return it."""
+    model = make_model(name, **changes)
+    model.save_pretrained(folder)
+    return model

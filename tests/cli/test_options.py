@@ -1,0 +1,155 @@
+"""Flags, their errors, and the settings they become."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+
+import pytest
+
+from paceline.cli.options import (
+    Parser,
+    add_engine_options,
+    add_model_argument,
+    bounded_float,
+    bounded_int,
+    byte_count,
+    engine_settings,
+)
+from paceline.cli.settings import EngineSettings
+from paceline.core.errors import ConfigError
+
+
+def parser() -> Parser:
+    made = Parser(prog="paceline test")
+    add_model_argument(made)
+    add_engine_options(made)
+    return made
+
+
+def settings(*flags: str) -> EngineSettings:
+    return engine_settings(parser().parse_args(["--backend", "null", *flags]))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1073741824", 2**30),
+        ("2GiB", 2**31),
+        ("1.5 gib", 3 * 2**29),
+        ("512MiB", 2**29),
+        ("100MB", 10**8),
+        ("7b", 7),
+    ],
+)
+def test_byte_count(text: str, count: int) -> None:
+    assert byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 apples", "-1", "0", "0.1", "1e9", "nan", "2GiB2"])
+def test_byte_count_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "9", "1.5", "", "x"])
+def test_bounded_int_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        bounded_int(1, 8)(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "2.1", "x"])
+def test_bounded_float_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        bounded_float(0.0, 2.0)(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--device", "cpu"], "device", "cpu"),
+        (["--dtype", "float32"], "dtype", "float32"),
+        (["--max-model-len", "100"], "max_model_len", 100),
+        (["--threads", "3"], "threads", 3),
+        (["--null-step-time", "0.5"], "null_step_time", 0.5),
+        (["--block-size", "32"], "block_size", 32),
+        (["--num-blocks", "77"], "num_blocks", 77),
+        (["--kv-cache-memory", "1MiB"], "kv_cache_bytes", 2**20),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--watermark", "0.1"], "watermark", 0.1),
+        (["--max-num-seqs", "4"], "max_num_seqs", 4),
+        (["--max-num-batched-tokens", "512"], "max_num_batched_tokens", 512),
+        (["--scheduling-policy", "priority"], "policy", "priority"),
+        (["--priority-ageing", "5"], "priority_ageing_s", 5.0),
+        (["--bypass-window", "0"], "bypass_window", 0),
+        (["--max-bypasses", "2"], "max_bypasses", 2),
+        (["--pipeline-depth", "1"], "pipeline_depth", 1),
+    ],
+)
+def test_a_flag_sets_its_field_and_no_other(flags: list[str], field: str, value: object) -> None:
+    plain = settings()
+    assert getattr(plain, field) != value
+    changed = settings(*flags)
+    assert getattr(changed, field) == value
+    assert replace(changed, **{field: getattr(plain, field)}) == plain
+
+
+def test_every_setting_survives_json() -> None:
+    changed = settings("--block-size", "8", "--num-blocks", "5", "--watermark", "0.5")
+    assert EngineSettings.from_json(changed.to_json()) == changed
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"model_name": "x"}', b"\xff"])
+def test_other_json_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="engine settings"):
+        EngineSettings.from_json(data)
+
+
+def test_unknown_fields_are_refused() -> None:
+    data = settings().to_json()
+    assert EngineSettings.from_json(data)
+    with pytest.raises(ConfigError, match="surprise"):
+        EngineSettings.from_json(data[:-1] + b', "surprise": 1}')
+
+
+def test_contradictions_name_both_sides() -> None:
+    with pytest.raises(ConfigError, match=r"--num-blocks 5 and --kv-cache-memory 1048576"):
+        settings("--num-blocks", "5", "--kv-cache-memory", "1MiB")
+    with pytest.raises(ConfigError, match="some-model"):
+        settings("some-model")
+
+
+def test_an_unknown_flag_is_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parser().parse_args(["--max-model-length", "5"])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "did you mean --max-model-len?" in error
+    assert "paceline test --help" in error
+
+
+def test_a_mistyped_choice_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--scheduling-policy", "priorty"])
+    assert "did you mean priority?" in capsys.readouterr().err
+
+
+def test_a_prefix_of_a_flag_is_not_the_flag() -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--max-num-s", "5"])
+
+
+def test_every_flag_is_explained() -> None:
+    for action in parser()._actions:
+        assert action.help, action.option_strings
+
+
+def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
+    flags = vars(parser().parse_args([]))
+    renamed = {"policy": "scheduling_policy", "priority_ageing_s": "priority_ageing"}
+    renamed |= {"kv_cache_bytes": "kv_cache_memory"}
+    elsewhere = {"model_name", "model_path", "log_level"}
+    for field in fields(EngineSettings):
+        if field.name not in elsewhere:
+            assert renamed.get(field.name, field.name) in flags, field.name

@@ -1,0 +1,227 @@
+"""``paceline serve`` as a process: its one line, its flags, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.backends.null import expected_tokens
+from paceline.cli.serve import ready_line
+from paceline.engine.testing import ByteTokenizer
+from paceline.engine.types import EngineInfo
+from tests.cli.servers import ServerProcess, start_server
+
+NULL = ("--backend", "null")
+INFO = EngineInfo(
+    model="m",
+    backend="null",
+    device="cpu",
+    dtype="int64",
+    max_model_len=100,
+    vocab_size=10,
+    block_size=16,
+    num_blocks=8,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    policy="fcfs",
+    enable_prefix_caching=True,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with start_server(*NULL, "--served-model-name", "one", "two", "--max-body-size", "5KB") as made:
+        yield made
+
+
+def complete(server: ServerProcess, **fields: Any) -> tuple[int, Any]:
+    return server.request("/v1/completions", {"model": "null", "prompt": "hi"} | fields)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids whose parent is ``pid``."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_the_ready_line_works_as_printed(server: ServerProcess) -> None:
+    assert "one, int64 on cpu" in server.description
+    command = shlex.split(server.ready_line.partition("try: ")[2])
+    assert command[:2] == ["curl", f"{server.address}/v1/chat/completions"]
+    status, answer = server.request("/v1/models")
+    assert status == 200
+    assert [model["id"] for model in answer["data"]] == ["one", "two"]
+    body = json.loads(command[command.index("-d") + 1])
+    status, answer = server.request("/v1/chat/completions", body | {"max_tokens": 3})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+
+
+def test_answers_come_from_the_engine(server: ServerProcess) -> None:
+    status, answer = complete(server, model="two", max_tokens=6)
+    tokenizer = ByteTokenizer()
+    tokens = expected_tokens(tokenizer.encode("hi"), 6, tokenizer.vocab_size)
+    assert status == 200
+    assert answer["choices"][0]["text"] == tokenizer.decode(tokens)
+
+
+def test_flags_reach_the_server(server: ServerProcess) -> None:
+    assert complete(server)[0] == 404  # the name the engine has, not one it is served under
+    status, answer = complete(server, model="one", prompt="x" * 6000)
+    assert status == 413, answer
+    assert server.request("/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/v1"),
+        ("0.0.0.0", "http://127.0.0.1:80/v1"),
+        ("::", "http://[::1]:80/v1"),
+        ("10.1.2.3", "http://10.1.2.3:80/v1"),
+    ],
+)
+def test_the_address_is_one_to_try(host: str, address: str) -> None:
+    line = ready_line(INFO, "it's", host, 80)
+    assert line.startswith(f"paceline ready: {address} (it's, ")
+    assert "\n" not in line
+    # a quote in a name does not end the shell's string
+    assert "it's" in shlex.split(line.partition("try: ")[2])[-1]
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
+def test_a_signal_drains_what_runs(number: signal.Signals, name: str) -> None:
+    with start_server(*NULL, "--null-step-time", "0.02") as server:
+        answers: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: answers.append(complete(server, max_tokens=50)))
+        thread.start()
+        wait_until_running(server, 1)
+        code, rest = server.stop(number)
+        thread.join(20)
+        assert (code, rest) == (0, "")
+        ((status, answer),) = answers
+        assert status == 200 and answer["usage"]["completion_tokens"] == 50
+        assert not any("Traceback" in line for line in server.errors)
+
+
+def test_drain_timeout_ends_what_does_not_end() -> None:
+    with start_server(*NULL, "--null-step-time", "0.05", "--drain-timeout", "0.3") as server:
+        thread = threading.Thread(target=lambda: complete(server, max_tokens=4000))
+        thread.start()
+        wait_until_running(server, 1)
+        started = time.monotonic()
+        code, _ = server.stop()
+        thread.join(20)
+        # 4000 steps would take 200 s
+        assert (code, time.monotonic() - started < 15) == (0, True)
+
+
+def test_a_dead_engine_ends_the_server() -> None:
+    with start_server(*NULL, "--null-step-time", "0.05") as server:
+        answers: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: answers.append(complete(server, max_tokens=900)))
+        thread.start()
+        wait_until_running(server, 1)
+        (engine,) = children(server.process.pid)
+        os.kill(engine, signal.SIGKILL)
+        thread.join(20)
+        ((status, answer),) = answers
+        assert status == 503
+        assert "killed" in answer["error"]["message"]
+        assert server.process.wait(20) == 1
+
+
+def test_an_engine_does_not_outlive_its_server() -> None:
+    with start_server(*NULL) as server:
+        (engine,) = children(server.process.pid)
+        server.process.kill()
+        server.process.wait(20)
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{engine}").exists():
+            assert time.monotonic() < deadline, "the engine still runs"
+            time.sleep(0.05)
+
+
+def test_stall_timeout_is_what_health_goes_by() -> None:
+    with start_server(*NULL, "--null-step-time", "2", "--stall-timeout", "0.5") as server:
+        assert server.request("/health")[0] == 200
+        thread = threading.Thread(target=lambda: complete(server, max_tokens=2), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 20
+        while (answer := server.request("/health"))[0] == 200:
+            assert time.monotonic() < deadline, "health never failed"
+            time.sleep(0.1)
+        assert answer[0] == 503 and "limit 0.5 s" in str(answer[1])
+        thread.join(20)
+
+
+def wait_until_running(server: ServerProcess, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        _, metrics = server.request("/metrics")
+        for line in str(metrics).splitlines():
+            if line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) >= count:
+                return
+        assert time.monotonic() < deadline, metrics
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*NULL, "--max-model-len", "9999"], "9999 exceeds the model's 8192 positions"),
+        ([*NULL, "--num-blocks", "4", "--max-model-len", "100"], "the pool has 4"),
+        ([*NULL, "--max-num-batched-tokens", "4"], "max_num_batched_tokens=4"),
+        ([*NULL, "--num-blocks", "4", "--kv-cache-memory", "1MiB"], "both size the KV cache"),
+        (["no-such-model"], "no model 'no-such-model'"),
+        (["../escape"], "'..'"),
+        (["{tmp}/empty.gguf"], "empty.gguf"),
+        (["{tmp}"], " has no "),
+        ([*NULL, "--port", "70000"], "between 0 and 65535"),
+        ([*NULL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        ([*NULL, "--drain-timeout", "nan"], "must be at least 0"),
+    ],
+)
+def test_what_cannot_start_says_so_in_one_line(
+    tmp_path: Path, flags: list[str], words: str
+) -> None:
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    done = serve_in_vain(*(flag.format(tmp=tmp_path) for flag in flags))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    # logs of the engine process may come before
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("paceline serve: ") and words in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = serve_in_vain("no-such-model", "--port", str(port))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"paceline serve: cannot listen on 127.0.0.1:{port}")
+    assert "--port" in done.stderr
+
+
+def serve_in_vain(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,0 +1,161 @@
+"""What is built from settings, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from paceline.cli.engine_process import build
+from paceline.cli.settings import EngineSettings
+from paceline.cli.wiring import build_backend, build_core, build_tokenizer, choose_max_model_len
+from paceline.core.backend import BackendInfo
+from paceline.core.errors import ConfigError, NeverFitsError
+from paceline.core.request import Request, SamplingParams
+
+NULL = EngineSettings(model_name="null", model_path=None, backend="null", num_blocks=8)
+
+
+def info(**changes: int) -> BackendInfo:
+    values = BackendInfo(
+        name="test",
+        vocab_size=10,
+        max_model_len=1000,
+        block_size=16,
+        num_blocks=8,
+        block_bytes=2**20,
+        dtype="float32",
+        device="cpu",
+    )
+    return replace(values, **changes)  # type: ignore[arg-type]
+
+
+def test_auto_length_is_the_model_or_the_pool() -> None:
+    # 8 blocks of 16 hold 128 tokens; the 129th is sampled and never stored
+    assert choose_max_model_len(None, info()) == 129
+    assert choose_max_model_len(None, info(num_blocks=1000)) == 1000
+
+
+def test_an_explicit_length_must_fit() -> None:
+    assert choose_max_model_len(129, info()) == 129
+    with pytest.raises(ConfigError, match=r"--max-model-len 130 needs 9 KV blocks.*pool has 8"):
+        choose_max_model_len(130, info())
+    with pytest.raises(ConfigError, match="exceeds the model's 1000 positions"):
+        choose_max_model_len(1001, info(num_blocks=1000))
+
+
+def test_start_up_and_admission_agree() -> None:
+    """The longest length that start-up chooses is admitted and runs to its end; one more is not."""
+    core, engine = build_core(NULL)
+    try:
+
+        def request(name: str, max_tokens: int) -> Request:
+            return Request(
+                request_id=name,
+                prompt_token_ids=[1],
+                sampling=SamplingParams(max_tokens=max_tokens),
+                arrival_time=0.0,
+            )
+
+        with pytest.raises(NeverFitsError):
+            core.add_request(request("long", engine.max_model_len))
+        core.add_request(request("fits", engine.max_model_len - 1))
+        tokens = 0
+        while core.has_work:
+            tokens += sum(len(update.new_token_ids) for update in core.step())
+        assert tokens == engine.max_model_len - 1
+        core.check_integrity()
+    finally:
+        core.close()
+
+
+def test_settings_reach_the_engine() -> None:
+    settings = replace(
+        NULL,
+        block_size=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=7,
+        policy="priority",
+        enable_prefix_caching=False,
+        max_model_len=20,
+        watermark=0.25,
+        priority_ageing_s=9.0,
+        bypass_window=2,
+        max_bypasses=5,
+    )
+    core, engine = build(settings.to_json())
+    try:
+        scheduler, cache = core.scheduler.config, core.scheduler.cache
+        assert (cache.block_size, cache.num_blocks, cache.watermark) == (4, 8, 0.25)
+        assert not cache.enable_prefix_caching
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 7)
+        assert (scheduler.policy, scheduler.priority_ageing_s) == ("priority", 9.0)
+        assert (scheduler.bypass_window, scheduler.max_bypasses) == (2, 5)
+        assert scheduler.max_model_len == engine.max_model_len == 20
+        assert engine.model == "null"
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens=8"),
+        ({"max_model_len": 9000}, "8192 positions"),
+        ({"max_model_len": 500}, "pool has 8"),
+        ({"policy": "shortest"}, "shortest"),
+        ({"device": "cuda"}, "--device cuda"),
+        ({"dtype": "float32"}, "--dtype float32"),
+        ({"threads": 2}, "--threads 2"),
+        ({"num_blocks": None, "kv_cache_bytes": 100}, "hold no block"),
+        ({"pipeline_depth": 0}, "pipeline_depth"),
+        ({"backend": "tensor"}, "tensor"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_core(replace(NULL, **changes))  # type: ignore[arg-type]
+
+
+def test_contradictions_are_found_before_the_model_is_loaded() -> None:
+    settings = EngineSettings(
+        model_name="m", model_path="/no/such/model", max_num_batched_tokens=1, max_num_seqs=2
+    )
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=1"):
+        build_core(settings)
+
+
+def test_memory_in_bytes_sizes_the_pool() -> None:
+    backend = build_backend(replace(NULL, num_blocks=None, kv_cache_bytes=1280))
+    # 8 bytes a token, 16 tokens a block
+    assert backend.info.num_blocks == 10
+    backend.close()
+
+
+def test_null_speaks_bytes() -> None:
+    tokenizer = build_tokenizer(NULL)
+    assert tokenizer.encode("hi", add_special_tokens=False) == [104, 105]
+    backend = build_backend(NULL)
+    assert backend.info.vocab_size == tokenizer.vocab_size
+    backend.close()
+
+
+def test_only_the_engine_process_loads_torch() -> None:
+    """What `serve` imports in the API process, and what `--help` imports."""
+    code = """
+import sys
+{imports}
+assert "torch" not in sys.modules, "torch was loaded"
+{more}
+"""
+    for imports, more in (
+        ("import paceline.cli.serve, paceline.cli.wiring, paceline.engine.client", ""),
+        (
+            "from paceline.cli.main import build_parser; build_parser().format_help()",
+            "heavy = {'numpy', 'msgspec', 'zmq', 'fastapi', 'asyncio', 'tqdm'} & set(sys.modules)\n"
+            "assert not heavy, heavy",
+        ),
+    ):
+        subprocess.run([sys.executable, "-c", code.format(imports=imports, more=more)], check=True)

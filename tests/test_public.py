@@ -1,0 +1,159 @@
+"""What the package promises about itself: names, docstrings, version, files, frame."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "paceline").rglob("*.py"))
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in SOURCES
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_names_exist_and_are_said(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, "a module says what it is"
+    # __main__ modules and bare packages offer nothing to import
+    exported = getattr(module, "__all__", None)
+    if exported is None:
+        public = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and getattr(value, "__module__", None) == name
+        ]
+        assert public == [], f"{name} defines {public} without an __all__"
+        return
+    assert len(set(exported)) == len(exported)
+    missing = [key for key in exported if not hasattr(module, key)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_readable(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= 550, f"{lines} lines: something in it belongs elsewhere"
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([0-9][^\]]*)\]", changelog, flags=re.MULTILINE)
+    assert versions[0] == paceline.__version__
+
+
+def test_every_dependency_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    record = (ROOT / "docs/adr/0001-dependencies.md").read_text()
+    development = project["optional-dependencies"]["dev"]
+    for requirement in [*project["dependencies"], *development]:
+        package = re.split(r"[<>=!~\[ ]", requirement)[0]
+        assert re.search(rf"\b{re.escape(package)}\b", record), f"{package} is not in the ADR"
+
+
+def test_every_dependency_is_pinned() -> None:
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {normal(line.split("==")[0]) for line in lines if "==" in line}
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert {normal(re.split(r"[<>=!~\[ ]", x)[0]) for x in wanted} <= pinned
+
+
+def test_nothing_third_party_is_imported_without_being_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=!~\[ ]", x)[0].replace("-", "_") for x in project["dependencies"]}
+    # import names that differ from the package's, and what fastapi is made of
+    names |= {"zmq", "starlette", "paceline", "__future__"} - {"pyzmq"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                tops = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                tops = [(node.module or "").split(".")[0]]
+            else:
+                continue
+            undeclared = [t for t in tops if t not in names and t not in sys.stdlib_module_names]
+            assert not undeclared, f"{path.relative_to(ROOT)}:{node.lineno} imports {undeclared}"
+
+
+def test_layers_name_every_room() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = config["tool"]["importlinter"]["contracts"]
+    layers = next(c for c in contracts if c["type"] == "layers")
+    assert layers["exhaustive"] is True
+    named = {room.strip() for line in layers["layers"] for room in line.split("|")}
+    rooms = {path.parent.name for path in (ROOT / "paceline").glob("*/__init__.py")}
+    assert rooms == named
+    documented = (ROOT / "docs/architecture.md").read_text()
+    assert all(f"`{room}/`" in documented for room in rooms)
+
+
+def test_documents_name_files_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:core|checkpoints|backends|engine|server|cli|tests)/[\w/]+\.py)", text)
+    assert len(named) > 15
+    for name in named:
+        place = ROOT / name if name.startswith("tests/") else ROOT / "paceline" / name
+        assert place.exists(), name
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/adr/README.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    assert links
+    for link in links:
+        assert "://" in link or (path.parent / link).exists(), link
+
+
+def test_documents_name_make_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for document in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / document).read_text()
+        for target in re.findall(r"^    make ([\w-]+)", text, flags=re.MULTILINE):
+            assert target in targets, f"{document}: make {target}"
+
+
+def test_ci_runs_what_people_run() -> None:
+    script = ROOT / ".ci/run"
+    assert script.stat().st_mode & 0o111
+    assert script.read_text().splitlines()[-1] == "exec make test"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="this machine has no make")
+def test_make_passes_on_what_it_is_told(tmp_path: Path) -> None:
+    def commands(*arguments: str) -> list[str]:
+        # -n says what would be run; an environment elsewhere shows that it would be made first
+        done = subprocess.run(
+            ["make", "-n", f"VENV={tmp_path}/venv", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            # nothing of the make that runs this test
+            env={"PATH": os.environ["PATH"]},
+        )
+        return [line.strip() for line in done.stdout.splitlines()]
+
+    serve = commands("serve", "PORT=1234", "ARGS=--max-num-seqs 7")
+    assert any("scripts/make-venv" in line for line in serve)
+    assert serve[-1].endswith("bin/paceline serve smollm2-135m --port 1234 --max-num-seqs 7")
+    assert commands("serve", "MODEL=x.gguf")[-1].endswith("paceline serve x.gguf --port 8000")
+    assert commands("test")[-1].endswith("bin/python -m pytest")
+    assert commands("quick")[-1].endswith('bin/python -m pytest -m "not slow"')
