@@ -1,0 +1,36 @@
+"""The engine process's entry: ``python -m paceline.cli.engine_process``, started by a client.
+
+Its settings arrive as JSON on standard input; what to do with them is ``engine.process``'s affair.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from paceline.cli.logs import configure_logging
+from paceline.cli.settings import EngineSettings
+from paceline.cli.wiring import build_core
+from paceline.engine.core import EngineCore
+from paceline.engine.process import engine_main
+from paceline.engine.types import EngineInfo
+
+__all__ = ["ARGUMENTS", "build", "main"]
+
+# how a client starts this module
+ARGUMENTS = (sys.executable, "-m", "paceline.cli.engine_process")
+
+
+def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
+    """An engine from ``EngineSettings.to_json``."""
+    settings = EngineSettings.from_json(config)
+    configure_logging(settings.log_level)
+    return build_core(settings)
+
+
+def main() -> int:
+    configure_logging("info")
+    return engine_main(build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

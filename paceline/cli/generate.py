@@ -1,0 +1,272 @@
+"""``paceline generate``: an offline batch, JSON lines in, JSON lines out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from paceline.cli.options import (
+    Parser,
+    add_engine_options,
+    add_model_argument,
+    bounded_int,
+    engine_settings,
+)
+from paceline.core.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from paceline.cli.asgi import AsgiApp
+    from paceline.cli.batch_files import BatchLine, OutputFile
+    from paceline.engine.protocol import EngineClient
+
+__all__ = ["Tally", "add_parser", "answer_all"]
+
+_EPILOG = """\
+an input line is one of:
+  {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0}
+  {"messages": [{"role": "user", "content": "Hello"}], "custom_id": "greeting"}
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+with every field that the server's /v1/completions and /v1/chat/completions know, but stream.
+
+an output line answers one of them, in the order in which they end:
+  {"index": 0, "custom_id": null, "input": "...", "choices": [...], "usage": {...}, "error": null}
+
+or, for the third form, {"index", "custom_id", "input", "id", "response", "error"} as in OpenAI's
+batch files. A bad line gets an error of its own and the others run. Run the same command again
+after an interruption: lines that have an answer are skipped.
+
+examples:
+  paceline generate prompts.jsonl -o answers.jsonl
+  paceline generate prompts.jsonl -o answers.jsonl --model ./my-model.gguf --max-num-seqs 64
+  echo '{"prompt": "2+2="}' | paceline generate - | jq -r '.choices[0].text'
+"""
+
+# lines handed to the engine beyond those it can run at once, so that it never waits for one
+_AHEAD = 64
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer a file of requests",
+        description="Answer a file of requests, as many at once as the engine can run.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("input", metavar="INPUT", help="a file of JSON lines; - for standard input")
+    parser.add_argument(
+        "-o", "--output", metavar="OUTPUT", help="where answers are appended; default: print them"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="drop the answers that OUTPUT already holds"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=bounded_int(1),
+        metavar="N",
+        help="for lines that do not say; default: the endpoint's own",
+    )
+    add_model_argument(parser, positional=False)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the lines of this run."""
+
+    answered: int = 0
+    failed: int = 0
+    skipped: int = 0
+    output_tokens: int = 0
+
+
+def run(args: argparse.Namespace) -> int:
+    from paceline.cli.batch_files import OutputFile
+
+    if args.overwrite and args.output is None:
+        raise ConfigError("--overwrite needs --output")
+    with _open_input(args.input, args.output) as (source, total):
+        if args.output is None:
+            output = OutputFile(sys.stdout.buffer)
+        else:
+            output = OutputFile.open(Path(args.output), overwrite=args.overwrite)
+        try:
+            return _run(args, source, output, total)
+        finally:
+            if args.output is not None:
+                output.close()
+
+
+def _run(
+    args: argparse.Namespace, source: Iterable[bytes], output: OutputFile, total: int | None
+) -> int:
+    settings = engine_settings(args, log_level="warning")
+
+    import asyncio
+
+    from tqdm import tqdm
+
+    from paceline.cli.batch_files import read_lines
+    from paceline.cli.logs import configure_logging
+    from paceline.cli.wiring import build_core, build_tokenizer, default_sampling
+    from paceline.engine.local import LocalEngineClient
+    from paceline.server.app import create_app
+    from paceline.server.config import ServerConfig
+
+    configure_logging(settings.log_level)
+    config = ServerConfig(default_sampling=default_sampling(settings))
+    core, info = build_core(settings)
+    client = LocalEngineClient(core, info, build_tokenizer(settings))
+    tally = Tally()
+    started = time.monotonic()
+    # None: no bar where nobody watches
+    bar = tqdm(total=total, unit="line", desc=info.model, file=sys.stderr, disable=None)
+
+    def show() -> None:
+        bar.update(tally.answered + tally.failed + tally.skipped - bar.n)
+        rate = tally.output_tokens / max(time.monotonic() - started, 1e-9)
+        bar.set_postfix_str(f"{rate:.0f} tokens/s, {tally.failed} failed", refresh=False)
+
+    async def work() -> None:
+        try:
+            await answer_all(
+                create_app(client, config),
+                client,
+                read_lines(source),
+                output,
+                tally,
+                max_tokens=args.max_tokens,
+                on_progress=show,
+            )
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        bar.close()
+        print(_summary(tally, time.monotonic() - started), file=sys.stderr)
+    return 1 if tally.failed else 0
+
+
+def _summary(tally: Tally, seconds: float) -> str:
+    parts = [f"{tally.answered} answered"]
+    if tally.failed:
+        parts.append(f"{tally.failed} failed (see their 'error')")
+    if tally.skipped:
+        parts.append(f"{tally.skipped} had an answer already")
+    rate = tally.output_tokens / seconds if seconds > 0 else 0.0
+    parts.append(f"{tally.output_tokens} output tokens in {seconds:.1f} s ({rate:.1f}/s)")
+    return f"paceline generate: {', '.join(parts)}"
+
+
+async def answer_all(
+    app: AsgiApp,
+    client: EngineClient,
+    lines: Iterable[BatchLine],
+    output: OutputFile,
+    tally: Tally,
+    *,
+    max_tokens: int | None = None,
+    on_progress: Any = None,
+) -> None:
+    """Answer every line that ``output`` does not answer yet; counts go to ``tally``.
+
+    Lines are read as far ahead as the engine has use for, so the input may be of any length.
+
+    Raises:
+        EngineDeadError: the engine broke. Lines without an answer stay without one.
+    """
+    import asyncio
+
+    room = asyncio.Semaphore(client.info.max_num_seqs + _AHEAD)
+
+    async def one(line: BatchLine) -> None:
+        try:
+            status, answer = await _ask(app, line, client.info.model, max_tokens)
+            if status == 503:
+                raise EngineDeadError(answer["error"]["message"])
+            output.write(_record(line, status, answer))
+        finally:
+            room.release()
+        if status == 200:
+            tally.answered += 1
+            tally.output_tokens += answer["usage"]["completion_tokens"]
+        else:
+            tally.failed += 1
+        if on_progress is not None:
+            on_progress()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for line in lines:
+                if line.key in output.answered:
+                    tally.skipped += 1
+                    continue
+                await room.acquire()
+                tasks.create_task(one(line))
+    except ExceptionGroup as group:
+        # one task failed and the others were cancelled for it
+        raise group.exceptions[0] from None
+
+
+async def _ask(
+    app: AsgiApp, line: BatchLine, model: str, max_tokens: int | None
+) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of the endpoint's answer; 400 for a line that cannot be sent."""
+    from paceline.cli.asgi import post
+
+    if line.error is not None:
+        message = f"line {line.index + 1}: {line.error}"
+        return 400, {"error": {"message": message, "type": "BadLine", "param": None, "code": 400}}
+    body = {"model": model} | line.body
+    if max_tokens is not None and not {"max_tokens", "max_completion_tokens"} & set(body):
+        body["max_tokens"] = max_tokens
+    status, answer = await post(app, line.url, json.dumps(body).encode())
+    return status, json.loads(answer)
+
+
+def _record(line: BatchLine, status: int, answer: dict[str, Any]) -> dict[str, Any]:
+    """The output line. ``index`` comes first: a torn record is known by it."""
+    record: dict[str, Any] = {
+        "index": line.index,
+        "custom_id": line.custom_id,
+        "input": line.digest,
+    }
+    if line.is_openai:
+        response = {"status_code": status, "request_id": answer.get("id"), "body": answer}
+        return record | {"id": f"batch_req_{line.index}", "response": response, "error": None}
+    return record | {
+        "choices": answer.get("choices", []),
+        "usage": answer.get("usage"),
+        "error": answer.get("error"),
+    }
+
+
+@contextmanager
+def _open_input(name: str, output: str | None) -> Iterator[tuple[BinaryIO, int | None]]:
+    """The input and, if it can be read twice, its number of requests."""
+    if name == "-":
+        yield sys.stdin.buffer, None
+        return
+    path = Path(name)
+    if output is not None and path.exists() and Path(output).exists() and path.samefile(output):
+        raise ConfigError(f"{name} is both input and output: name another output")
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+    with file:
+        total = None
+        if file.seekable():
+            total = sum(1 for line in file if line.strip())
+            file.seek(0)
+        yield file, total

@@ -1,0 +1,65 @@
+"""``paceline``: picks the command, maps errors to one line and an exit code.
+
+Exit codes: 0 done; 1 the engine failed, or some lines of a batch did; 2 the command cannot be
+carried out as given; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from paceline import __version__
+from paceline.cli import chat, generate, pull, serve
+from paceline.cli.options import Parser
+from paceline.core.errors import EngineError, PacelineError
+
+__all__ = ["build_parser", "main"]
+
+_EPILOG = """\
+first steps:
+  paceline serve                                 the default model on http://127.0.0.1:8000
+  paceline chat                                  talk to it in this terminal
+  echo 'Why is the sky blue?' | paceline chat    one question, one answer
+  paceline generate prompts.jsonl -o answers.jsonl
+
+'paceline COMMAND --help' explains a command.
+"""
+
+
+def build_parser() -> Parser:
+    """The whole command line. Imports nothing heavy."""
+    parser = Parser(
+        prog="paceline",
+        description="Serve open-weight language models.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True, parser_class=Parser
+    )
+    for module in (serve, chat, generate, pull):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = build_parser().parse_args(argv)
+    run: Callable[..., int] = args.run
+    try:
+        return run(args)
+    except PacelineError as error:
+        print(f"paceline {args.command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader of our output went away; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""``paceline pull``: have a model on this machine before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from paceline.cli.options import DEFAULT_MODEL, Parser, resolve_path
+
+__all__ = ["add_parser"]
+
+_EPILOG = """\
+examples:
+  paceline pull                          the default model
+  paceline pull Qwen/Qwen2.5-0.5B-Instruct
+  paceline pull --list                   the short names
+
+Aliases go to $PACELINE_CACHE (default ~/.cache/paceline), hub ids to Hugging Face's cache. A model
+that is here already is left alone.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "pull",
+        help="download a model",
+        description="Download a model, check it, and move it into place in one step.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help=f"an alias or a hub id such as org/name; default {DEFAULT_MODEL}",
+    )
+    parser.add_argument("--list", action="store_true", help="list the aliases and stop")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        return _list()
+    name, path = resolve_path(args.model)
+    print(f"{name}: {path}")
+    return 0
+
+
+def _list() -> int:
+    from paceline.checkpoints.aliases import ALIASES
+    from paceline.checkpoints.resolve import find_local
+
+    rows: list[tuple[Any, ...]] = [("ALIAS", "MODEL", "SIZE", "LICENCE", "HERE")]
+    for alias in ALIASES.values():
+        here = "yes" if find_local(alias.name) else "no"
+        size = f"{alias.gguf_bytes / 1e6:.0f} MB"
+        rows.append((alias.name, alias.title, size, alias.licence, here))
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(str(x).ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
+    return 0

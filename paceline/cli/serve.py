@@ -1,0 +1,169 @@
+"""``paceline serve``: an OpenAI-compatible server, its engine in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+from paceline.cli.options import (
+    LOG_LEVELS,
+    Parser,
+    add_engine_options,
+    add_model_argument,
+    bounded_float,
+    bounded_int,
+    byte_count,
+    engine_settings,
+)
+
+if TYPE_CHECKING:
+    import socket
+
+    from paceline.cli.settings import EngineSettings
+    from paceline.engine.types import EngineInfo
+    from paceline.server.config import ServerConfig
+
+__all__ = ["add_parser", "ready_line"]
+
+_EPILOG = """\
+examples:
+  paceline serve                                     the default model, on this machine only
+  paceline serve Qwen/Qwen2.5-0.5B-Instruct --port 8080
+  paceline serve ./model.gguf --served-model-name my-model --max-model-len 4096
+  paceline serve --kv-cache-memory 2GiB --max-num-seqs 64 --scheduling-policy priority
+  paceline serve --backend null                      no model: to try clients against
+
+One line on standard output says when it is ready; logs go to standard error. SIGTERM or Ctrl-C
+drains: running requests end, new ones get 503; a second one ends at once. Exit codes: 0 after a
+drain, 1 when the engine died, 2 when the server could not start as asked.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        description="Serve a model over the OpenAI API.",
+        epilog=_EPILOG,
+    )
+    add_model_argument(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1: this machine only; there is no "
+        "authentication)",
+    )
+    group.add_argument(
+        "--port",
+        type=bounded_int(0, 65535),
+        default=8000,
+        metavar="N",
+        help="0 takes a free one (default 8000)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use; answers carry the first; default: MODEL as given",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=bounded_float(0.0),
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM (default 30)",
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=bounded_float(0.1),
+        default=60.0,
+        metavar="SECONDS",
+        help="/health fails when work waits and no step has ended for so long (default 60)",
+    )
+    group.add_argument(
+        "--max-body-size",
+        type=byte_count,
+        default=8 * 2**20,
+        metavar="SIZE",
+        help="a longer request body is refused (default 8MiB)",
+    )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="render chat templates that requests bring along",
+    )
+    group.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
+    )
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from paceline.cli.logs import configure_logging
+    from paceline.server.config import ServerConfig
+    from paceline.server.lifecycle import bind
+
+    configure_logging(args.log_level)
+    # a taken port is found before a model is fetched and loaded
+    with bind(args.host, args.port) as listener:
+        settings = engine_settings(args, log_level=args.log_level)
+
+        import asyncio
+
+        import uvloop
+
+        from paceline.cli.wiring import default_sampling
+
+        config = ServerConfig(
+            served_model_names=tuple(args.served_model_name),
+            drain_timeout=args.drain_timeout,
+            max_body_bytes=args.max_body_size,
+            default_sampling=default_sampling(settings),
+            trust_request_chat_template=args.trust_request_chat_template,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(settings, config, listener, args.stall_timeout))
+
+
+async def _serve(
+    settings: EngineSettings, config: ServerConfig, listener: socket.socket, stall_timeout: float
+) -> int:
+    from paceline.cli.engine_process import ARGUMENTS
+    from paceline.cli.wiring import build_tokenizer
+    from paceline.engine.client import ProcessEngineClient
+    from paceline.server.lifecycle import serve
+
+    client = await ProcessEngineClient.start(
+        ARGUMENTS,
+        settings.to_json(),
+        lambda: build_tokenizer(settings),
+        stall_timeout=stall_timeout,
+    )
+    name = config.served_model_names[0] if config.served_model_names else client.info.model
+
+    def ready(host: str, port: int) -> None:
+        print(ready_line(client.info, name, host, port), flush=True)
+
+    return await serve(client, config, listener=listener, on_ready=ready)
+
+
+def ready_line(info: EngineInfo, name: str, host: str, port: int) -> str:
+    """The one line on standard output: address, what runs there, and a command to try."""
+    # where it listens on every address, this machine's own is one to try
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    curl = (
+        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+    return (
+        f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
+        f"{info.num_blocks} KV blocks of {info.block_size}, up to {info.max_model_len} tokens a "
+        f"request) - try: {curl}"
+    )

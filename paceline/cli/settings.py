@@ -1,0 +1,86 @@
+"""What an engine is built from, as one value that survives a trip through JSON.
+
+The server's process makes it from flags and hands it to the engine's process on standard input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["EngineSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings of one engine. Ranges are checked where the values are used: by the scheduler's
+    configs, by the backend, and by ``wiring.build_core`` for what only fits or not."""
+
+    # name answers carry; also "model" in /v1/models
+    model_name: str
+    # folder or .gguf file; None for the null backend
+    model_path: str | None
+    # "torch" or "null"
+    backend: str = "torch"
+    # "auto", "cpu", "cuda", "cuda:1"
+    device: str = "auto"
+    # "auto", "float32" or "bfloat16"
+    dtype: str = "auto"
+    # prompt + output tokens of one request; None: as long as the model and the KV cache allow
+    max_model_len: int | None = None
+    # tokens per KV block
+    block_size: int = 16
+    # the KV pool's size in blocks or in bytes, not both; neither: the backend chooses
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: str = "fcfs"
+    priority_ageing_s: float = 60.0
+    bypass_window: int = 8
+    max_bypasses: int = 64
+    pipeline_depth: int = 2
+    # processor threads of the backend; None: as many as this process may use
+    threads: int | None = None
+    # seconds a step of the null backend takes
+    null_step_time: float = 0.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ConfigError(
+                f"--num-blocks {self.num_blocks} and --kv-cache-memory {self.kv_cache_bytes} both "
+                "size the KV cache: give one of them"
+            )
+        if self.backend == "torch" and self.model_path is None:
+            raise ConfigError("the torch backend needs a model")
+        if self.backend != "null" and self.null_step_time > 0:
+            raise ConfigError(
+                f"--null-step-time {self.null_step_time:g} is for --backend null, not for "
+                f"{self.backend}"
+            )
+
+    def to_json(self) -> bytes:
+        """For the engine process's standard input."""
+        import json
+
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> EngineSettings:
+        """Raises ConfigError for anything ``to_json`` of this version did not write."""
+        import json
+
+        try:
+            values: Any = json.loads(data)
+        except ValueError as error:
+            raise ConfigError(f"engine settings are not JSON: {error}") from error
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != known:
+            got = sorted(values) if isinstance(values, dict) else type(values).__name__
+            raise ConfigError(f"engine settings must have exactly {sorted(known)}, got {got}")
+        return cls(**values)

@@ -1,0 +1,194 @@
+"""The composition root: settings in, a backend, an engine core and a tokenizer out.
+
+``build_core`` runs in the engine's process (or in this one, for offline use); ``build_tokenizer``
+in the process that makes text. Only ``build_core`` loads torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli.settings import EngineSettings
+from paceline.core.backend import BackendInfo, ModelBackend
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError
+from paceline.core.kv_cache import blocks_for, fits
+
+if TYPE_CHECKING:
+    from paceline.engine.core import EngineCore
+    from paceline.engine.protocol import Tokenizer
+    from paceline.engine.types import EngineInfo
+
+__all__ = [
+    "build_backend",
+    "build_core",
+    "build_tokenizer",
+    "choose_max_model_len",
+    "default_sampling",
+]
+
+# the null backend has no memory to measure: enough for its default number of running requests
+_NULL_BLOCKS = 4096
+_NULL_MODEL_LEN = 8192
+
+
+def build_backend(settings: EngineSettings) -> ModelBackend:
+    """Load the model, or make the null backend.
+
+    Raises CheckpointError for a bad model, ConfigError for what this machine cannot do.
+    """
+    if settings.backend == "null":
+        return _null_backend(settings)
+    if settings.backend == "torch":
+        return _torch_backend(settings)
+    raise ConfigError(f"unknown backend {settings.backend!r}: use torch or null")
+
+
+def _null_backend(settings: EngineSettings) -> ModelBackend:
+    from paceline.backends.null import NullBackend
+    from paceline.engine.testing import ByteTokenizer
+
+    for flag, value, unset in (
+        ("--device", settings.device, "auto"),
+        ("--dtype", settings.dtype, "auto"),
+        ("--threads", settings.threads, None),
+    ):
+        if value != unset:
+            raise ConfigError(f"{flag} {value} changes nothing with --backend null: leave it out")
+    num_blocks = settings.num_blocks or _NULL_BLOCKS
+    if settings.kv_cache_bytes is not None:
+        # as NullBackend counts: one 8-byte slot per token
+        num_blocks = settings.kv_cache_bytes // (8 * settings.block_size)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"--kv-cache-memory {settings.kv_cache_bytes} bytes hold no block: one of "
+                f"{settings.block_size} tokens takes {8 * settings.block_size} bytes"
+            )
+    return NullBackend(
+        vocab_size=ByteTokenizer().vocab_size,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_model_len=_NULL_MODEL_LEN,
+        step_time=settings.null_step_time,
+    )
+
+
+def _torch_backend(settings: EngineSettings) -> ModelBackend:
+    from paceline.backends.torch.backend import TorchBackend
+
+    assert settings.model_path is not None  # checked by EngineSettings
+    return TorchBackend.load(
+        Path(settings.model_path),
+        device=settings.device,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        kv_cache_bytes=_torch_pool_bytes(settings),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        threads=settings.threads,
+    )
+
+
+def _torch_pool_bytes(settings: EngineSettings) -> int | None:
+    """The KV pool's size in bytes, also when it was given in blocks."""
+    if settings.num_blocks is None or settings.model_path is None:
+        return settings.kv_cache_bytes
+    from paceline.backends.torch.attention import block_bytes
+    from paceline.backends.torch.machine import choose_device, choose_dtype
+    from paceline.checkpoints.base import open_checkpoint
+
+    config = open_checkpoint(Path(settings.model_path)).config
+    dtype = choose_dtype(settings.dtype, choose_device(settings.device))
+    return settings.num_blocks * block_bytes(config, settings.block_size, dtype)
+
+
+def choose_max_model_len(
+    wanted: int | None, info: BackendInfo, *, num_blocks: int | None = None
+) -> int:
+    """The longest request to admit: ``wanted``, or what the model and the KV cache allow.
+
+    ``num_blocks`` overrides the pool's size. Raises ConfigError, with the numbers, when ``wanted``
+    exceeds the model's positions or the whole pool. Asks the function that admission asks.
+    """
+    blocks = info.num_blocks if num_blocks is None else num_blocks
+    # the last token of a request is sampled and never stored
+    largest = min(info.max_model_len, blocks * info.block_size + 1)
+    if wanted is None:
+        return largest
+    if wanted > info.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {wanted} exceeds the model's {info.max_model_len} positions"
+        )
+    if not fits(wanted - 1, block_size=info.block_size, num_blocks=blocks):
+        needed = blocks_for(wanted - 1, info.block_size)
+        raise ConfigError(
+            f"--max-model-len {wanted} needs {needed} KV blocks of {info.block_size} tokens "
+            f"({needed * info.block_bytes / 2**20:.0f} MiB) and the pool has {blocks}: give "
+            f"--kv-cache-memory {needed * info.block_bytes / 2**20:.0f}MiB or more, or "
+            f"--max-model-len {largest} or less"
+        )
+    return wanted
+
+
+def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
+    """A loaded engine, ready to step, and its description. The caller closes the core."""
+    from paceline.engine.core import EngineCore
+    from paceline.engine.loop import engine_info
+
+    # settings that contradict each other are refused before a model is loaded for them
+    _scheduler_config(settings, settings.max_model_len or 1)
+    backend = build_backend(settings)
+    try:
+        info = backend.info
+        max_model_len = choose_max_model_len(settings.max_model_len, info)
+        scheduler = _scheduler_config(settings, max_model_len)
+        cache = CacheConfig(
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            watermark=settings.watermark,
+        )
+        core = EngineCore(backend, scheduler, cache, pipeline_depth=settings.pipeline_depth)
+    except BaseException:
+        backend.close()
+        raise
+    return core, engine_info(core, settings.model_name)
+
+
+def _scheduler_config(settings: EngineSettings, max_model_len: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        policy=settings.policy,
+        priority_ageing_s=settings.priority_ageing_s,
+        bypass_window=settings.bypass_window,
+        max_bypasses=settings.max_bypasses,
+    )
+
+
+def build_tokenizer(settings: EngineSettings) -> Tokenizer:
+    """The model's tokenizer; the null backend's works on bytes."""
+    if settings.model_path is None:
+        from paceline.engine.testing import ByteTokenizer
+
+        return ByteTokenizer()
+    from paceline.engine.tokenizer import load_tokenizer
+
+    return load_tokenizer(Path(settings.model_path))
+
+
+def default_sampling(settings: EngineSettings) -> dict[str, float]:
+    """What the model's authors recommend for requests that leave it out: the sampling fields of a
+    Hugging Face folder's generation_config.json. GGUF files and the null backend have none.
+
+    Raises CheckpointError or ConfigError for a malformed file.
+    """
+    if settings.model_path is None or not Path(settings.model_path).is_dir():
+        return {}
+    from paceline.checkpoints.json_file import read_json_object
+    from paceline.server.config import sampling_defaults
+
+    found = read_json_object(Path(settings.model_path) / "generation_config.json")
+    return sampling_defaults(found or {})
