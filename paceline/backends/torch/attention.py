@@ -1,0 +1,343 @@
+"""Paged attention: the seam for faster kernels, and a reference in plain PyTorch.
+
+The keys and values of every layer live in one tensor, a row per block::
+
+    cache[layer, block, 0 = keys | 1 = values, kv_head, offset in block, head_dim]
+
+so one kv head's part of a block is contiguous. Gathering a request's blocks in the order
+(keys | values, request, kv head, block) then lays each head's keys out as one matrix
+[context, head_dim], ready for a batched product without another copy.
+
+Query heads that share a kv head are rows of the same product: the queries of a request are one
+matrix [group * queries, head_dim] per kv head, so keys and values are never repeated.
+
+Requests are padded to a common shape in groups of similar shape. A padded position reads the null
+block, which stays zero, or the unwritten tail of a request's last block, which was cleared when the
+block was handed out: a masked weight of 0 times a stale NaN would be NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.checkpoints.config import ModelConfig
+
+__all__ = ["AttentionBackend", "AttentionBatch", "TorchAttention", "block_bytes"]
+
+# longest run of one request's queries in one product: bounds the scores' memory, and a later run's
+# keys are not touched by an earlier one
+_MAX_QUERIES: Final = 256
+# scores [requests, heads, queries, keys] of one product at most, unless one request alone has more
+_MAX_SCORES: Final = 1 << 25
+# cost of a product is (queries + _GATHER_COST) * keys: reading a key costs as much as some scores
+_GATHER_COST: Final = 8
+# padding tolerated in a group, in that unit: about what the launches of one more group cost
+_GROUP_OVERHEAD: Final = 6000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """The rows of one step. Tokens are flat, row after row; T is the sum of ``counts``."""
+
+    # first position of each row computed in this step, [rows]
+    starts: NDArray[np.int64]
+    # positions of each row computed in this step, >= 1, [rows]
+    counts: NDArray[np.int64]
+    # block ids by position // block_size, [rows, width]; what follows a row's last one is ignored
+    block_tables: NDArray[np.int64]
+
+
+class AttentionBackend(Protocol):
+    """Owns the paged cache. Called from one thread: ``prepare`` once per step, then ``attend`` once
+    per layer in order; block operations only between steps."""
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Derive what all layers of the step need. Reads ``batch`` before returning, keeps none
+        of it."""
+        ...
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Store the step's keys and values, then attend causally.
+
+        Args:
+            qkv: [T, heads + 2 * kv_heads, head_dim]: rotated queries, rotated keys, values.
+
+        Returns:
+            [T, heads * head_dim], a fresh tensor.
+        """
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in all layers, in order."""
+        ...
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Forget what blocks hold, before they are handed to a request."""
+        ...
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of ``block_size`` positions in all layers."""
+    per_position = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return config.num_hidden_layers * block_size * per_position
+
+
+class _Segment(NamedTuple):
+    """A run of one row's queries."""
+
+    queries: int
+    # keys that the last query sees
+    keys: int
+    row: int
+    # index of the first query among the step's tokens
+    token: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """Segments computed by one batched product, padded to [size, queries, keys]."""
+
+    size: int
+    queries: int
+    keys: int
+    # cache rows (of block_size * head_dim numbers) in the order keys | values, request, head, block
+    gather: torch.Tensor
+    # token of each query, [size * queries]; None: all tokens of the step in order
+    tokens: torch.Tensor | None
+    # which of these are not padding; None: all
+    real: torch.Tensor | None
+    # added to the scores, [size, 1, queries, keys]; None: everything is seen
+    mask: torch.Tensor | None
+    # the same within the sliding window
+    window_mask: torch.Tensor | None
+
+
+def _split(segments: list[_Segment], heads: int) -> list[list[_Segment]]:
+    """Group segments of similar shape so that padding stays cheap. The order inside a group is
+    the given one if one group suffices."""
+    if _waste(segments) <= _tolerated(segments) and _scores(segments, heads) <= _MAX_SCORES:
+        return [segments]
+    groups: list[list[_Segment]] = []
+    current: list[_Segment] = []
+    for segment in sorted(segments, key=lambda s: (-s.queries, -s.keys)):
+        # sorted: the first of a group has the most queries, but not always the most keys
+        trial = [*current, segment]
+        if current and (_waste(trial) > _tolerated(trial) or _scores(trial, heads) > _MAX_SCORES):
+            groups.append(current)
+            trial = [segment]
+        current = trial
+    groups.append(current)
+    return groups
+
+
+def _useful(segments: list[_Segment]) -> int:
+    return sum((segment.queries + _GATHER_COST) * segment.keys for segment in segments)
+
+
+def _waste(segments: list[_Segment]) -> int:
+    queries = max(segment.queries for segment in segments)
+    keys = max(segment.keys for segment in segments)
+    return len(segments) * (queries + _GATHER_COST) * keys - _useful(segments)
+
+
+def _tolerated(segments: list[_Segment]) -> int:
+    return max(_GROUP_OVERHEAD, _useful(segments) // 4)
+
+
+def _scores(segments: list[_Segment], heads: int) -> int:
+    queries = max(segment.queries for segment in segments)
+    return len(segments) * heads * queries * max(segment.keys for segment in segments)
+
+
+class TorchAttention:
+    """The reference: gather, batched product, softmax, batched product.
+
+    Args:
+        num_blocks: blocks in the pool; ids are [0, num_blocks).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim, self._block_size = config.head_dim, block_size
+        self._scale = config.head_dim**-0.5
+        self._null_block = num_blocks
+        self._device, self._dtype = device, dtype
+        sliding = frozenset(config.sliding_layers) if config.sliding_window else frozenset()
+        self._slides = [layer in sliding for layer in range(config.num_hidden_layers)]
+        self._window = config.sliding_window if any(self._slides) else None
+        # not zeroed: blocks are cleared when handed out, so memory is touched when it is used
+        self._cache = torch.empty(
+            config.num_hidden_layers,
+            num_blocks + 1,
+            2,
+            self._kv_heads,
+            block_size,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self.clear_blocks([self._null_block])
+        self._by_block = [layer.view(-1, block_size * config.head_dim) for layer in self._cache]
+        self._by_slot = [layer.view(-1, config.head_dim) for layer in self._cache]
+        # gathered keys and values, used by one group of one layer at a time
+        self._workspace = torch.empty(0, dtype=dtype, device=device)
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._groups: list[_Group] = []
+
+    @property
+    def cache(self) -> torch.Tensor:
+        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer."""
+        return self._cache
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            self._cache[:, destination] = self._cache[:, source]
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            self._cache[:, self._to_device(np.asarray(block_ids, dtype=np.int64))] = 0
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        firsts = np.cumsum(batch.counts) - batch.counts
+        self._slots = self._to_device(self._slot_mapping(batch, firsts))
+        segments = self._segments(batch, firsts)
+        total = int(batch.counts.sum())
+        self._groups = [
+            self._make_group(batch, group, total) for group in _split(segments, self._heads)
+        ]
+        needed = max(group.gather.numel() for group in self._groups)
+        needed *= self._block_size * self._head_dim
+        if self._workspace.numel() < needed:
+            self._workspace = torch.empty(needed, dtype=self._dtype, device=self._device)
+
+    def _slot_mapping(self, batch: AttentionBatch, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Row of ``_by_slot`` for each token's keys, then values, by head: [T, 2 * kv_heads]."""
+        row = np.repeat(np.arange(len(batch.counts)), batch.counts)
+        position = np.arange(len(row)) + (batch.starts - firsts)[row]
+        index, offset = np.divmod(position, self._block_size)
+        block = batch.block_tables[row, index]
+        part = np.arange(2 * self._kv_heads)
+        slots: NDArray[np.int64] = (block[:, None] * len(part) + part) * self._block_size + offset[
+            :, None
+        ]
+        return slots
+
+    def _segments(self, batch: AttentionBatch, firsts: NDArray[np.int64]) -> list[_Segment]:
+        segments = []
+        rows = zip(batch.starts.tolist(), batch.counts.tolist(), firsts.tolist(), strict=True)
+        for row, (start, count, first) in enumerate(rows):
+            most = _MAX_SCORES // (self._heads * (start + count))
+            run = min(_MAX_QUERIES, max(16, most))
+            for done in range(0, count, run):
+                size = min(run, count - done)
+                segments.append(_Segment(size, start + done + size, row, first + done))
+        return segments
+
+    def _make_group(self, batch: AttentionBatch, segments: list[_Segment], total: int) -> _Group:
+        shape = np.array(segments, dtype=np.int64)
+        count, seen, row, token = shape.T
+        size, queries = len(segments), int(count.max())
+        # whole blocks, masked: a shorter view would be copied by the product
+        num_blocks = -(-int(seen.max()) // self._block_size)
+        keys = num_blocks * self._block_size
+        index = np.arange(num_blocks)
+        held = index < -(-seen // self._block_size)[:, None]
+        width = batch.block_tables.shape[1]
+        tables = batch.block_tables[row[:, None], np.minimum(index, width - 1)]
+        tables = np.where(held, tables, self._null_block)
+        # [2, size, kv_heads, num_blocks]
+        part = np.arange(2 * self._kv_heads).reshape(2, 1, self._kv_heads, 1)
+        gather = tables[None, :, None, :] * (2 * self._kv_heads) + part
+        # a padded query repeats the segment's last one; its result is dropped
+        query = np.arange(queries)
+        step = np.minimum(query, count[:, None] - 1)
+        real = query < count[:, None]
+        tokens = (token[:, None] + step).reshape(-1)
+        everything = len(tokens) == total and bool((tokens == np.arange(total)).all())
+        last_seen = (seen - count)[:, None] + step
+        full, windowed = self._masks(last_seen, keys)
+        return _Group(
+            size=size,
+            queries=queries,
+            keys=keys,
+            gather=self._to_device(gather.reshape(-1)),
+            tokens=None if everything else self._to_device(tokens),
+            real=None if real.all() else self._to_device(np.flatnonzero(real)),
+            mask=full,
+            window_mask=windowed,
+        )
+
+    def _masks(
+        self, last_seen: NDArray[np.int64], keys: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Masks [size, 1, queries, keys] for queries at positions ``last_seen``: all before, and
+        the sliding window."""
+        position = self._to_device(last_seen)[:, None, :, None]
+        key = torch.arange(keys, device=self._device)
+        hidden = key > position
+        full = None
+        if (last_seen < keys - 1).any():
+            full = self._as_bias(hidden)
+        windowed = full
+        if self._window is not None and (last_seen >= self._window).any():
+            windowed = self._as_bias(hidden | (key <= position - self._window))
+        return full, windowed
+
+    def _as_bias(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return bias.masked_fill_(hidden, float("-inf"))
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        self._by_slot[layer].index_put_((self._slots,), qkv[:, self._heads :])
+        if len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._attend_group(layer, self._groups[0], qkv[:, : self._heads])
+        out = qkv.new_empty(qkv.shape[0], self._heads * self._head_dim)
+        for group in self._groups:
+            if group.tokens is None:
+                out[:] = self._attend_group(layer, group, qkv[:, : self._heads])
+                continue
+            result = self._attend_group(layer, group, qkv[group.tokens, : self._heads])
+            if group.real is None:
+                out[group.tokens] = result
+            else:
+                out[group.tokens[group.real]] = result[group.real]
+        return out
+
+    def _attend_group(self, layer: int, group: _Group, query: torch.Tensor) -> torch.Tensor:
+        """query [size * queries, heads, head_dim] to [size * queries, heads * head_dim]."""
+        size, queries, keys = group.size, group.queries, group.keys
+        kv_heads, head_dim = self._kv_heads, self._head_dim
+        shared = self._heads // kv_heads
+        buffer = self._workspace[: group.gather.numel() * self._block_size * head_dim]
+        buffer = buffer.view(-1, self._block_size * head_dim)
+        torch.index_select(self._by_block[layer], 0, group.gather, out=buffer)
+        key, value = buffer.view(2, size * kv_heads, keys, head_dim)
+        scaled = query * self._scale
+        if queries > 1:
+            scaled = scaled.view(size, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
+        scaled = scaled.reshape(size * kv_heads, shared * queries, head_dim)
+        scores = torch.bmm(scaled, key.transpose(1, 2))
+        mask = group.window_mask if self._slides[layer] else group.mask
+        if mask is not None:
+            scores.view(size, kv_heads * shared, queries, keys).add_(mask)
+        out = torch.bmm(torch.softmax(scores, dim=-1), value)
+        if queries > 1:
+            out = out.view(size, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(size * queries, self._heads * head_dim)
+
+    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

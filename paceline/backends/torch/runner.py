@@ -1,0 +1,220 @@
+"""Plans in, tensors through the model, tokens out.
+
+Keeps each request's tokens and block table in a slot of preallocated arrays, so that a step's flat
+tensors are a few numpy gathers whatever the number of rows. Sampled tokens are written to the slot
+at once: the next plan may be run before the scheduler has seen them.
+
+This module does not know threads, files or how many blocks there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+
+from paceline.backends.torch.attention import AttentionBackend, AttentionBatch
+from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
+from paceline.core.errors import InvalidRequestError
+from paceline.core.outputs import (
+    NewRequest,
+    ScheduledRow,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
+from paceline.core.request import SamplingParams
+
+__all__ = ["ModelRunner"]
+
+# one entry per sampled token, None for rows that asked for none
+RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
+
+# stands in for the settings of a request that was refused; its rows run, their tokens are dropped
+_REFUSED: Final = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class _Slot:
+    """What belongs to one request besides its row in the arrays."""
+
+    __slots__ = ("error", "index", "is_new", "num_blocks", "num_prompt_tokens", "sampling")
+
+    def __init__(self, index: int, new: NewRequest, vocab_size: int) -> None:
+        self.index = index
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.num_blocks = len(new.block_ids)
+        # no row of it has run yet
+        self.is_new = True
+        # why none of its rows will bring a token
+        self.error: str | None = None
+        try:
+            self.sampling = PreparedSampling(new.sampling, vocab_size)
+        except InvalidRequestError as error:
+            self.sampling = PreparedSampling(_REFUSED, vocab_size)
+            self.error = str(error)
+
+
+class ModelRunner:
+    """Executes plans one after the other. Used from one thread.
+
+    Args:
+        max_num_seqs: requests expected to hold state at once; more make the arrays grow.
+        max_model_len: tokens of one request at most.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        *,
+        vocab_size: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._device = device
+        # the last token a request can get is stored here, but never computed
+        self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        blocks = -(-max_model_len // block_size)
+        self._tables = np.zeros((max_num_seqs, blocks), dtype=np.int32)
+        self._slots: dict[str, _Slot] = {}
+        self._free = list(range(max_num_seqs))
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
+        started = time.monotonic()
+        with torch.inference_mode():
+            self._apply(plan)
+            sampled, logprobs, errors = self._execute(plan.rows)
+        return StepResult(
+            step_id=plan.step_id,
+            sampled=tuple(sampled),
+            logprobs=tuple(logprobs) if any(entry is not None for entry in logprobs) else (),
+            errors=tuple(errors),
+            elapsed=time.monotonic() - started,
+        )
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.released:
+            self._release(request_id)
+        for new in plan.new_requests:
+            self._release(new.request_id)
+            self._add(new)
+        if plan.block_copies:
+            for copy in plan.block_copies:
+                slot = self._slots[copy.request_id]
+                self._tables[slot.index, copy.index] = copy.dst
+            self._attention.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
+
+    def _release(self, request_id: str) -> None:
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot.index)
+
+    def _add(self, new: NewRequest) -> None:
+        if not self._free:
+            self._grow()
+        slot = _Slot(self._free.pop(), new, self._vocab_size)
+        self._slots[new.request_id] = slot
+        token_ids = np.array(new.token_ids, dtype=np.int64)
+        outside = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
+        if len(outside):
+            slot.error = f"token {outside[0]} is not in the vocabulary of {self._vocab_size}"
+            token_ids[:] = 0
+        self._tokens[slot.index, : len(token_ids)] = token_ids
+        self._tables[slot.index, : slot.num_blocks] = new.block_ids
+
+    def _grow(self) -> None:
+        count = len(self._tokens)
+        self._free.extend(range(count, 2 * count))
+        self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+        self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
+
+    def _execute(
+        self, rows: Sequence[ScheduledRow]
+    ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
+        if not rows:
+            return [], [], []
+        slots = [self._slots[row.request_id] for row in rows]
+        self._extend_tables(rows, slots)
+        index = np.array([slot.index for slot in slots])
+        starts = np.array([row.start for row in rows])
+        counts = np.array([row.num_tokens for row in rows])
+        ends = np.cumsum(counts)
+        # flat tokens ends[r] - counts[r] ... ends[r] - 1 are positions starts[r] ... of row r
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        token_ids = self._tokens[np.repeat(index, counts), positions]
+        width = max(slot.num_blocks for slot in slots)
+        tables = self._tables[index, :width].astype(np.int64)
+        self._attention.prepare(AttentionBatch(starts, counts, tables))
+        sampling = [r for r, row in enumerate(rows) if row.samples]
+        logits = self._decoder.forward(
+            torch.from_numpy(token_ids.astype(np.int64)).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            torch.from_numpy(ends[sampling] - 1).to(self._device),
+            self._attention,
+        )
+        return self._sample(rows, slots, sampling, logits)
+
+    def _extend_tables(self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot]) -> None:
+        """Append the rows' new blocks and clear every block that a request writes from its first
+        position on: what a former owner left there must not reach a padded product."""
+        fresh: list[int] = []
+        for row, slot in zip(rows, slots, strict=True):
+            if slot.is_new:
+                slot.is_new = False
+                first = -(-row.start // self._block_size)
+                fresh.extend(self._tables[slot.index, first : slot.num_blocks].tolist())
+            if row.new_block_ids:
+                count = slot.num_blocks + len(row.new_block_ids)
+                self._tables[slot.index, slot.num_blocks : count] = row.new_block_ids
+                slot.num_blocks = count
+                fresh.extend(row.new_block_ids)
+        if fresh:
+            self._attention.clear_blocks(fresh)
+
+    def _sample(
+        self,
+        rows: Sequence[ScheduledRow],
+        slots: Sequence[_Slot],
+        sampling: Sequence[int],
+        logits: torch.Tensor,
+    ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
+        sampled: list[tuple[int, ...]] = [()] * len(rows)
+        logprobs: list[RowLogprobs] = [None] * len(rows)
+        errors = [
+            (row.request_id, slot.error)
+            for row, slot in zip(rows, slots, strict=True)
+            if slot.error is not None
+        ]
+        if not sampling:
+            return sampled, logprobs, errors
+        sample_rows = []
+        for r in sampling:
+            slot, length = slots[r], rows[r].start + rows[r].num_tokens
+            tokens = self._tokens[slot.index, :length]
+            sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens))
+        samples = sample(logits, sample_rows)
+        for i, r in enumerate(sampling):
+            slot = slots[r]
+            if slot.error is not None:
+                continue
+            if not samples.finite[i]:
+                message = "the model computed NaN or infinite logits for this request"
+                errors.append((rows[r].request_id, message))
+                continue
+            token_id = samples.token_ids[i]
+            self._tokens[slot.index, rows[r].start + rows[r].num_tokens] = token_id
+            sampled[r] = (token_id,)
+            entry = samples.logprobs[i]
+            logprobs[r] = None if entry is None else (entry,)
+        return sampled, logprobs, errors

@@ -1,0 +1,366 @@
+"""Logits to tokens for a whole batch, each row by its own settings.
+
+Order, as in vLLM: log-probabilities are taken from the raw logits; then min_tokens and logit_bias,
+repetition, presence and frequency penalties; greedy rows stop here; temperature, min_p, top_k,
+top_p, and one draw.
+
+A draw walks the cumulative distribution to one uniform number that depends on (seed, output
+position) alone, see ``uniforms``. So neither the batch, nor preemption, nor resuming changes it.
+
+Work is proportional to what rows ask for: a greedy batch is one argmax, nothing of the size of the
+vocabulary is done for a feature that no row uses, and nothing is sorted when the likeliest
+``_CANDIDATES`` tokens decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.outputs import TokenLogprobs
+from paceline.core.request import MAX_LOGPROBS, SamplingParams
+
+__all__ = ["PreparedSampling", "SampleRow", "Samples", "sample", "uniforms"]
+
+# top_k up to the first: that many candidates are looked at; otherwise the second, and if they do
+# not decide, all. A row's number must follow from the row alone: ties are ordered by it
+_CANDIDATES: Final = (64, 1024)
+# cumulative sums are taken over chunks first, then inside one
+_CHUNK: Final = 256
+# rows drawn at once, which bounds memory at this many float32 vocabularies, a few times
+_ROWS: Final = 64
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position): SplitMix64 as a counter-based generator.
+
+    The stream of a seed starts at a hash of it, so that neighbouring seeds do not walk the same
+    stream with an offset; position i takes its i-th output. The top 53 bits make the number.
+    """
+    step = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    state = mix(seeds + step) + (positions + np.uint64(1)) * step
+    return (mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class PreparedSampling:
+    """One request's settings, made once when it arrives.
+
+    Raises:
+        InvalidRequestError: logit_bias names a token outside the vocabulary.
+    """
+
+    __slots__ = ("bias_ids", "bias_values", "ending_ids", "params", "penalizes", "reshapes")
+
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self.params = params
+        for token_id, _ in params.logit_bias:
+            if token_id >= vocab_size:
+                raise InvalidRequestError(
+                    f"logit_bias names token {token_id}, the vocabulary has {vocab_size}",
+                    "logit_bias",
+                )
+        self.bias_ids = [token_id for token_id, _ in params.logit_bias]
+        self.bias_values = [bias for _, bias in params.logit_bias]
+        ending = params.eos_token_ids | params.stop_token_ids
+        self.ending_ids = sorted(token_id for token_id in ending if 0 <= token_id < vocab_size)
+        self.penalizes = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        # logits are changed before the choice, whatever the position
+        self.reshapes = self.penalizes or bool(self.bias_ids)
+
+
+class SampleRow(NamedTuple):
+    """One row to sample."""
+
+    sampling: PreparedSampling
+    # prompt and output so far
+    tokens: NDArray[np.int32]
+    num_prompt_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def forbids_ending(self) -> bool:
+        return bool(
+            self.sampling.ending_ids and self.num_output_tokens < self.sampling.params.min_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """What was chosen, row for row."""
+
+    # meaningless where not finite
+    token_ids: list[int]
+    # False: the row's logits hold NaN or infinity, nothing was chosen
+    finite: list[bool]
+    # None for rows that asked for none
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
+    """Choose a token for each row of logits [rows, vocab], which are left as they are."""
+    # one pass; NaN and infinities survive a sum, and opposite infinities make NaN
+    finite: list[bool] = torch.isfinite(logits.sum(-1, dtype=torch.float32)).tolist()
+    special = [
+        index
+        for index, row in enumerate(rows)
+        if finite[index]
+        and (row.sampling.params.temperature > 0.0 or row.sampling.reshapes or row.forbids_ending)
+    ]
+    token_ids = [0] * len(rows) if len(special) == len(rows) else _argmax(logits).tolist()
+    for start in range(0, len(special), _ROWS):
+        chunk = special[start : start + _ROWS]
+        chosen = _sample_special(logits[chunk].float(), [rows[index] for index in chunk])
+        for index, token_id in zip(chunk, chosen, strict=True):
+            token_ids[index] = token_id
+    return Samples(token_ids, finite, _logprobs(logits, rows, token_ids, finite))
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the largest columns, [rows].
+
+    Chunk maxima first: on the CPU, PyTorch finds largest values with vector instructions, but
+    their places one by one, which takes eight times as long for a whole vocabulary.
+    """
+    rows, columns = logits.shape
+    whole = columns - columns % _CHUNK
+    if whole == 0:
+        return logits.argmax(-1)
+    chunks = logits[:, :whole].view(rows, -1, _CHUNK)
+    chunk = chunks.amax(-1).argmax(-1)
+    inside = chunks[torch.arange(rows, device=logits.device), chunk]
+    found = chunk * _CHUNK + inside.argmax(-1)
+    if whole == columns:
+        return found
+    rest, place = logits[:, whole:].max(-1)
+    return torch.where(rest > inside.amax(-1), place + whole, found)
+
+
+def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Choose from float32 logits [rows, vocab], which are overwritten."""
+    _reshape(logits, rows)
+    drawn = [i for i, row in enumerate(rows) if row.sampling.params.temperature > 0.0]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows)
+    token_ids: list[int] = _argmax(logits).tolist()
+    if drawn:
+        chosen = _draw(logits[drawn], [rows[i] for i in drawn])
+        for i, token_id in zip(drawn, chosen, strict=True):
+            token_ids[i] = token_id
+    return token_ids
+
+
+class _Entries:
+    """Scattered elements of [rows, vocab], collected row by row."""
+
+    def __init__(self) -> None:
+        self.rows: list[NDArray[np.int64]] = []
+        self.columns: list[NDArray[np.int64]] = []
+        self.values: list[NDArray[np.float32]] = []
+
+    def add(self, row: int, columns: Sequence[int] | NDArray[np.int32], values: object) -> None:
+        count = len(columns)
+        self.rows.append(np.full(count, row, dtype=np.int64))
+        self.columns.append(np.asarray(columns, dtype=np.int64))
+        self.values.append(np.broadcast_to(np.asarray(values, dtype=np.float32), (count,)))
+
+    def to(
+        self, device: torch.device
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """Indices and values, or None when nothing was collected."""
+        if not self.rows:
+            return None
+        rows = torch.from_numpy(np.concatenate(self.rows)).to(device)
+        columns = torch.from_numpy(np.concatenate(self.columns)).to(device)
+        return (rows, columns), torch.from_numpy(np.concatenate(self.values)).to(device)
+
+
+def _reshape(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Apply what changes the order of tokens: bans, bias, penalties. In place."""
+    banned, bias, repetition, presence, frequency = (_Entries() for _ in range(5))
+    for i, row in enumerate(rows):
+        sampling, params = row.sampling, row.sampling.params
+        if row.forbids_ending:
+            banned.add(i, sampling.ending_ids, -np.inf)
+        if sampling.bias_ids:
+            bias.add(i, sampling.bias_ids, sampling.bias_values)
+        if not sampling.penalizes:
+            continue
+        output = row.tokens[row.num_prompt_tokens :]
+        if params.repetition_penalty != 1.0:
+            repetition.add(i, row.tokens, params.repetition_penalty)
+        if params.presence_penalty != 0.0:
+            presence.add(i, output, params.presence_penalty)
+        if params.frequency_penalty != 0.0:
+            frequency.add(i, output, -params.frequency_penalty)
+    device = logits.device
+    if (entries := banned.to(device)) is not None:
+        logits.index_put_(*entries)
+    if (entries := bias.to(device)) is not None:
+        logits.index_put_(*entries, accumulate=True)
+    # a token that occurs twice gets the same value twice, so duplicates need no care here ...
+    if (entries := repetition.to(device)) is not None:
+        index, penalty = entries
+        old = logits[index]
+        new = torch.where(old > 0, old / penalty, old * penalty)
+        # a tiny penalty must not make infinity, which no distribution can hold
+        logits.index_put_(index, new.clamp_(max=torch.finfo(torch.float32).max))
+    if (entries := presence.to(device)) is not None:
+        index, penalty = entries
+        logits.index_put_(index, logits[index] - penalty)
+    # ... and here they add up, as they should
+    if (entries := frequency.to(device)) is not None:
+        logits.index_put_(*entries, accumulate=True)
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """One token per row of float32 logits [rows, vocab]; all rows have a temperature."""
+    params = [row.sampling.params for row in rows]
+    vocab = logits.shape[1]
+    seeds = np.array([p.seed for p in params], dtype=np.int64).astype(np.uint64)
+    positions = np.array([row.num_output_tokens for row in rows], dtype=np.uint64)
+    device = logits.device
+    uniform = torch.from_numpy(uniforms(seeds, positions)).to(device)
+    likeliest = _argmax(logits)
+    best = logits.gather(1, likeliest.unsqueeze(1))
+    temperature = torch.tensor(
+        [p.temperature for p in params], dtype=torch.float32, device=device
+    ).unsqueeze(1)
+    # e to the power of these are weights with 1 for the likeliest token
+    scaled = (logits - best).div_(temperature)
+    by_candidates: dict[int, list[int]] = {}
+    for i, p in enumerate(params):
+        candidates = 0
+        if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0:
+            candidates = _CANDIDATES[0 if 0 < p.top_k <= _CANDIDATES[0] else 1]
+        by_candidates.setdefault(min(candidates, vocab), []).append(i)
+    chosen = likeliest
+    for candidates, group in by_candidates.items():
+        part = scaled if len(group) == len(rows) else scaled[group]
+        if candidates == 0:
+            chosen[group] = _invert(part.exp(), uniform[group], chosen[group])
+            continue
+        settings = [params[i] for i in group]
+        drawn, decided = _draw_filtered(part, uniform[group], settings, candidates)
+        undecided = [j for j, done in enumerate(decided.tolist()) if not done]
+        if undecided:
+            rest = [group[j] for j in undecided]
+            drawn[undecided], _ = _draw_filtered(
+                scaled[rest], uniform[rest], [params[i] for i in rest], vocab
+            )
+        chosen[group] = drawn
+    result: list[int] = chosen.tolist()
+    return result
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """The first column whose cumulative weight exceeds ``uniform`` of the total, [rows].
+
+    Sums are float64: over a whole vocabulary, float32 loses the tail. ``fallback`` is taken if
+    rounding leads past the last column with weight.
+    """
+    rows, columns = weights.shape
+    padded = torch.nn.functional.pad(weights, (0, -columns % _CHUNK)).view(rows, -1, _CHUNK)
+    sums = padded.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = (uniform * ends[:, -1]).unsqueeze(1)
+    chunk = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    target = target - (ends.gather(1, chunk) - sums.gather(1, chunk))
+    inside = padded[torch.arange(rows, device=weights.device), chunk.squeeze(1)]
+    offset = torch.searchsorted(inside.double().cumsum(-1), target, right=True)
+    offset.clamp_(max=_CHUNK - 1)
+    found = (chunk * _CHUNK + offset).squeeze(1)
+    has_weight = inside.gather(1, offset).squeeze(1) > 0
+    return torch.where(has_weight, found, fallback)
+
+
+def _draw_filtered(
+    scaled: torch.Tensor,
+    uniform: torch.Tensor,
+    params: Sequence[SamplingParams],
+    candidates: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw after min_p, top_k and top_p, looking at the likeliest ``candidates`` tokens only.
+
+    Returns the tokens [rows] and whether the candidates decided [rows]; a token is only valid if
+    they did. With ``candidates`` = vocab they always do.
+    """
+    device, vocab = scaled.device, scaled.shape[1]
+    weights, token_ids = torch.topk(scaled, candidates, dim=-1)
+    weights = weights.exp_().double()
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+
+    top_k = column([float(min(p.top_k or vocab, vocab)) for p in params])
+    min_p = column([p.min_p for p in params])
+    rank = torch.arange(candidates, device=device)
+    kept = (rank < top_k) & (weights >= min_p)
+    # min_p and top_k leave a prefix of the candidates; does it go on beyond them?
+    goes_on = kept[:, -1:] & (top_k > candidates)
+    weights = weights * kept
+    # top_p is a share of what they left
+    total = weights.sum(-1, keepdim=True)
+    decided = ~goes_on
+    if candidates < vocab and any(p.top_p < 1.0 for p in params):
+        everything = scaled.exp()
+        everything.masked_fill_(everything < min_p, 0.0)
+        total = torch.where(goes_on, everything.sum(-1, keepdim=True, dtype=torch.float64), total)
+    top_p = column([p.top_p if p.top_p < 1.0 else np.inf for p in params])
+    kept &= weights.cumsum(-1) - weights < top_p * total
+    weights = weights * kept
+    # top_p may decide after all, unless a top_k beyond the candidates left its total unknown
+    decided |= ~kept[:, -1:] & (top_k >= vocab)
+    ends = weights.cumsum(-1)
+    target = uniform.unsqueeze(1) * ends[:, -1:]
+    index = torch.searchsorted(ends, target, right=True)
+    # kept tokens are a prefix, so stepping back to the last of them is never a masked one
+    index = torch.minimum(index, kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
+    return token_ids.gather(1, index).squeeze(1), decided.squeeze(1)
+
+
+def _logprobs(
+    logits: torch.Tensor,
+    rows: Sequence[SampleRow],
+    token_ids: Sequence[int],
+    finite: Sequence[bool],
+) -> list[TokenLogprobs | None]:
+    result: list[TokenLogprobs | None] = [None] * len(rows)
+    asking = [
+        index
+        for index, row in enumerate(rows)
+        if finite[index] and row.sampling.params.logprobs is not None
+    ]
+    for start in range(0, len(asking), _ROWS):
+        chunk = asking[start : start + _ROWS]
+        logprobs = logits[chunk].float().log_softmax(-1)
+        chosen = torch.tensor([token_ids[index] for index in chunk], device=logits.device)
+        own = logprobs.gather(1, chosen.unsqueeze(1))
+        ranks = (logprobs > own).sum(-1).add_(1).tolist()
+        top, top_ids = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
+        columns = zip(
+            chunk, own.squeeze(1).tolist(), ranks, top_ids.tolist(), top.tolist(), strict=True
+        )
+        for index, value, rank, ids, values in columns:
+            count = rows[index].sampling.params.logprobs or 0
+            likeliest = tuple(zip(ids[:count], values[:count], strict=True))
+            result[index] = TokenLogprobs(token_ids[index], value, rank, likeliest)
+    return result

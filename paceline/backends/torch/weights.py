@@ -1,0 +1,132 @@
+"""From a checkpoint to a decoder's weights: read, check, fuse, cast, pack.
+
+Each tensor goes its whole way before the next one is read, so the peak is the model in its final
+form plus one layer in the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from paceline.backends.torch.linear import Linear, make_linear
+from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
+from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.hf import HFCheckpoint
+from paceline.checkpoints.shapes import expected_shapes
+from paceline.core.errors import CheckpointError
+
+__all__ = ["TensorSource", "load_weights"]
+
+
+class TensorSource(Protocol):
+    """What is needed of a checkpoint; see ``checkpoints.base.Checkpoint``."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def tensor(self, name: str) -> NDArray[np.float32]: ...
+
+
+class _Reader:
+    """Tensors by name, of the shape that the config implies, in the wanted dtype and place."""
+
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, device: torch.device, stack: ExitStack
+    ) -> None:
+        self._source = source
+        self._shapes = expected_shapes(source.config)
+        self._dtype, self._device = dtype, device
+        self._stack = stack
+        # opened safetensors shards, closed with the stack
+        self._shards: dict[Path, safe_open] = {}
+
+    def get(self, name: str) -> torch.Tensor:
+        tensor = self._read(name)
+        expected = self._shapes[name]
+        if tuple(tensor.shape) != expected:
+            raise CheckpointError(
+                f"{self._source.path}: tensor {name} has shape {list(tensor.shape)}, "
+                f"its config implies {list(expected)}"
+            )
+        # always a copy: nothing may point into the mapped file once the model runs
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+    def _read(self, name: str) -> torch.Tensor:
+        if not isinstance(self._source, HFCheckpoint):
+            return torch.from_numpy(self._source.tensor(name))
+        # safetensors maps the file, so stored bfloat16 is copied once and never widened
+        path = self._source.tensor_file(name)
+        try:
+            if path not in self._shards:
+                self._shards[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            tensor: torch.Tensor = self._shards[path].get_tensor(name)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot read tensor {name}: {error}") from error
+        return tensor
+
+    def maybe(self, name: str) -> torch.Tensor | None:
+        return self.get(name) if name in self._shapes else None
+
+    def linear(self, *names: str) -> Linear:
+        """One product for several projections of the same input, in the order given."""
+        weights = [self.get(f"{name}.weight") for name in names]
+        biases = [bias for name in names if (bias := self.maybe(f"{name}.bias")) is not None]
+        return make_linear(
+            torch.cat(weights) if len(weights) > 1 else weights[0].contiguous(),
+            torch.cat(biases) if biases else None,
+        )
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.get(name), self._source.config.rms_norm_eps)
+
+    def maybe_norm(self, name: str) -> RMSNorm | None:
+        return self.norm(name) if name in self._shapes else None
+
+    def layers(self) -> Iterator[LayerWeights]:
+        for index in range(self._source.config.num_hidden_layers):
+            attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+            yield LayerWeights(
+                input_norm=self.norm(f"model.layers.{index}.input_layernorm.weight"),
+                qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
+                query_norm=self.maybe_norm(f"{attention}.q_norm.weight"),
+                key_norm=self.maybe_norm(f"{attention}.k_norm.weight"),
+                output=self.linear(f"{attention}.o_proj"),
+                mlp_norm=self.norm(f"model.layers.{index}.post_attention_layernorm.weight"),
+                gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=self.linear(f"{mlp}.down_proj"),
+            )
+
+
+def load_weights(
+    source: TensorSource, *, dtype: torch.dtype, device: torch.device
+) -> DecoderWeights:
+    """Read a whole model.
+
+    Raises:
+        CheckpointError: a tensor is missing, unreadable, or of another shape than the config says.
+    """
+    with ExitStack() as stack:
+        reader = _Reader(source, dtype, device, stack)
+        embedding = reader.get("model.embed_tokens.weight")
+        layers = tuple(reader.layers())
+        norm = reader.norm("model.norm.weight")
+        tied = source.config.tie_word_embeddings
+        head_weight = embedding if tied else reader.get("lm_head.weight").contiguous()
+    return DecoderWeights(
+        embedding=embedding,
+        layers=layers,
+        norm=norm,
+        head=make_linear(head_weight),
+        head_weight=head_weight,
+    )
