@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
+from paceline.core.policies import POLICIES
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -145,6 +146,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
         bypass_window=default.bypass_window,
         max_bypasses=default.max_bypasses,
         pipeline_depth=default.pipeline_depth,
+        adaptive_token_budget=default.adaptive_token_budget,
+        coalesce_window_ms=default.coalesce_window_s * 1e3,
+        coalesce_size=default.coalesce_size,
+        best_effort_delay=default.best_effort_delay_s,
     )
 
 
@@ -241,9 +246,40 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
     )
     group.add_argument(
         "--scheduling-policy",
-        choices=("fcfs", "priority"),
+        choices=tuple(POLICIES),
         default=default.policy,
-        help="priority serves a lower 'priority' first and preempts for it (default fcfs)",
+        help="who goes first; docs/policies.md says when each wins and loses "
+        f"(default {default.policy})",
+    )
+    group.add_argument(
+        "--adaptive-token-budget",
+        action=argparse.BooleanOptionalAction,
+        default=default.adaptive_token_budget,
+        help="size each step to the slack that requests with TPOT targets leave (default on)",
+    )
+    group.add_argument(
+        "--coalesce-window-ms",
+        type=bounded_float(0.0),
+        default=default.coalesce_window_s * 1e3,
+        metavar="MS",
+        help="with the phase-aligned policy, arrivals wait for each other this long "
+        f"(default {default.coalesce_window_s * 1e3:g})",
+    )
+    group.add_argument(
+        "--coalesce-size",
+        type=bounded_int(1),
+        default=default.coalesce_size,
+        metavar="N",
+        help="with the phase-aligned policy, so many arrivals do not wait "
+        f"(default {default.coalesce_size})",
+    )
+    group.add_argument(
+        "--best-effort-delay",
+        type=bounded_float(0.0),
+        default=default.best_effort_delay_s,
+        metavar="SECONDS",
+        help="best-effort requests (slo class batch) are treated as come this much later "
+        f"(default {default.best_effort_delay_s:g})",
     )
     group.add_argument(
         "--priority-ageing",
@@ -320,6 +356,10 @@ def engine_settings(args: argparse.Namespace, *, log_level: str = "info") -> Eng
         max_num_batched_tokens=args.max_num_batched_tokens,
         policy=args.scheduling_policy,
         priority_ageing_s=args.priority_ageing,
+        adaptive_token_budget=args.adaptive_token_budget,
+        coalesce_window_s=args.coalesce_window_ms / 1e3,
+        coalesce_size=args.coalesce_size,
+        best_effort_delay_s=args.best_effort_delay,
         bypass_window=args.bypass_window,
         max_bypasses=args.max_bypasses,
         pipeline_depth=args.pipeline_depth,

@@ -41,6 +41,10 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     policy: str = "fcfs"
     priority_ageing_s: float = 60.0
+    adaptive_token_budget: bool = True
+    coalesce_window_s: float = 0.05
+    coalesce_size: int = 16
+    best_effort_delay_s: float = 60.0
     bypass_window: int = 8
     max_bypasses: int = 64
     pipeline_depth: int = 2

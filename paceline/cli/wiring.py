@@ -163,6 +163,10 @@ def _scheduler_config(settings: EngineSettings, max_model_len: int) -> Scheduler
         max_model_len=max_model_len,
         policy=settings.policy,
         priority_ageing_s=settings.priority_ageing_s,
+        adaptive_token_budget=settings.adaptive_token_budget,
+        coalesce_window_s=settings.coalesce_window_s,
+        coalesce_size=settings.coalesce_size,
+        best_effort_delay_s=settings.best_effort_delay_s,
         bypass_window=settings.bypass_window,
         max_bypasses=settings.max_bypasses,
     )

@@ -1,6 +1,6 @@
 """The engine's inner loop: one scheduler, one backend, one screen.
 
-This module does not know text, sockets or processes; ``engine.process`` and ``engine.llm`` drive it.
+This module does not know text, sockets or processes; ``engine.loop`` and ``engine.llm`` drive it.
 """
 
 from __future__ import annotations

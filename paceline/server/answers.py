@@ -104,4 +104,6 @@ def generation_request(
         arrival_time=arrival_time,
         priority=options.priority,
         cache_salt=options.cache_salt,
+        slo=options.slo,
+        tenant=options.tenant,
     )

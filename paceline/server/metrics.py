@@ -22,8 +22,13 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from paceline.core.request import SamplingParams
-from paceline.engine.types import EngineInfo, EngineStats, GenerationOutput, RequestTimes
+from paceline.engine.types import (
+    EngineInfo,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    RequestTimes,
+)
 from paceline.server.histograms import (
     HTTP_BUCKETS,
     HTTP_FINE_BUCKETS,
@@ -56,6 +61,10 @@ class ServerMetrics(Collector):
         self._stats = stats
         self._labels = (model_name, _ENGINE)
         counts = series_1_2_5(info.max_model_len)
+        # by class: requests that met every target they had
+        self.goodput_requests: Counter[str] = Counter()
+        # by class and kind: "ttft", "tpot", "deadline", "unfinished"
+        self.slo_violations: Counter[tuple[str, str]] = Counter()
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token_latency = Histogram(TOKEN_TIME_BUCKETS)
         self.time_per_output_token = Histogram(TOKEN_TIME_BUCKETS)
@@ -180,6 +189,22 @@ class ServerMetrics(Collector):
         for reason, count in self.finished.items():
             success.add_metric((*self._labels, reason), count)
         yield success
+        goodput = CounterMetricFamily(
+            "paceline:goodput_requests",
+            "Requests that met every target they had.",
+            labels=(*_LABELS, "slo_class"),
+        )
+        for slo_class, count in self.goodput_requests.items():
+            goodput.add_metric((*self._labels, slo_class), count)
+        yield goodput
+        violations = CounterMetricFamily(
+            "paceline:slo_violations",
+            "Targets missed, by class and kind.",
+            labels=(*_LABELS, "slo_class", "kind"),
+        )
+        for (slo_class, kind), count in self.slo_violations.items():
+            violations.add_metric((*self._labels, slo_class, kind), count)
+        yield violations
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (
@@ -250,22 +275,23 @@ class RequestObserver:
         "_max_tokens",
         "_metrics",
         "_prompt_tokens",
+        "_slo",
         "_times",
         "_tokens",
     )
 
-    def __init__(
-        self, metrics: ServerMetrics, arrival: float, n: int, sampling: SamplingParams
-    ) -> None:
+    def __init__(self, metrics: ServerMetrics, request: GenerationRequest) -> None:
+        n = request.n
         self._metrics = metrics
-        self._arrival = arrival
+        self._arrival = request.arrival_time
+        self._slo = request.slo
         # per choice: when its last tokens came (0.0: none yet), how many, whether it ended
         self._last = [0.0] * n
         self._tokens = [0] * n
         self._finished = [False] * n
         self._prompt_tokens: int | None = None
         self._times: RequestTimes | None = None
-        self._max_tokens = sampling.max_tokens
+        self._max_tokens = request.sampling.max_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -313,6 +339,7 @@ class RequestObserver:
         longest = max(self._tokens)
         metrics.request_max_num_generation_tokens.observe(longest)
         times = self._times
+        self._judge(times, longest)
         if times is None:
             return
         metrics.queue_time.observe(times.first_scheduled - times.arrival)
@@ -322,3 +349,14 @@ class RequestObserver:
         metrics.decode_time.observe(decode)
         if longest > 1:
             metrics.time_per_output_token.observe(decode / (longest - 1))
+
+    def _judge(self, times: RequestTimes | None, num_output: int) -> None:
+        """Goodput and violations. A request that did not finish met none of its targets."""
+        slo, metrics = self._slo, self._metrics
+        missed: tuple[str, ...] = ("unfinished",)
+        if times is not None and not self._finished.count(False):
+            missed = slo.violations(times.arrival, times.first_token, times.last_token, num_output)
+        if not missed:
+            metrics.goodput_requests[slo.slo_class] += 1
+        for kind in missed:
+            metrics.slo_violations[slo.slo_class, kind] += 1

@@ -18,8 +18,10 @@ from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, UnknownModelError
 from paceline.core.request import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from paceline.core.slo import Slo
 from paceline.server.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.messages import parse_messages, parse_tools
+from paceline.server.targets import parse_slo
 from paceline.server.unserved import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
@@ -86,6 +88,9 @@ class GenerationOptions:
     skip_special_tokens: bool
     priority: int
     cache_salt: str | None
+    slo: Slo
+    # who asks, said by a header; "" when none did
+    tenant: str
     # the caller's own id, part of the answer's
     request_id: str | None
     add_special_tokens: bool
@@ -123,7 +128,7 @@ class CompletionRequest:
     echo: bool
 
 
-def parse_chat(body: dict[str, Any], rules: RequestRules) -> ChatRequest:
+def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
     """Raises InvalidRequestError or UnknownModelError."""
     fields = Fields(body)
     check_model(fields, rules)
@@ -147,12 +152,15 @@ def parse_chat(body: dict[str, Any], rules: RequestRules) -> ChatRequest:
         logprobs=(top or 0) if wanted else None,
         # the template writes them itself
         add_special_tokens=False,
+        tenant=tenant,
     )
     note_unknown(fields)
     return ChatRequest(options=options, template=template)
 
 
-def parse_completion(body: dict[str, Any], rules: RequestRules) -> CompletionRequest:
+def parse_completion(
+    body: dict[str, Any], rules: RequestRules, tenant: str = ""
+) -> CompletionRequest:
     """Raises InvalidRequestError or UnknownModelError."""
     fields = Fields(body)
     check_model(fields, rules)
@@ -172,6 +180,7 @@ def parse_completion(body: dict[str, Any], rules: RequestRules) -> CompletionReq
         max_tokens_name="max_tokens",
         logprobs=logprobs,
         add_special_tokens=True,
+        tenant=tenant,
     )
     note_unknown(fields)
     return CompletionRequest(options=options, prompts=prompts, echo=echo)
@@ -288,6 +297,7 @@ def _options(
     max_tokens_name: str,
     logprobs: int | None,
     add_special_tokens: bool,
+    tenant: str,
 ) -> GenerationOptions:
     if max_tokens is not None and max_tokens >= rules.max_model_len:
         raise InvalidRequestError(
@@ -312,6 +322,8 @@ def _options(
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         priority=_or(fields.integer("priority", -_INT64, _INT64 - 1), 0),
         cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
+        slo=parse_slo(fields.raw("slo")),
+        tenant=tenant,
         request_id=_request_id(fields),
         add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
         truncate_prompt_tokens=_truncation(fields),

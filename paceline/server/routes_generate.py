@@ -23,6 +23,7 @@ from paceline.server.protocol import (
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 from paceline.server.sse import EventStream, unless_disconnected
+from paceline.server.targets import parse_tenant, with_headers
 
 __all__ = ["JSON_BODY", "generate_router"]
 
@@ -71,14 +72,15 @@ def generate_router(service: Service) -> APIRouter:
 async def _generate(
     service: Service,
     request: Request,
-    parse: Callable[[dict[str, Any], RequestRules], _R],
+    parse: Callable[[dict[str, Any], RequestRules, str], _R],
     events: Callable[[Service, _R, str, float], AsyncGenerator[bytes, None]],
     answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
 ) -> Response:
     arrival = time.monotonic()
     service.refuse_if_draining()
     body = await read_object(request, service.config.max_body_bytes)
-    parsed = parse(body, service.rules)
+    body = with_headers(body, request.headers)
+    parsed = parse(body, service.rules, parse_tenant(request.headers))
     request_id = parsed.options.request_id or request_id_of(request)
     if not parsed.options.stream:
         whole = answer(service, parsed, request_id, arrival)

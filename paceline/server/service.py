@@ -120,7 +120,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        observer = RequestObserver(self.metrics, request.arrival_time, request.n, request.sampling)
+        observer = RequestObserver(self.metrics, request)
         outputs = self.client.generate(request)
         end, refused = "abort", False
         try:

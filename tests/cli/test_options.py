@@ -148,7 +148,8 @@ def test_every_flag_is_explained() -> None:
 def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     flags = vars(parser().parse_args([]))
     renamed = {"policy": "scheduling_policy", "priority_ageing_s": "priority_ageing"}
-    renamed |= {"kv_cache_bytes": "kv_cache_memory"}
+    renamed |= {"kv_cache_bytes": "kv_cache_memory", "coalesce_window_s": "coalesce_window_ms"}
+    renamed |= {"best_effort_delay_s": "best_effort_delay"}
     elsewhere = {"model_name", "model_path", "log_level"}
     for field in fields(EngineSettings):
         if field.name not in elsewhere:

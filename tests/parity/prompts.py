@@ -35,7 +35,8 @@ PROMPTS: tuple[str, ...] = (
     "List three primary colours:\n1.",
     "AAAAAAAAAAAAAAAAAAAAAAAA",
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
+    "<|im_start|>system\nYou are terse.<|im_end|>\n"
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
     "<|im_start|>assistant\n",
     _LICENCE * 3,
     _CODE[:2400],

@@ -235,3 +235,18 @@ def test_series() -> None:
     assert series_1_2_5(100) == (1, 2, 5, 10, 20, 50, 100)
     assert series_1_2_5(99) == (1, 2, 5, 10, 20, 50)
     assert series_1_2_5(1) == (1,)
+
+
+async def test_targets_met_and_missed(http: httpx.AsyncClient) -> None:
+    easy = {"slo": {"class": "interactive", "ttft_ms": 60_000, "tpot_ms": 60_000}}
+    hard = {"slo": {"class": "interactive", "ttft_ms": 0.000001, "deadline_ms": 0.000001}}
+    for extra in (easy, easy, hard):
+        response = await http.post("/v1/chat/completions", json=chat_body() | extra)
+        assert response.status_code == 200
+    text = await scrape(http)
+    good = metric(text, "paceline:goodput_requests_total", slo_class="interactive")
+    assert good == 2
+    for kind in ("ttft", "deadline"):
+        assert (
+            metric(text, "paceline:slo_violations_total", slo_class="interactive", kind=kind) == 1
+        )

@@ -11,9 +11,7 @@ from paceline.backends.torch.native.pieces import attend, cache_bytes
 from tests.backends.native import reference
 from tests.backends.native.reference import random_weights, tiny_config
 
-pytestmark = pytest.mark.skipif(
-    unavailable_reason() is not None, reason=str(unavailable_reason())
-)
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 BLOCKS = 96
 # root mean square error over the outputs' root mean square, of the worst sequence

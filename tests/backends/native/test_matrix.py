@@ -11,9 +11,7 @@ from paceline.backends.torch.native import RawTensor, unavailable_reason, varian
 from paceline.backends.torch.native.pieces import PackedMatrix
 from paceline.core.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(
-    unavailable_reason() is not None, reason=str(unavailable_reason())
-)
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 ROWS = (1, 2, 3, 4, 5, 8, 12, 13, 14, 27, 64)
 SHAPES = ((32, 64), (96, 160), (33, 96), (70, 32), (1, 32))

@@ -137,9 +137,7 @@ def test_mixed_batch_and_sampled_rows(dtype: str, threads: int) -> None:
         ids = np.concatenate(
             [text[at : at + n] for text, at, n in zip(texts, done, counts, strict=True)]
         )
-        places = np.concatenate(
-            [np.arange(at, at + n) for at, n in zip(done, counts, strict=True)]
-        )
+        places = np.concatenate([np.arange(at, at + n) for at, n in zip(done, counts, strict=True)])
         starts = np.cumsum([0, *counts])
         done = [at + n for at, n in zip(done, counts, strict=True)]
         ends = [i for i in range(4) if counts[i] and done[i] == len(texts[i])]

@@ -1,0 +1,224 @@
+"""The native CPU path against what the machine can do.
+
+Method: first the ceilings. Reading: all threads read a buffer of a given size, best of several
+passes. Products: one panel of weights that stays in the first-level cache times 13 rows, on every
+thread at once; that is what the inner loop reaches when nothing has to be fetched. Then whole
+model steps on random weights of SmolLM2-135M's shape (30 layers, hidden 576, 9 query and 3 KV heads
+of 64, MLP 1536, vocabulary 49152, tied): decode of 1, 8, 32 and 64 sequences at context 192, and a
+prompt of 1024 tokens, with logits for every sequence's last token. A step's time is the median.
+
+``floor`` is the least time that the ceilings allow: the larger of reading all weights once and of
+computing all products at the inner loop's rate, plus reading the step's keys and values once.
+``share`` is floor / median. 4-bit weights are computed as int8 in batches above 8 rows.
+
+Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+
+import numpy as np
+
+from paceline.backends.torch.native import (
+    NativeModel,
+    available_cpus,
+    unavailable_reason,
+    variants,
+)
+from paceline.backends.torch.native.pieces import PackedMatrix, read_bandwidth
+from paceline.checkpoints.base import expected_shapes
+from paceline.checkpoints.config import ModelConfig, RopeConfig
+
+QUICK = bool(os.environ.get("QUICK"))
+ISA = os.environ.get("ISA") or None
+BATCHES = (1, 8, 32, 64)
+CONTEXT = 192
+PROMPT = 1024
+BLOCK = 16
+SIZES_MIB = (2, 16, 64, 256)
+# weights and KV cache
+FORMATS = (
+    ("bfloat16", "bfloat16"),
+    ("int8", "bfloat16"),
+    ("int8", "int8"),
+    ("q4", "bfloat16"),
+    ("q4", "int8"),
+)
+KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
+# rows from which 4-bit weights are computed in int8
+Q4_ROWS = 8
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=100000.0),
+    tie_word_embeddings=True,
+)
+
+
+def dot_rate(dtype: str, threads: int) -> float:
+    """Multiply-accumulates per second of the inner loop, on all threads together."""
+    rows, columns, repeat = 13, 512, 4000
+    random = np.random.default_rng(0)
+    weights = random.normal(0, 1, (32, columns)).astype(np.float32)
+    x = random.normal(0, 1, (rows, columns)).astype(np.float32)
+    seconds = [0.0] * threads
+    start = threading.Barrier(threads)
+
+    def work(index: int) -> None:
+        matrix = PackedMatrix(weights, dtype, isa=ISA)
+        matrix.multiply(x, repeat=100)
+        start.wait()
+        began = time.perf_counter()
+        matrix.multiply(x, repeat=repeat)
+        seconds[index] = time.perf_counter() - began
+
+    best = 0.0
+    for _ in range(3):
+        workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        best = max(best, sum(32 * columns * rows * repeat / s for s in seconds))
+    return best
+
+
+def make_model(dtype: str, kv_dtype: str, threads: int) -> NativeModel:
+    random = np.random.default_rng(0)
+    angles = np.arange(2048)[:, None] * CONFIG.rope.theta ** (-np.arange(32) / 32)
+    tensors = (
+        (name, (random.standard_normal(shape, dtype=np.float32) * shape[-1] ** -0.5))
+        for name, shape in expected_shapes(CONFIG).items()
+    )
+    return NativeModel(
+        CONFIG,
+        tensors,
+        (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_blocks=max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK,
+        threads=threads,
+        isa=ISA,
+    )
+
+
+def step_times(model: NativeModel, sequences: int, tokens: int, context: int) -> list[float]:
+    """Seconds of steps in which every sequence computes its last ``tokens`` tokens."""
+    random = np.random.default_rng(1)
+    blocks = -(-context // BLOCK)
+    tables = random.permutation(sequences * blocks).reshape(sequences, blocks)
+    starts = np.arange(sequences + 1) * tokens
+    positions = np.tile(np.arange(context - tokens, context), sequences)
+    ids = random.integers(0, CONFIG.vocab_size, sequences * tokens)
+    if tokens < context:
+        # finite numbers in the cache, as in use
+        for row in range(sequences):
+            count = np.arange(context)
+            model.forward(
+                np.zeros_like(count),
+                count,
+                np.array([0, context]),
+                tables[row : row + 1],
+                count[-1:],
+            )
+    times: list[float] = []
+    budget = 1.0 if QUICK else 4.0
+    while len(times) < 4 or (sum(times) < budget and len(times) < 200):
+        began = time.perf_counter()
+        model.forward(ids, positions, starts, tables, starts[1:] - 1)
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+def floor_s(
+    dtype: str, kv_dtype: str, rows: int, sequences: int, context: int,
+    weight_bytes: dict[str, float], bandwidth: float, rate: float,
+) -> float:  # fmt: skip
+    """The least time of a step, see the module's docstring."""
+    head = CONFIG.vocab_size * CONFIG.hidden_size
+    matrices = sum(
+        int(np.prod(shape)) for name, shape in expected_shapes(CONFIG).items() if len(shape) == 2
+    )
+    layers = matrices - head
+    per_weight = weight_bytes["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
+    per_head_weight = weight_bytes["int8" if dtype == "q4" else dtype]
+    read = (layers * per_weight + head * per_head_weight) / bandwidth
+    compute = (layers * rows + head * sequences) / rate
+    per_token = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim
+    kv = sequences * context * per_token * KV_BYTES[kv_dtype] / bandwidth
+    return max(read, compute) + kv
+
+
+def main() -> int:
+    reason = unavailable_reason()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 1
+    threads = available_cpus()
+    isa = ISA or variants()[0]
+    print(f"{threads} threads, kernels {isa} (usable: {', '.join(variants())})\n")
+
+    print("ceilings")
+    bandwidths = {size: read_bandwidth(size << 20, threads) for size in SIZES_MIB}
+    for size, rate in bandwidths.items():
+        print(f"  read {size:>4} MiB   {rate / 1e9:8.1f} GB/s")
+    rates = {dtype: dot_rate(dtype, threads) for dtype in ("float32", "bfloat16", "int8", "q4")}
+    for dtype, rate in rates.items():
+        print(f"  {dtype:<14} {2 * rate / 1e9:8.0f} Gop/s")
+
+    weight_bytes = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "q4": 0.625}
+    results: dict[str, dict[str, float]] = {}
+    print(f"\n{'weights':<10}{'kv':<10}{'step':<16}{'median ms':>10}{'floor ms':>10}{'share':>7}")
+    for dtype, kv_dtype in FORMATS:
+        model = make_model(dtype, kv_dtype, threads)
+        steps = [(f"decode {n} x {CONTEXT}", n, 1, CONTEXT) for n in BATCHES]
+        steps.append((f"prompt {PROMPT}", 1, PROMPT, PROMPT))
+        for name, sequences, tokens, context in steps:
+            rows = sequences * tokens
+            median = statistics.median(step_times(model, sequences, tokens, context))
+            rate = rates["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
+            floor = floor_s(
+                dtype, kv_dtype, rows, sequences, context, weight_bytes, bandwidths[256], rate
+            )
+            share = floor / median
+            results[f"{dtype}/{kv_dtype} {name}"] = {
+                "ms": round(median * 1e3, 3),
+                "floor_ms": round(floor * 1e3, 3),
+                "share": round(share, 3),
+            }
+            print(
+                f"{dtype:<10}{kv_dtype:<10}{name:<16}{median * 1e3:>10.2f}{floor * 1e3:>10.2f}"
+                f"{share:>7.0%}"
+            )
+            sys.stdout.flush()
+        model.close()
+    machine = {"threads": threads, "isa": isa}
+    ceilings = {
+        "read_gb_s": {str(size): round(rate / 1e9, 1) for size, rate in bandwidths.items()},
+        "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in rates.items()},
+    }
+    print(
+        json.dumps(
+            {"bench": "kernels", "machine": machine, "ceilings": ceilings, "results": results}
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

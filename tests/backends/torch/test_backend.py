@@ -1,0 +1,191 @@
+"""Loading, sizing and the life of a TorchBackend."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from paceline.backends.torch.attention import block_bytes
+from paceline.backends.torch.backend import TorchBackend
+from paceline.backends.torch.linear import DenseLinear, PackedLinear, make_linear
+from paceline.backends.torch.weights import load_weights
+from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.backend import ModelBackend
+from paceline.core.errors import CheckpointError, ConfigError
+from tests.backends.torch.conftest import load
+from tests.backends.torch.models import VOCAB, save_model
+from tests.backends.torch.plans import Plans
+
+PROMPT = [(i * 37 + 11) % VOCAB for i in range(45)]
+
+
+def test_info(llama: TorchBackend) -> None:
+    assert isinstance(llama, ModelBackend)
+    info = llama.info
+    # 3 layers, keys and values, 4 positions, 2 heads of 16 floats
+    assert info.block_bytes == 3 * 2 * 4 * 2 * 16 * 4
+    assert info.num_blocks == (1 << 20) // info.block_bytes
+    assert (info.name, info.dtype, info.device) == ("torch", "float32", "cpu")
+    assert (info.vocab_size, info.block_size, info.max_model_len) == (VOCAB, 4, 256)
+
+
+def test_two_backends_in_one_process(tmp_path: Path, llama: TorchBackend) -> None:
+    """Other model, other block size, other dtype, steps in turn and at the same time."""
+    save_model(tmp_path, "qwen3", num_hidden_layers=2)
+    other = load(tmp_path, block_size=7, threads=1)
+    expected = [Plans(llama).generate(PROMPT, 10).output, Plans(other).generate(PROMPT, 10).output]
+    assert expected[0] != expected[1]
+    both = [Plans(llama), Plans(other)]
+    for plans in both:
+        plans.add("same id", PROMPT)
+    for _ in range(10):
+        steps = []
+        for plans in both:
+            sequence = plans.sequences["same id"]
+            plan = plans.plan({"same id": len(sequence.tokens) - sequence.computed})
+            steps.append((plans, plan, plans.backend.execute(plan)))
+        for plans, plan, future in steps:
+            plans.take(plan, future.result(60))
+    assert [plans.release("same id").output for plans in both] == expected
+    other.close()
+    # closing one leaves the other alone
+    assert both[0].generate(PROMPT, 10).output == expected[0]
+
+
+def test_close(llama_folder: Path) -> None:
+    backend = load(llama_folder)
+    plans = Plans(backend)
+    plans.add("a", PROMPT)
+    future = backend.execute(plans.plan({"a": 45}))
+    before = {thread.name for thread in threading.enumerate()}
+    backend.close()
+    assert future.done()
+    assert len(future.result().sampled[0]) == 1
+    backend.close()
+    assert any(name.startswith("paceline-torch") for name in before)
+    with pytest.raises(RuntimeError, match="closed"):
+        backend.execute(plans.plan({}))
+
+
+def test_a_broken_plan_fails_its_future_only(llama: TorchBackend) -> None:
+    plans = Plans(llama)
+    plans.add("a", PROMPT).sent = True  # never announced
+    with pytest.raises(KeyError):
+        llama.execute(plans.plan({"a": 3})).result(60)
+    assert len(Plans(llama).generate(PROMPT, 2).output) == 2
+
+
+def test_bfloat16_agrees_with_float32(llama_folder: Path, llama: TorchBackend) -> None:
+    backend = load(llama_folder, dtype="bfloat16")
+    assert backend.info.dtype == "bfloat16"
+    assert backend.info.block_bytes * 2 == llama.info.block_bytes
+    for prompt in (PROMPT, PROMPT[:3]):
+        exact = Plans(llama).generate(prompt, 1, logprobs=20).logprobs[0]
+        rough = dict(Plans(backend).generate(prompt, 1, logprobs=20).logprobs[0].top)
+        for token, value in exact.top[:5]:
+            assert rough[token] == pytest.approx(value, abs=0.15)
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 257}, r"max_model_len=257 is not in 1 to 256"),
+        ({"max_model_len": 0}, r"max_model_len=0"),
+        ({"block_size": 0}, r"block_size must be at least 1, got 0"),
+        ({"max_num_seqs": 0}, r"max_num_seqs must be at least 1, got 0"),
+        ({"kv_cache_bytes": 100}, r"takes 3072 bytes, and there are kv_cache_bytes=100"),
+        ({"dtype": "int3"}, r"dtype 'int3' is not supported"),
+        ({"device": "tpu"}, r"device 'tpu' is not supported"),
+        ({"device": "cuda:77"}, r"cuda:77.*sees \d+ CUDA devices"),
+        ({"threads": 0}, r"threads must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(
+    settings: dict[str, object], message: str, llama_folder: Path
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=message):
+        load(llama_folder, **settings)
+    assert threading.active_count() == before
+
+
+def test_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing"):
+        load(tmp_path / "nothing")
+
+
+class Tampered:
+    """A checkpoint whose tensor ``name`` is something else when it is read."""
+
+    def __init__(self, inner: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+        self._inner, self._name, self._shape = inner, name, shape
+
+    @property
+    def path(self) -> Path:
+        return self._inner.path
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._inner.config
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        if name == self._name:
+            return np.zeros(self._shape, dtype=np.float32)
+        return self._inner.tensor(name)
+
+
+def test_shapes_are_checked_when_read(llama_folder: Path) -> None:
+    inner = open_checkpoint(llama_folder)
+    cpu = torch.device("cpu")
+    good = load_weights(
+        Tampered(inner, "model.norm.weight", (48,)), dtype=torch.float32, device=cpu
+    )
+    assert len(good.layers) == 3
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has shape \[48, 32\], its config implies \[32, 48\]"
+    ):
+        load_weights(Tampered(inner, name, (48, 32)), dtype=torch.float32, device=cpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_packed_linear_is_linear(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(50, 33), torch.randn(50), torch.randn(rows, 33)
+    weight, bias, x = weight.to(dtype), bias.to(dtype), x.to(dtype)
+    exact = x.double() @ weight.double().T
+    tolerance = 1e-4 if dtype is torch.float32 else 0.15
+    with torch.inference_mode():
+        for linear in (PackedLinear(weight), DenseLinear(weight), make_linear(weight)):
+            torch.testing.assert_close(linear(x).double(), exact, atol=tolerance, rtol=0)
+        for linear in (PackedLinear(weight, bias), DenseLinear(weight, bias)):
+            torch.testing.assert_close(
+                linear(x).double(), exact + bias.double(), atol=tolerance, rtol=0
+            )
+    assert isinstance(make_linear(weight.double()), DenseLinear)
+
+
+def test_block_bytes_counts_every_layer(llama_folder: Path) -> None:
+    config = open_checkpoint(llama_folder).config
+    assert block_bytes(config, 16, torch.bfloat16) == 3 * 2 * 16 * 2 * 16 * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_processor(llama_folder: Path, llama: TorchBackend) -> None:
+    backend = load(llama_folder, device="cuda")
+    expected = Plans(llama).generate(PROMPT, 12).output
+    assert Plans(backend).generate(PROMPT, 12).output == expected
+    plans = Plans(backend)
+    for index in range(5):
+        plans.add(f"{index}", PROMPT[: 45 - index], temperature=float(index % 2), seed=index)
+    plans.run(until=12, chunk=13)
+    assert plans.sequences["0"].output == expected
+    backend.close()
