@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
-from paceline.core.policies import POLICIES
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -246,7 +246,7 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
     )
     group.add_argument(
         "--scheduling-policy",
-        choices=tuple(POLICIES),
+        choices=policy_names(),
         default=default.policy,
         help="who goes first; docs/policies.md says when each wins and loses "
         f"(default {default.policy})",

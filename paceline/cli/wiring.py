@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -138,6 +139,7 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
 
     # settings that contradict each other are refused before a model is loaded for them
     _scheduler_config(settings, settings.max_model_len or 1)
+    load_policy(settings.policy)
     backend = build_backend(settings)
     try:
         info = backend.info

@@ -84,6 +84,10 @@ def test_settings_reach_the_engine() -> None:
         priority_ageing_s=9.0,
         bypass_window=2,
         max_bypasses=5,
+        adaptive_token_budget=False,
+        coalesce_window_s=0.7,
+        coalesce_size=11,
+        best_effort_delay_s=13.0,
     )
     core, engine = build(settings.to_json())
     try:
@@ -93,6 +97,9 @@ def test_settings_reach_the_engine() -> None:
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (3, 7)
         assert (scheduler.policy, scheduler.priority_ageing_s) == ("priority", 9.0)
         assert (scheduler.bypass_window, scheduler.max_bypasses) == (2, 5)
+        assert not scheduler.adaptive_token_budget
+        assert (scheduler.coalesce_window_s, scheduler.coalesce_size) == (0.7, 11)
+        assert scheduler.best_effort_delay_s == 13.0
         assert scheduler.max_model_len == engine.max_model_len == 20
         assert engine.model == "null"
     finally:

@@ -1,0 +1,36 @@
+"""Scheduling policies that other installed packages bring along."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+from paceline.core.errors import ConfigError
+from paceline.core.policies import POLICIES
+
+__all__ = ["GROUP", "load_policy", "policy_names"]
+
+GROUP = "paceline.policies"
+
+
+def _found() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Built-in policies, then those of other packages. Loads none of them."""
+    return (*POLICIES, *(name for name in _found() if name not in POLICIES))
+
+
+def load_policy(name: str) -> None:
+    """Make ``name`` known to ``core.policies.make_policy``; a built-in name stays what it is.
+
+    Raises:
+        ConfigError: the package that offers it cannot be loaded.
+    """
+    entry = _found().get(name)
+    if name in POLICIES or entry is None:
+        return
+    try:
+        POLICIES[name] = entry.load()
+    except Exception as error:
+        raise ConfigError(f"scheduling policy {name!r} ({entry.value}): {error!r}") from error
