@@ -2,7 +2,7 @@
 #
 #   make serve          an OpenAI-compatible server on PORT (8000); ARGS="--help" shows its flags
 #   make test           style, types, layers and all tests
-#   make quick          the same without the slow tests
+#   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
@@ -22,6 +22,8 @@ CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
+QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/checkpoints \
+	tests/test_public.py
 STAMP := $(VENV)/.installed
 
 export QUICK
@@ -37,7 +39,7 @@ test: check model
 	@$(BIN)/python -m pytest
 
 quick: check
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -73,11 +73,10 @@ def test_transformers_would_have_chosen_every_token(
     smollm2_path: Path, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
-    )
+    from benchmarks.batching import load_transformers
+
+    model = load_transformers(smollm2_path, "float32")
     assert len(prompts) >= 24
     lengths = [len(tokens) for tokens in prompts.values()]
     assert min(lengths) <= 3
