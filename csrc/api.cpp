@@ -1,0 +1,190 @@
+// The C interface over Model and Matrix: exceptions stop here.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "features.h"
+#include "model.h"
+#include "paceline_native.h"
+
+using namespace paceline;
+
+struct PacelineModel {
+  Model model;
+  explicit PacelineModel(const PacelineConfig& config) : model(config) {}
+};
+
+struct PacelineMatrix {
+  const Kernels* kernels;
+  Team team;
+  Arena arena;
+  Matrix matrix;
+  Memory acts, scales;
+  PacelineMatrix(const char* isa, int threads) : kernels(choose_kernels(isa)), team(threads < 1 ? 1 : threads) {}
+};
+
+namespace {
+
+thread_local std::string error_text;
+
+template <class F>
+int guarded(F&& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    error_text = "out of memory";
+  } catch (const std::exception& error) {
+    error_text = error.what();
+  }
+  return -1;
+}
+
+}  // namespace
+
+extern "C" {
+
+int paceline_abi(void) { return PACELINE_ABI; }
+
+const char* paceline_error(void) { return error_text.c_str(); }
+
+const char* paceline_variants(void) {
+  static const std::string names = [] {
+    std::string text;
+    for (const Kernels* kernels : usable_kernels()) text += (text.empty() ? "" : ",") + std::string(kernels->name);
+    return text;
+  }();
+  return names.c_str();
+}
+
+PacelineModel* paceline_create(const PacelineConfig* config) {
+  PacelineModel* model = nullptr;
+  guarded([&] { model = new PacelineModel(*config); });
+  return model;
+}
+
+void paceline_destroy(PacelineModel* model) { delete model; }
+
+int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, const void* data, int64_t rows,
+                  int64_t columns) {
+  return guarded([&] { model->model.load(PacelineTensor(tensor), int(layer), Source(type), data, rows, columns); });
+}
+
+int paceline_set_rope(PacelineModel* model, const float* cos, const float* sin) {
+  return guarded([&] { model->model.set_rope(cos, sin); });
+}
+
+int paceline_ready(PacelineModel* model) {
+  return guarded([&] { model->model.check_loaded(); });
+}
+
+int paceline_forward(PacelineModel* model, const PacelineStep* step) {
+  return guarded([&] { model->model.forward(*step); });
+}
+
+int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count) {
+  return guarded([&] { model->model.copy_blocks(from, to, count); });
+}
+
+int64_t paceline_block_bytes(const PacelineModel* model) { return model->model.block_bytes(); }
+
+int64_t paceline_weight_bytes(const PacelineModel* model) { return int64_t(model->model.weight_bytes()); }
+
+const char* paceline_isa(const PacelineModel* model) { return model->model.isa(); }
+
+void paceline_profile(PacelineModel* model, int on) { model->model.set_profile(on != 0); }
+
+void paceline_seconds(const PacelineModel* model, double* out) {
+  memcpy(out, model->model.seconds().data(), sizeof(double) * kSections);
+}
+
+int paceline_attention(PacelineModel* model, const PacelineStep* step, float* qkv, float* out) {
+  return guarded([&] { model->model.attention_only(*step, qkv, out); });
+}
+
+void* paceline_cache(PacelineModel* model, int64_t* bytes) { return model->model.cache(bytes); }
+
+PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns, int threads,
+                                const char* isa) {
+  std::unique_ptr<PacelineMatrix> made;
+  const int failed = guarded([&] {
+    const int64_t stride = source_row_bytes(Source(type), columns);
+    if (weights < 0 || weights > 3 || rows < 1 || columns < 1 || stride < 0)
+      throw std::invalid_argument("cannot hold a matrix of " + std::to_string(rows) + " x " + std::to_string(columns));
+    if (weights == int(Weights::kQ4) && columns % kGroup != 0)
+      throw std::invalid_argument("4-bit weights need whole groups of 32 columns, got " + std::to_string(columns));
+    made = std::make_unique<PacelineMatrix>(isa, threads);
+    made->matrix = Matrix(Weights(weights), rows, columns, made->arena);
+    std::vector<float> scratch(size_t(columns), 0.0f);
+    for (int64_t r = 0; r < rows; ++r)
+      made->matrix.pack_row(r, Source(type), static_cast<const uint8_t*>(data) + r * stride, scratch.data());
+  });
+  return failed ? nullptr : made.release();
+}
+
+void paceline_matrix_destroy(PacelineMatrix* matrix) { delete matrix; }
+
+int paceline_matrix_multiply(PacelineMatrix* m, const float* x, int64_t rows, float* y, int repeat) {
+  return guarded([&] {
+    const int64_t columns = m->matrix.columns(), stride = (columns + 63) / 64 * 256;
+    const int64_t scales = 2 * (columns / kGroup) + 2;
+    m->acts.reserve(size_t(rows * stride));
+    m->scales.reserve(size_t(rows * scales) * 4);
+    const Weights kind = m->matrix.kind();
+    const int unit = kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
+    GemmArgs args;
+    args.a = m->acts.data();
+    args.a_stride = stride;
+    args.a_scale = reinterpret_cast<const float*>(m->scales.data());
+    args.w = m->matrix.view();
+    args.out = y;
+    args.out_stride = m->matrix.rows();
+    const int64_t per_row = kind == Weights::kQ4 ? 2 * (columns / kGroup) : (columns + kActGroup - 1) / kActGroup + 1;
+    for (int64_t r = 0; r < rows; ++r)
+      m->kernels->encode(x + r * columns, columns, (columns + unit - 1) / unit * unit, Acts(kind),
+                         m->acts.data() + r * stride, reinterpret_cast<float*>(m->scales.data()) + r * per_row);
+    m->team.run([&](int member) {
+      for (int i = 0; i < repeat; ++i)
+        m->team.each(member, m->matrix.panel_count(), 4,
+                     [&](int64_t panel) { m->kernels->gemm[int(kind)](args, 0, rows, panel); });
+    });
+  });
+}
+
+double paceline_read_seconds(const void* data, int64_t bytes, int threads, int repeat) {
+  double best = -1;
+  guarded([&] {
+    using Clock = std::chrono::steady_clock;
+    Team team(threads < 1 ? 1 : threads);
+    const int64_t words = bytes / 8 / team.size();
+    std::atomic<uint64_t> sink{0};
+    for (int i = 0; i < repeat; ++i) {
+      const auto began = Clock::now();
+      team.run([&](int member) {
+        const uint64_t* p = static_cast<const uint64_t*>(data) + member * words;
+        uint64_t a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
+        for (int64_t w = 0; w + 8 <= words; w += 8) {
+          a ^= p[w], b ^= p[w + 1], c ^= p[w + 2], d ^= p[w + 3];
+          e ^= p[w + 4], f ^= p[w + 5], g ^= p[w + 6], h ^= p[w + 7];
+        }
+        sink += a ^ b ^ c ^ d ^ e ^ f ^ g ^ h;
+      });
+      const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+      if (best < 0 || seconds < best) best = seconds;
+    }
+  });
+  return best;
+}
+
+int paceline_matrix_unpack(const PacelineMatrix* m, float* out) {
+  return guarded([&] {
+    for (int64_t r = 0; r < m->matrix.rows(); ++r) m->matrix.unpack_row(r, out + r * m->matrix.columns());
+  });
+}
+
+}  // extern "C"
+

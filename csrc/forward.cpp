@@ -1,0 +1,395 @@
+// One step of the model: every member of the team walks through the same stages.
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "model.h"
+
+namespace paceline {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f;
+// rows of activations that stay in the second-level cache while panels stream past
+constexpr int64_t kRowBlock = 208;
+// up to here the 4-bit weights are read, above their int8 copy
+constexpr int64_t kQ4Rows = 8;
+// keys of one query set that are worth a thread of their own
+constexpr int kSplitKeys = 256;
+
+int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+double seconds_now() {
+  using Clock = std::chrono::steady_clock;
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+[[noreturn]] void refuse(const char* what, int64_t index, int64_t value, int64_t limit) {
+  throw std::invalid_argument(std::string(what) + "[" + std::to_string(index) + "] is " + std::to_string(value) +
+                              ", must be 0 to " + std::to_string(limit - 1));
+}
+
+void check_range(const char* what, const int32_t* values, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; ++i)
+    if (values[i] < 0 || values[i] >= limit) refuse(what, i, values[i], limit);
+}
+
+}  // namespace
+
+void Model::set_profile(bool on) {
+  profile_ = on;
+  seconds_.fill(0);
+}
+
+void Model::mark(int member, Section section) {
+  if (!profile_ || member != 0) return;
+  const double now = seconds_now();
+  seconds_[section] += now - last_mark_;
+  last_mark_ = now;
+}
+
+Model::Shape Model::shape_of(const Linear& linear, int64_t rows) const {
+  const int64_t columns = linear.main.columns();
+  if (linear.main.kind() == Weights::kQ4 && rows <= kQ4Rows)
+    return {Weights::kQ4, Acts::kI8ForQ4, pad_to(columns, 64), 2 * (columns / kGroup)};
+  switch (weights_) {
+    case Weights::kF32: return {Weights::kF32, Acts::kF32, pad_to(columns, 16) * 4, 1};
+    case Weights::kBF16: return {Weights::kBF16, Acts::kBF16, pad_to(columns, 32) * 2, 1};
+    default: return {Weights::kI8, Acts::kI8, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
+  }
+}
+
+void Model::reserve(int64_t tokens, int64_t sampled) {
+  const PacelineConfig& c = config_;
+  const size_t n = size_t(tokens > sampled ? tokens : sampled);
+  const int64_t attended = c.heads * c.head_dim;
+  int64_t widest = hidden_pad_ > inner_pad_ ? hidden_pad_ : inner_pad_;
+  if (attended > widest) widest = attended;
+  x_.reserve(n * size_t(hidden_pad_) * 4);
+  xr_.reserve(size_t(sampled) * size_t(hidden_pad_) * 4);
+  acts_buffer_.reserve(n * size_t(pad_to(widest, 64)) * 4);
+  scales_.reserve(n * size_t(2 * (widest / kGroup) + 2) * 4);
+  qkv_.reserve(n * size_t(pad_to(qkv_rows_, 16)) * 4);
+  queries_.reserve(n * size_t(attended) * 4);
+  query_scales_.reserve(n * size_t(c.heads) * 4);
+  attended_.reserve(n * size_t(attended) * 4);
+  inner_.reserve(n * size_t(pad_to(inner_pad_, 32)) * 4);
+  rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest, 16)) * 4);
+}
+
+void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& plan) {
+  plan.items.clear();
+  plan.merges.clear();
+  const int64_t most = kernels_->attend_rows;
+  int64_t rows_total = 0;
+  for (int64_t s = 0; s < step.sequences; ++s) rows_total += step.query_start[s + 1] - step.query_start[s];
+  const int64_t pieces = (rows_total * group_ + most - 1) / most * config_.kv_heads;
+  const int64_t wanted = 4 * team_.size();
+  int64_t parts = 0;
+  for (int64_t s = 0; s < step.sequences; ++s) {
+    const int64_t begin = step.query_start[s], rows = (step.query_start[s + 1] - begin) * group_;
+    for (int32_t head = 0; head < config_.kv_heads; ++head) {
+      // the longest first, so that no thread is left with one at the end
+      for (int64_t tile = (rows + most - 1) / most - 1; tile >= 0; --tile) {
+        AttendItem item{};
+        item.sequence = int32_t(s);
+        item.kv_head = head;
+        item.row = tile * most;
+        item.rows = int32_t(rows - item.row < most ? rows - item.row : most);
+        const int first_position = step.positions[begin + item.row / group_];
+        const int last_position = step.positions[begin + (item.row + item.rows - 1) / group_];
+        item.key_end = last_position + 1;
+        const int oldest = window > 0 && first_position >= window ? first_position - window + 1 : 0;
+        item.key_begin = oldest / kTile * kTile;
+        item.part = -1;
+        const int keys = item.key_end - item.key_begin;
+        int64_t splits = team_.size() > 1 && pieces < wanted ? (wanted + pieces - 1) / pieces : 1;
+        if (splits > keys / kSplitKeys) splits = keys / kSplitKeys;
+        if (splits <= 1) {
+          plan.items.push_back(item);
+          continue;
+        }
+        plan.merges.push_back({parts, int32_t(splits), item.rows, item.sequence, item.kv_head, item.row});
+        const int each = int(pad_to((keys + splits - 1) / splits, kTile)), end = item.key_end;
+        for (int64_t i = 0; i < splits; ++i) {
+          AttendItem piece = item;
+          piece.key_begin = item.key_begin + int(i) * each < end ? item.key_begin + int(i) * each : end;
+          piece.key_end = piece.key_begin + each < end ? piece.key_begin + each : end;
+          piece.part = parts;
+          parts += kMaxRows;
+          plan.items.push_back(piece);
+        }
+      }
+    }
+  }
+  parts_.reserve(size_t(parts) * size_t(config_.head_dim + 16) * 4);
+}
+
+void Model::prepare(const PacelineStep& step) {
+  const PacelineConfig& c = config_;
+  const int64_t n = step.tokens;
+  if (n < 0 || step.sequences < 0 || step.sampled < 0) throw std::invalid_argument("negative sizes");
+  check_range("token_ids", step.token_ids, n, c.vocab);
+  check_range("positions", step.positions, n, c.max_positions);
+  check_range("sample_rows", step.sample_rows, step.sampled, n);
+  for (int64_t i = 1; i < step.sampled; ++i)
+    if (step.sample_rows[i] <= step.sample_rows[i - 1])
+      throw std::invalid_argument("sample_rows must ascend, entry " + std::to_string(i) + " does not");
+  if (step.query_start[0] != 0 || step.query_start[step.sequences] != n)
+    throw std::invalid_argument("query_start must run from 0 to the number of tokens, " + std::to_string(n));
+  sequence_of_.resize(size_t(n));
+  for (int64_t s = 0; s < step.sequences; ++s) {
+    const int64_t begin = step.query_start[s], end = step.query_start[s + 1];
+    if (end < begin || end > n) throw std::invalid_argument("query_start must not descend");
+    if (begin == end) continue;
+    for (int64_t t = begin; t < end; ++t) {
+      sequence_of_[size_t(t)] = int32_t(s);
+      if (t > begin && step.positions[t] != step.positions[t - 1] + 1)
+        throw std::invalid_argument("positions of sequence " + std::to_string(s) + " are not consecutive");
+    }
+    const int64_t blocks = step.positions[end - 1] / c.block_size + 1;
+    if (blocks > step.table_width)
+      throw std::invalid_argument("sequence " + std::to_string(s) + " reaches block " + std::to_string(blocks) +
+                                  " of a table of " + std::to_string(step.table_width));
+    check_range("block_tables", step.tables + s * step.table_width, blocks, c.num_blocks);
+  }
+  sampled_before_.assign(size_t(n + 1), 0);
+  for (int64_t i = 0; i < step.sampled; ++i) sampled_before_[size_t(step.sample_rows[i] + 1)] = 1;
+  for (int64_t t = 0; t < n; ++t) sampled_before_[size_t(t + 1)] += sampled_before_[size_t(t)];
+  reserve(n, step.sampled);
+  parts_.reserve(64);
+  plan_attention(step, 0, plan_);
+  bool sliding = false;
+  for (const Layer& layer : layers_) sliding = sliding || layer.sliding;
+  if (sliding) plan_attention(step, int(c.sliding_window), sliding_plan_);
+}
+
+void Model::forward(const PacelineStep& step) {
+  prepare(step);
+  if (step.tokens == 0) return;
+  last_mark_ = profile_ ? seconds_now() : 0;
+  team_.run([&](int member) { run_step(step, member); });
+}
+
+void Model::norm_rows(int member, const float* x, int64_t rows, const std::vector<float>& weight,
+                      const Linear& next) {
+  const Shape shape = shape_of(next, rows);
+  const int64_t n = config_.hidden, padded = pad_to(n, Acts::kF32 == shape.acts ? 1 : 4);
+  float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
+  float* scales = reinterpret_cast<float*>(scales_.data());
+  team_.each(member, rows, row_grain(rows), [&](int64_t r) {
+    kernels_->rms_norm(x + r * hidden_pad_, weight.data(), n, config_.eps, scratch);
+    kernels_->encode(scratch, n, padded, shape.acts, acts_buffer_.data() + r * shape.bytes, scales + r * shape.scales);
+  });
+}
+
+void Model::multiply(int member, const Linear& linear, const uint8_t* acts, int64_t acts_stride, int64_t rows,
+                     Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16) {
+  const Shape shape = shape_of(linear, rows);
+  const Matrix& matrix =
+      shape.weights == Weights::kI8 && linear.main.kind() == Weights::kQ4 ? linear.batch : linear.main;
+  GemmArgs args;
+  args.a = acts;
+  args.a_stride = acts_stride ? acts_stride : shape.bytes;
+  args.a_scale = reinterpret_cast<const float*>(scales_.data());
+  args.w = matrix.view();
+  args.bias = linear.has_bias ? linear.bias.data() : nullptr;
+  args.epilogue = epilogue;
+  args.out = out;
+  args.out_stride = out_stride;
+  args.out_bf16 = out_bf16;
+  const auto kernel = kernels_->gemm[int(shape.weights)];
+  const int64_t panels = matrix.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0;
+  // runs of panels long enough to stream, short enough that the last one keeps nobody waiting
+  int64_t grain = panels * blocks / (team_.size() * 8);
+  grain = grain < 1 ? 1 : grain > 16 ? 16 : grain;
+  team_.each(member, panels * blocks, grain, [&](int64_t item) {
+    const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
+    kernel(args, begin, end, item % panels);
+  });
+}
+
+void Model::rope_and_store(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, float* qkv) {
+  const PacelineConfig& c = config_;
+  const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
+  const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
+  const float factor = kLog2e / std::sqrt(float(d));
+  uint8_t* cache = cache_.data() + layer_index * c.num_blocks * block_bytes_;
+  float* query_scales = reinterpret_cast<float*>(query_scales_.data());
+  team_.each(member, n, row_grain(n), [&](int64_t t) {
+    float* row = qkv + t * stride;
+    const int64_t position = step.positions[t];
+    const int32_t* table = step.tables + int64_t(sequence_of_[size_t(t)]) * step.table_width;
+    const int64_t slot = position % c.block_size;
+    uint8_t* block = cache + table[position / c.block_size] * block_bytes_ + slot / kTile * tile_bytes_;
+    for (int64_t h = 0; h < c.kv_heads; ++h)
+      kernels_->expect_kv(int(d), int(slot % kTile), kv_, block + h * head_bytes_);
+    const float *cos = cos_.data() + position * (d / 2), *sin = sin_.data() + position * (d / 2);
+    for (int64_t h = 0; h < c.heads; ++h) {
+      float* q = row + h * d;
+      if (!layer.q_norm.empty()) kernels_->rms_norm(q, layer.q_norm.data(), d, c.eps, q);
+      kernels_->rope(q, cos, sin, int(d));
+      const int64_t at = (h / group_ * n + t) * group_ + h % group_;
+      kernels_->encode_query(q, int(d), factor, kv_, queries_.data() + at * query_bytes, query_scales + at);
+    }
+    for (int64_t h = 0; h < c.kv_heads; ++h) {
+      float *k = row + (c.heads + h) * d, *v = row + (c.heads + c.kv_heads + h) * d;
+      if (!layer.k_norm.empty()) kernels_->rms_norm(k, layer.k_norm.data(), d, c.eps, k);
+      kernels_->rope(k, cos, sin, int(d));
+      kernels_->store_kv(k, v, int(d), int(slot % kTile), kv_, block + h * head_bytes_);
+    }
+  });
+}
+
+void Model::attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out) {
+  const PacelineConfig& c = config_;
+  const AttendPlan& plan = layer.sliding ? sliding_plan_ : plan_;
+  const int window = layer.sliding ? int(c.sliding_window) : 0;
+  const int64_t d = c.head_dim, width = c.heads * d, part_stride = d + 16;
+  const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
+  float* parts = reinterpret_cast<float*>(parts_.data());
+  team_.each(member, int64_t(plan.items.size()), 1, [&](int64_t i) {
+    const AttendItem& item = plan.items[size_t(i)];
+    const int64_t start = step.query_start[item.sequence];
+    if (last) {
+      // nobody reads the others' outputs
+      const size_t from = size_t(start + item.row / group_), to = size_t(start + (item.row + item.rows - 1) / group_);
+      if (sampled_before_[from] == sampled_before_[to + 1]) return;
+    }
+    AttendArgs args;
+    const int64_t query = (item.kv_head * step.tokens + start) * group_ + item.row;
+    args.q = queries_.data() + query * query_bytes;
+    args.q_stride = query_bytes;
+    args.q_scale = reinterpret_cast<const float*>(query_scales_.data()) + query;
+    args.layer = cache_.data() + layer_index * c.num_blocks * block_bytes_;
+    args.block_bytes = block_bytes_;
+    args.head_bytes = head_bytes_;
+    args.kv_head = item.kv_head;
+    args.head_dim = int(d);
+    args.tiles_per_block = int(c.block_size / kTile);
+    args.table = step.tables + item.sequence * step.table_width;
+    args.rows = item.rows;
+    int32_t first[kMaxRows], limit[kMaxRows];
+    for (int r = 0; r < item.rows; ++r) {
+      const int64_t flat = item.row + r, token = start + flat / group_;
+      limit[r] = step.positions[token] + 1;
+      first[r] = window > 0 && limit[r] > window ? limit[r] - window : 0;
+      args.out[r] = item.part >= 0 ? parts + (item.part + r) * part_stride
+                                   : out + token * width + (item.kv_head * group_ + flat % group_) * d;
+    }
+    args.first = first;
+    args.limit = limit;
+    args.split = item.part >= 0;
+    args.key_begin = item.key_begin;
+    args.key_end = item.key_end;
+    if (i + 1 < int64_t(plan.items.size())) {
+      const AttendItem& next = plan.items[size_t(i + 1)];
+      args.next_table = step.tables + next.sequence * step.table_width;
+      args.next_head = next.kv_head;
+      args.next_begin = next.key_begin;
+      args.next_end = next.key_end;
+    }
+    kernels_->attend[int(kv_)](args);
+  });
+  if (plan.merges.empty()) return;
+  team_.each(member, int64_t(plan.merges.size()), 1, [&](int64_t i) {
+    const MergeItem& merge = plan.merges[size_t(i)];
+    for (int r = 0; r < merge.rows; ++r) {
+      const int64_t flat = merge.row + r, token = step.query_start[merge.sequence] + flat / group_;
+      kernels_->merge_partials(parts + (merge.part + r) * part_stride, merge.splits, kMaxRows * part_stride, int(d),
+                               out + token * width + (merge.kv_head * group_ + flat % group_) * d);
+    }
+  });
+}
+
+void Model::run_step(const PacelineStep& step, int member) {
+  const PacelineConfig& c = config_;
+  const int64_t width = c.heads * c.head_dim, qkv_stride = pad_to(qkv_rows_, 16), inner_stride = pad_to(inner_pad_, 32);
+  float* x = reinterpret_cast<float*>(x_.data());
+  float* qkv = reinterpret_cast<float*>(qkv_.data());
+  float* attended = reinterpret_cast<float*>(attended_.data());
+  float* scales = reinterpret_cast<float*>(scales_.data());
+  int64_t rows = step.tokens;
+
+  const Matrix& table = c.tied ? head_.main : embedding_.main;
+  team_.each(member, rows, 1, [&](int64_t t) { table.unpack_row(step.token_ids[t], x + t * hidden_pad_); });
+  mark(member, kEmbed);
+
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    const bool last = i + 1 == layers_.size();
+    norm_rows(member, x, rows, layer.attention_norm, layer.qkv);
+    mark(member, kNorm);
+    multiply(member, layer.qkv, acts_buffer_.data(), 0, rows, Epilogue::kStore, qkv, qkv_stride, false);
+    mark(member, kQkv);
+    rope_and_store(member, step, layer, int64_t(i), qkv);
+    mark(member, kRope);
+    if (last && step.sampled == 0) return;
+    attend(member, step, layer, int64_t(i), last, attended);
+    mark(member, kAttend);
+    // after the last attention only the sampled rows matter
+    if (last) rows = step.sampled;
+    float* y = last ? reinterpret_cast<float*>(xr_.data()) : x;
+    const Shape shape = shape_of(layer.out, rows);
+    const int64_t width_padded = pad_to(width, 4);
+    team_.each(member, rows, row_grain(rows), [&](int64_t r) {
+      const int64_t from = last ? step.sample_rows[r] : r;
+      if (last) memcpy(y + r * hidden_pad_, x + from * hidden_pad_, size_t(hidden_pad_) * 4);
+      kernels_->encode(attended + from * width, width, width_padded, shape.acts,
+                       acts_buffer_.data() + r * shape.bytes, scales + r * shape.scales);
+    });
+    x = y;
+    mark(member, kEncode);
+    multiply(member, layer.out, acts_buffer_.data(), 0, rows, Epilogue::kAdd, x, hidden_pad_, false);
+    mark(member, kOut);
+    norm_rows(member, x, rows, layer.mlp_norm, layer.gate_up);
+    mark(member, kNorm);
+    const bool bf16 = weights_ == Weights::kBF16;
+    multiply(member, layer.gate_up, acts_buffer_.data(), 0, rows, Epilogue::kSilu, inner_.data(), inner_stride, bf16);
+    mark(member, kGateUp);
+    const uint8_t* acts = inner_.data();
+    int64_t acts_stride = inner_stride * (bf16 ? 2 : 4);
+    if (weights_ != Weights::kBF16 && weights_ != Weights::kF32) {
+      const Shape down = shape_of(layer.down, rows);
+      team_.each(member, rows, row_grain(rows), [&](int64_t r) {
+        kernels_->encode(reinterpret_cast<const float*>(inner_.data()) + r * inner_stride, c.inner,
+                         pad_to(c.inner, 4), down.acts, acts_buffer_.data() + r * down.bytes, scales + r * down.scales);
+      });
+      acts = acts_buffer_.data();
+      acts_stride = 0;
+      mark(member, kEncode);
+    }
+    multiply(member, layer.down, acts, acts_stride, rows, Epilogue::kAdd, x, hidden_pad_, false);
+    mark(member, kDown);
+  }
+  norm_rows(member, x, rows, final_norm_, head_);
+  multiply(member, head_, acts_buffer_.data(), 0, rows, Epilogue::kStore, step.logits, c.vocab, false);
+  mark(member, kHead);
+}
+
+void Model::attention_only(const PacelineStep& step, float* qkv, float* out) {
+  prepare(step);
+  if (step.tokens == 0) return;
+  const int64_t stride = pad_to(qkv_rows_, 16);
+  if (stride != qkv_rows_) throw std::invalid_argument("unpadded rows only");
+  team_.run([&](int member) {
+    rope_and_store(member, step, layers_[0], 0, qkv);
+    attend(member, step, layers_[0], 0, false, out);
+  });
+}
+
+void Model::copy_blocks(const int64_t* from, const int64_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (from[i] < 0 || from[i] >= config_.num_blocks) refuse("source blocks", i, from[i], config_.num_blocks);
+    if (to[i] < 0 || to[i] >= config_.num_blocks) refuse("destination blocks", i, to[i], config_.num_blocks);
+  }
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    uint8_t* base = cache_.data() + layer * config_.num_blocks * block_bytes_;
+    // one after the other: a later pair may copy what an earlier one wrote
+    for (int64_t i = 0; i < count; ++i)
+      if (from[i] != to[i]) memcpy(base + to[i] * block_bytes_, base + from[i] * block_bytes_, size_t(block_bytes_));
+  }
+}
+
+}  // namespace paceline

@@ -1,0 +1,271 @@
+// Products of packed weights: register-tiled micro-kernels, one panel of 32 outputs at a time.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace PL_NAMESPACE {
+using namespace paceline;
+
+// accumulators of a tile are 2 * rows registers; two hold weights and one a broadcast
+#if PL_LEVEL >= 2
+constexpr int kTileRows = 13;
+// the sums over groups need registers too
+constexpr int kTileRowsI8 = 8;
+constexpr int kTileRowsQ4 = 4;
+#elif PL_LEVEL == 1
+constexpr int kTileRows = 3;
+constexpr int kTileRowsI8 = 2;
+constexpr int kTileRowsQ4 = 1;
+#else
+constexpr int kTileRows = 4;
+constexpr int kTileRowsI8 = 2;
+constexpr int kTileRowsQ4 = 1;
+#endif
+
+// how far ahead of a stream of weights lines are asked for: the hardware's own prefetchers stop at
+// the end of a page
+constexpr int kAhead = 1536;
+
+PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, int64_t panel) {
+  const int64_t column = panel * kPanel;
+  const int64_t left = g.w.rows - column;
+  const int n0 = left >= 16 ? 16 : int(left), n1 = left >= 32 ? 16 : left > 16 ? int(left - 16) : 0;
+  vf bias0 = zero(), bias1 = zero();
+  if (g.bias) {
+    bias0 = load_n(g.bias + column, n0);
+    if (n1) bias1 = load_n(g.bias + column + 16, n1);
+  }
+  for (int r = 0; r < rows; ++r) {
+    const vf y0 = add(tile[2 * r], bias0), y1 = add(tile[2 * r + 1], bias1);
+    if (g.epilogue == Epilogue::kSilu) {
+      const vf y = mul(silu(y0), y1);
+      const int64_t at = (row + r) * g.out_stride + panel * 16;
+      if (g.out_bf16)
+        store_bf16(static_cast<uint16_t*>(g.out) + at, y);
+      else
+        store(static_cast<float*>(g.out) + at, y);
+      continue;
+    }
+    float* out = static_cast<float*>(g.out) + (row + r) * g.out_stride + column;
+    if (n1 == 16) {
+      if (g.epilogue == Epilogue::kAdd) {
+        store(out, add(load(out), y0));
+        store(out + 16, add(load(out + 16), y1));
+      } else {
+        store(out, y0);
+        store(out + 16, y1);
+      }
+    } else {
+      const bool sum = g.epilogue == Epilogue::kAdd;
+      store_n(out, sum ? add(load_n(out, n0), y0) : y0, n0);
+      if (n1) store_n(out + 16, sum ? add(load_n(out + 16, n1), y1) : y1, n1);
+    }
+  }
+}
+
+// `ahead` and `ahead_step`: the part of the next panel to ask for on the way, in bytes a unit
+template <class D, int R>
+static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_step) {
+  const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
+  const int64_t s = g.a_stride;
+  (void)ahead, (void)ahead_step;  // few rows: the weights are fetched ahead line by line
+  // rows are addressed from three moving bases, so that x86 addressing (base + {1,2,4} * s) covers
+  // them without a pointer a row
+  const uint8_t* base[3] = {g.a + row * s, g.a + (row + 5) * s, g.a + (row + 10) * s};
+  typename D::Acc acc[2 * R];
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) acc[i] = D::none();
+  if constexpr (R <= 2) {
+    // few rows: the chain of dependent products, not their number, would set the pace
+    typename D::Acc more[2 * R];
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) more[i] = D::none();
+    int64_t u = 0;
+    for (; u + 2 <= g.w.units; u += 2) {
+      for (int line = 0; line < 256; line += 64) prefetch(w + kAhead + line);
+      const auto w0 = D::weight(w), w1 = D::weight(w + 64);
+      const auto w2 = D::weight(w + 128), w3 = D::weight(w + 192);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto x = D::value(base[0] + r * s + 4 * u), y = D::value(base[0] + r * s + 4 * u + 4);
+        acc[2 * r] = D::dot(acc[2 * r], x, w0);
+        acc[2 * r + 1] = D::dot(acc[2 * r + 1], x, w1);
+        more[2 * r] = D::dot(more[2 * r], y, w2);
+        more[2 * r + 1] = D::dot(more[2 * r + 1], y, w3);
+      }
+      w += 256;
+    }
+    if (u < g.w.units) {
+      const auto w0 = D::weight(w), w1 = D::weight(w + 64);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto x = D::value(base[0] + r * s + 4 * u);
+        acc[2 * r] = D::dot(acc[2 * r], x, w0);
+        acc[2 * r + 1] = D::dot(acc[2 * r + 1], x, w1);
+      }
+    }
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) acc[i] = add(acc[i], more[i]);
+  } else {
+    for (int64_t u = 0; u < g.w.units; ++u) {
+      const auto w0 = D::weight(w), w1 = D::weight(w + 64);
+      prefetch_l2(ahead);
+      prefetch_l2(ahead + 64);
+      ahead += ahead_step;
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto x = D::value(base[r / 5] + (r % 5) * s);
+        acc[2 * r] = D::dot(acc[2 * r], x, w0);
+        acc[2 * r + 1] = D::dot(acc[2 * r + 1], x, w1);
+      }
+      w += 128;
+      base[0] += 4;
+      base[1] += 4;
+      base[2] += 4;
+    }
+  }
+  finish(g, acc, R, row, panel);
+}
+
+// int8 weights with a scale an output; activations in groups of 64 with a scale each
+template <int R>
+static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_step) {
+  constexpr int64_t group_units = kActGroup / 4;
+  const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
+  const int64_t s = g.a_stride, groups = (g.w.columns + kActGroup - 1) / kActGroup;
+  const float* scales = g.a_scale + row * (groups + 1);
+  const uint8_t* base[3] = {g.a + row * s, g.a + (row + 5) * s, g.a + (row + 10) * s};
+  vf out[2 * R];
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) out[i] = zero();
+  int64_t left = g.w.units;
+  for (int64_t k = 0; k < groups; ++k, left -= group_units) {
+    vi acc[2 * R];
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
+    for (int64_t u = left < group_units ? left : group_units; u > 0; --u) {
+      const vi w0 = loadi(w), w1 = loadi(w + 64);
+      if constexpr (R <= 2) {
+        prefetch(w + kAhead);
+        prefetch(w + kAhead + 64);
+      } else {
+        prefetch_l2(ahead);
+        prefetch_l2(ahead + 64);
+        ahead += ahead_step;
+      }
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const vi x = set1i(int32_t(load_u32(base[r / 5] + (r % 5) * s)));
+        acc[2 * r] = dot_bytes(acc[2 * r], w0, x);
+        acc[2 * r + 1] = dot_bytes(acc[2 * r + 1], w1, x);
+      }
+      w += 128;
+      base[0] += 4;
+      base[1] += 4;
+      base[2] += 4;
+    }
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const vf x = set1(scales[r * (groups + 1) + k]);
+      out[2 * r] = fma(to_float(acc[2 * r]), x, out[2 * r]);
+      out[2 * r + 1] = fma(to_float(acc[2 * r + 1]), x, out[2 * r + 1]);
+    }
+  }
+  const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
+  PL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const vf offset = set1(scales[r * (groups + 1) + groups]);
+    out[2 * r] = mul(sub(out[2 * r], offset), s0);
+    out[2 * r + 1] = mul(sub(out[2 * r + 1], offset), s1);
+  }
+  finish(g, out, R, row, panel);
+}
+
+// 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales
+template <int R>
+static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
+  const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
+  const int64_t groups = g.w.columns / kGroup;
+  vf out[2 * R];
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) out[i] = zero();
+  for (int64_t k = 0; k < groups; ++k) {
+    for (int line = 0; line < kQ4GroupBytes; line += 64) prefetch(w + kAhead + line);
+    vi acc[2 * R];
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
+    for (int j = 0; j < 4; ++j) {
+      const vi both0 = loadi(w + j * 128), both1 = loadi(w + j * 128 + 64);
+      const vi l0 = low_nibbles(both0), h0 = high_nibbles(both0);
+      const vi l1 = low_nibbles(both1), h1 = high_nibbles(both1);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* a = g.a + (row + r) * g.a_stride + k * kGroup + j * 4;
+        const vi x = set1i(int32_t(load_u32(a))), y = set1i(int32_t(load_u32(a + 16)));
+        acc[2 * r] = dot_nibbles(acc[2 * r], l0, x);
+        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], l1, x);
+        acc[2 * r] = dot_nibbles(acc[2 * r], h0, y);
+        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], h1, y);
+      }
+    }
+    const vf s0 = load_half(w + 512), s1 = load_half(w + 544);
+    const vf m0 = load_half(w + 576), m1 = load_half(w + 608);
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float* scales = g.a_scale + (row + r) * 2 * groups;
+      const vf x = set1(scales[k]), sum = set1(scales[groups + k]);
+      out[2 * r] = fma(m0, sum, fma(to_float(acc[2 * r]), mul(s0, x), out[2 * r]));
+      out[2 * r + 1] = fma(m1, sum, fma(to_float(acc[2 * r + 1]), mul(s1, x), out[2 * r + 1]));
+    }
+    w += kQ4GroupBytes;
+  }
+  finish(g, out, R, row, panel);
+}
+
+struct DotI8 {
+  static constexpr int per_unit = 4;
+};
+
+template <class D, int R>
+static void run_tile(const GemmArgs& g, int64_t row, int64_t panel, int rows, const uint8_t* ahead,
+                     int64_t ahead_step) {
+  if constexpr (R > 1) {
+    if (rows < R) return run_tile<D, R - 1>(g, row, panel, rows, ahead, ahead_step);
+  }
+  if constexpr (D::per_unit == 4)
+    tile_i8<R>(g, row, panel, ahead, ahead_step);
+  else
+    tile<D, R>(g, row, panel, ahead, ahead_step);
+}
+
+template <int R>
+static void run_tile_q4(const GemmArgs& g, int64_t row, int64_t panel, int rows) {
+  if constexpr (R > 1) {
+    if (rows < R) return run_tile_q4<R - 1>(g, row, panel, rows);
+  }
+  tile_q4<R>(g, row, panel);
+}
+
+template <class D>
+static void gemm(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
+  constexpr int most = D::per_unit == 4 ? kTileRowsI8 : kTileRows;
+  // equal tiles rather than full ones and a thin rest
+  const int64_t count = (end - begin + most - 1) / most;
+  const uint8_t* next = g.w.data + (panel + 1) * g.w.panel_bytes;
+  for (int64_t tiles = count; tiles > 0; --tiles) {
+    const int rows = int((end - begin + tiles - 1) / tiles);
+    run_tile<D, most>(g, begin, panel, rows, next + (count - tiles) * g.w.panel_bytes / count,
+                           kPanel * 4 / count);
+    begin += rows;
+  }
+}
+
+static void gemm_q4(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
+  for (int64_t tiles = (end - begin + kTileRowsQ4 - 1) / kTileRowsQ4; tiles > 0; --tiles) {
+    const int rows = int((end - begin + tiles - 1) / tiles);
+    run_tile_q4<kTileRowsQ4>(g, begin, panel, rows);
+    begin += rows;
+  }
+}
+
+}  // namespace PL_NAMESPACE

@@ -1,0 +1,191 @@
+// One instruction-set variant of the kernels: compiled several times, with PL_LEVEL and
+// PL_NAMESPACE saying which.
+#include "kernels.h"
+#include "simd.h"
+#include "gemm.h"
+#include "attend.h"
+#include "attend_i8.h"
+
+namespace PL_NAMESPACE {
+
+static void rms_norm(const float* x, const float* w, int64_t n, float eps, float* y) {
+  vf sum0 = zero(), sum1 = zero();
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const vf a = load(x + i), b = load(x + i + 16);
+    sum0 = fma(a, a, sum0);
+    sum1 = fma(b, b, sum1);
+  }
+  for (; i < n; i += 16) {
+    const int left = n - i < 16 ? int(n - i) : 16;
+    const vf a = load_n(x + i, left);
+    sum0 = fma(a, a, sum0);
+  }
+  const vf f = set1(1.0f / __builtin_sqrtf(hsum(add(sum0, sum1)) / float(n) + eps));
+  for (i = 0; i + 16 <= n; i += 16) store(y + i, mul(mul(load(x + i), f), load(w + i)));
+  if (i < n) {
+    const int left = int(n - i);
+    store_n(y + i, mul(mul(load_n(x + i, left), f), load_n(w + i, left)), left);
+  }
+}
+
+PL_INLINE float largest(const float* x, int64_t n) {
+  vf high = zero();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) high = vmax(vabs(load(x + i)), high);
+  if (i < n) high = vmax(vabs(load_n(x + i, int(n - i))), high);
+  return hmax(high);
+}
+
+// round(x * factor) + offset as bytes
+PL_INLINE void to_bytes(const float* x, int64_t n, float factor, int offset, uint8_t* y) {
+  const vf f = set1(factor);
+  const vi shift = set1i(offset);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store_bytes(y + i, addi(to_int(mul(load(x + i), f)), shift));
+  if (i < n) {
+    uint8_t rest[16];
+    store_bytes(rest, addi(to_int(mul(load_n(x + i, int(n - i)), f)), shift));
+    memcpy(y + i, rest, size_t(n - i));
+  }
+}
+
+static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y, float* scale) {
+  if (kind == Acts::kF32) {
+    memcpy(y, x, size_t(n) * 4);
+    memset(static_cast<float*>(y) + n, 0, size_t(padded - n) * 4);
+  } else if (kind == Acts::kBF16) {
+    uint16_t* out = static_cast<uint16_t*>(y);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) store_bf16(out + i, load(x + i));
+    for (; i < n; ++i) out[i] = float_to_bf16(x[i]);
+    memset(out + n, 0, size_t(padded - n) * 2);
+  } else if (kind == Acts::kI8) {
+    uint8_t* out = static_cast<uint8_t*>(y);
+    const int64_t groups = (n + kActGroup - 1) / kActGroup;
+    float total = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = g * kActGroup, count = n - begin < kActGroup ? n - begin : kActGroup;
+      const float top = largest(x + begin, count);
+      const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+      vf sum = zero();
+      for (int64_t i = 0; i < count; i += 16) {
+        const int lanes = count - i < 16 ? int(count - i) : 16;
+        const vf q = round_even(mul(lanes == 16 ? load(x + begin + i) : load_n(x + begin + i, lanes), f));
+        sum = add(sum, q);
+        if (lanes == 16) {
+          store_bytes(out + begin + i, to_int(q));
+        } else {
+          uint8_t rest[16];
+          store_bytes(rest, to_int(q));
+          memcpy(out + begin + i, rest, size_t(lanes));
+        }
+      }
+      scale[g] = top / 127.0f;
+      total += scale[g] * hsum(sum);
+    }
+    scale[groups] = 128.0f * total;
+    memset(out + n, 0, size_t(padded - n));
+  } else {
+    const int64_t groups = n / kGroup;
+    uint8_t* out = static_cast<uint8_t*>(y);
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* in = x + g * kGroup;
+      const vf a = load(in), b = load(in + 16);
+      const float top = hmax(vmax(vabs(a), vabs(b)));
+      const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+      const vf qa = round_even(mul(a, f)), qb = round_even(mul(b, f));
+      store_bytes(out + g * kGroup, to_int(qa));
+      store_bytes(out + g * kGroup + 16, to_int(qb));
+      scale[g] = top / 127.0f;
+      scale[groups + g] = scale[g] * hsum(add(qa, qb));
+    }
+  }
+}
+
+static void rope(float* x, const float* cos, const float* sin, int head_dim) {
+  const int half = head_dim / 2;
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(x + i, sub(mul(a, c), mul(b, s)));
+    store(x + half + i, fma(b, c, mul(a, s)));
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+static void encode_query(const float* x, int head_dim, float factor, Kv kind, void* y, float* scale) {
+  if (kind == Kv::kI8) {
+    const float top = largest(x, head_dim);
+    *scale = top / 127.0f * factor;
+    to_bytes(x, head_dim, top > 0 ? 127.0f / top : 0.0f, 0, static_cast<uint8_t*>(y));
+    return;
+  }
+  const vf f = set1(factor);
+  for (int d = 0; d < head_dim; d += 16) {
+    const vf v = mul(load(x + d), f);
+    if (kind == Kv::kF32)
+      store(static_cast<float*>(y) + d, v);
+    else
+      store_bf16(static_cast<uint16_t*>(y) + d, v);
+  }
+}
+
+static void expect_kv(int head_dim, int slot, Kv kind, const uint8_t* tile) {
+  const int64_t g = kind == Kv::kF32 ? 1 : kind == Kv::kBF16 ? 2 : 4, n = head_dim;
+  for (int64_t d = 0; d < n; d += g) prefetch_for_write(tile + d / g * 64);
+  const uint8_t* values = tile + n * 64 / g + slot / g * n * 4;
+  for (int64_t d = 0; d < n * 4; d += 64) prefetch_for_write(values + d);
+}
+
+static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile) {
+  const int64_t n = head_dim;
+  if (kind == Kv::kF32) {
+    float* keys = reinterpret_cast<float*>(tile);
+    for (int64_t d = 0; d < n; ++d) keys[d * kTile + slot] = k[d];
+    memcpy(keys + n * kTile + slot * n, v, size_t(n) * 4);
+  } else if (kind == Kv::kBF16) {
+    alignas(64) uint16_t row[kMaxHeadDim];
+    uint8_t* values = tile + n * kTile * 2;
+    for (int64_t d = 0; d < n; d += 16) store_bf16(row + d, load(k + d));
+    for (int64_t d = 0; d < n; d += 2) memcpy(tile + (d / 2) * 64 + slot * 4, row + d, 4);
+    for (int64_t d = 0; d < n; d += 16) store_bf16(row + d, load(v + d));
+    for (int64_t d = 0; d < n; ++d)
+      memcpy(values + (int64_t(slot / 2) * n + d) * 4 + (slot % 2) * 2, row + d, 2);
+  } else {
+    alignas(64) uint8_t row[kMaxHeadDim];
+    uint8_t* values = tile + n * kTile;
+    float* scales = reinterpret_cast<float*>(values + n * kTile);
+    const float top_k = largest(k, n), top_v = largest(v, n);
+    scales[slot] = top_k / 127.0f;
+    scales[kTile + slot] = top_v / 127.0f;
+    to_bytes(k, n, top_k > 0 ? 127.0f / top_k : 0.0f, 128, row);
+    for (int64_t d = 0; d < n; d += 4) memcpy(tile + (d / 4) * 64 + slot * 4, row + d, 4);
+    to_bytes(v, n, top_v > 0 ? 127.0f / top_v : 0.0f, 128, row);
+    for (int64_t d = 0; d < n; ++d) values[(int64_t(slot / 4) * n + d) * 4 + slot % 4] = row[d];
+  }
+}
+
+static const Kernels table = {
+    PL_NAME,
+    kRows,
+    {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4},
+    rms_norm,
+    encode,
+    rope,
+    encode_query,
+    expect_kv,
+    store_kv,
+    {attend<DotF32>, attend<DotBF16>, attend_i8},
+    merge_partials,
+};
+
+}  // namespace PL_NAMESPACE
+
+namespace paceline {
+const Kernels* PL_TABLE() { return &PL_NAMESPACE::table; }
+}  // namespace paceline

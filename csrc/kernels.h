@@ -1,0 +1,120 @@
+// What every instruction-set variant of the kernels offers, and the layouts they share.
+//
+// Matrices are packed in panels of 32 output rows. A panel is a run of "units": a unit holds one
+// 32-bit word for each of the 32 rows (1 float32, 2 bfloat16 or 4 int8 along the input dimension),
+// so a broadcast 32-bit word of the activations times a 64-byte load gives 16 outputs without a
+// horizontal sum.
+//
+// The KV cache holds, per layer, block and KV head, `block_size / 16` tiles of 16 tokens:
+//   K: [head_dim / g][16 tokens][g]    V: [16 / g token groups][head_dim][g]
+// with g = 1 for float32, 2 for bfloat16, 4 for int8: both products of attention are then the same
+// broadcast products. An int8 cache stores bytes (value / scale + 128), and behind K and V of a tile
+// come 16 float scales of the keys and 16 of the values.
+#pragma once
+#include <cstdint>
+
+namespace paceline {
+
+constexpr int kPanel = 32;
+constexpr int kTile = 16;
+constexpr int kGroup = 32;           // columns that share a scale and a minimum in 4-bit weights
+constexpr int kActGroup = 64;        // columns that share a scale in int8 activations
+constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half minimums
+constexpr int kMaxRows = 12;        // attention rows computed together, at most
+constexpr int kChunkTiles = 8;      // key tiles per softmax update
+constexpr int kMaxHeadDim = 256;
+
+enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3 };
+// rows of activations: what the matching weights multiply
+enum class Acts : int { kF32 = 0, kBF16 = 1, kI8 = 2, kI8ForQ4 = 3 };
+enum class Kv : int { kF32 = 0, kBF16 = 1, kI8 = 2 };
+enum class Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2 };
+
+struct Panels {
+  const uint8_t* data = nullptr;
+  int64_t panel_bytes = 0;
+  int64_t rows = 0;     // outputs, before padding to whole panels
+  int64_t columns = 0;  // inputs, before padding to whole units
+  int64_t units = 0;
+  // kI8: one an output; weights are stored as value / scale + 128
+  const float* scale = nullptr;
+};
+
+struct GemmArgs {
+  const uint8_t* a = nullptr;
+  int64_t a_stride = 0;
+  // per row: kI8 a scale for every 64 columns, then 128 times the row's sum; kI8ForQ4 a scale for every
+  // 32 columns, then for each of them scale * sum
+  const float* a_scale = nullptr;
+  Panels w;
+  const float* bias = nullptr;
+  Epilogue epilogue = Epilogue::kStore;
+  // kSilu stores columns [16p, 16p + 16) of panel p; rows hold whole multiples of 16
+  void* out = nullptr;
+  int64_t out_stride = 0;  // elements
+  bool out_bf16 = false;   // kSilu only
+};
+
+struct AttendArgs {
+  const uint8_t* q = nullptr;     // rows [head_dim] in the cache's format, see encode_query
+  int64_t q_stride = 0;           // bytes
+  const float* q_scale = nullptr; // kI8: one scale a row
+  const uint8_t* layer = nullptr; // first block of the layer
+  int64_t block_bytes = 0;
+  int64_t head_bytes = 0;         // of one KV head in one block
+  int kv_head = 0;
+  int head_dim = 0;
+  int tiles_per_block = 0;
+  const int32_t* table = nullptr;
+  int rows = 0;
+  // keys [first[r], limit[r]) are visible to row r
+  const int32_t* first = nullptr;
+  const int32_t* limit = nullptr;
+  float* out[kMaxRows] = {};
+  // outputs are left unnormalised and followed by their maximum score and sum, for merge_partials
+  bool split = false;
+  // keys considered at all: whole tiles [key_begin, key_end)
+  int key_begin = 0;
+  int key_end = 0;
+  // what comes after, to be fetched ahead; next_end 0: nothing
+  const int32_t* next_table = nullptr;
+  int next_head = 0;
+  int next_begin = 0;
+  int next_end = 0;
+};
+
+struct Kernels {
+  const char* name;
+  int attend_rows;  // most rows `attend` takes, <= kMaxRows
+  void (*gemm[4])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
+  // y = x / rms(x) * w, n floats; w null: y = x
+  void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* y);
+  // one row of n floats into its packed activation form, zero-padded to `padded` elements
+  void (*encode)(const float* x, int64_t n, int64_t padded, Acts kind, void* y, float* scale);
+  // rotate one head in place; cos and sin [head_dim / 2]
+  void (*rope)(float* x, const float* cos, const float* sin, int head_dim);
+  // one query head, times `factor`, into the form `attend` takes
+  void (*encode_query)(const float* x, int head_dim, float factor, Kv kind, void* y, float* scale);
+  // ask for the lines that store_kv will write
+  void (*expect_kv)(int head_dim, int slot, Kv kind, const uint8_t* tile);
+  // one key and one value head into token `slot` of a tile
+  void (*store_kv)(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile);
+  void (*attend[3])(const AttendArgs& args);
+  void (*merge_partials)(const float* parts, int count, int64_t stride, int head_dim, float* out);
+};
+
+// bytes of one tile: K, V and, for int8, their scales
+inline int64_t tile_bytes(Kv kind, int head_dim) {
+  switch (kind) {
+    case Kv::kF32: return int64_t(head_dim) * kTile * 8;
+    case Kv::kBF16: return int64_t(head_dim) * kTile * 4;
+    default: return int64_t(head_dim) * kTile * 2 + 2 * kTile * 4;
+  }
+}
+
+const Kernels* kernels_portable();
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512bf16();
+
+}  // namespace paceline

@@ -1,0 +1,212 @@
+// Building a model: shapes, packing, and what must be there before the first step.
+#include <cstring>
+#include <stdexcept>
+
+#include "features.h"
+#include "model.h"
+
+namespace paceline {
+namespace {
+
+const char* const kNames[PL_TENSORS] = {
+    "embed_tokens", "norm",      "lm_head",   "input_layernorm", "post_attention_layernorm", "q_norm",
+    "k_norm",       "q_proj",    "k_proj",    "v_proj",          "o_proj",                   "gate_proj",
+    "up_proj",      "down_proj", "q_proj.bias", "k_proj.bias",   "v_proj.bias",              "o_proj.bias",
+    "gate_proj.bias", "up_proj.bias", "down_proj.bias"};
+
+int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+void require(bool ok, const std::string& message) {
+  if (!ok) refuse(message);
+}
+
+}  // namespace
+
+Model::Model(const PacelineConfig& config)
+    : config_(config),
+      kernels_(choose_kernels(config.isa)),
+      weights_(Weights(config.weights)),
+      acts_(config.weights == 0 ? Acts::kF32 : config.weights == 1 ? Acts::kBF16 : Acts::kI8),
+      kv_(Kv(config.kv)),
+      team_(config.threads < 1 ? 1 : config.threads) {
+  const PacelineConfig& c = config_;
+  require(c.layers > 0 && c.hidden > 0 && c.heads > 0 && c.kv_heads > 0 && c.inner > 0 && c.vocab > 0 &&
+              c.max_positions > 0,
+          "every dimension must be positive");
+  require(c.heads % c.kv_heads == 0, "heads must be a multiple of kv_heads");
+  require(c.head_dim % 16 == 0 && c.head_dim > 0 && c.head_dim <= kMaxHeadDim,
+          "head_dim " + std::to_string(c.head_dim) + " is not a multiple of 16 up to " + std::to_string(kMaxHeadDim));
+  require(c.block_size > 0 && c.block_size % kTile == 0,
+          "block_size " + std::to_string(c.block_size) + " is not a multiple of " + std::to_string(kTile));
+  require(c.num_blocks > 0, "num_blocks must be positive");
+  require(c.weights >= 0 && c.weights <= 3, "unknown weight kind " + std::to_string(c.weights));
+  require(c.kv >= 0 && c.kv <= 2, "unknown kv kind " + std::to_string(c.kv));
+  require(c.threads >= 1 && c.threads <= 1024, "threads must be 1 to 1024, got " + std::to_string(c.threads));
+
+  group_ = c.heads / c.kv_heads;
+  hidden_pad_ = pad_to(c.hidden, 16);
+  inner_pad_ = pad_to(c.inner, 16);
+  qkv_rows_ = (c.heads + 2 * c.kv_heads) * c.head_dim;
+  tile_bytes_ = tile_bytes(kv_, int(c.head_dim));
+  head_bytes_ = tile_bytes_ * (c.block_size / kTile);
+  block_bytes_ = head_bytes_ * c.kv_heads;
+  cache_.reserve(size_t(block_bytes_) * size_t(c.num_blocks) * size_t(c.layers));
+
+  layers_.resize(size_t(c.layers));
+  for (int64_t i = 0; i < c.layers; ++i) {
+    Layer& layer = layers_[size_t(i)];
+    make_linear(layer.qkv, qkv_rows_, c.hidden, c.qkv_bias);
+    make_linear(layer.out, c.hidden, c.heads * c.head_dim, c.o_bias);
+    // gate and up interleaved by 16, so that a panel holds both halves of 16 products
+    make_linear(layer.gate_up, 2 * inner_pad_, c.hidden, c.mlp_bias);
+    make_linear(layer.down, c.hidden, c.inner, c.mlp_bias);
+    layer.attention_norm.resize(size_t(c.hidden));
+    layer.mlp_norm.resize(size_t(c.hidden));
+    if (c.qk_norm) {
+      layer.q_norm.resize(size_t(c.head_dim));
+      layer.k_norm.resize(size_t(c.head_dim));
+    }
+    layer.sliding = c.sliding_window > 0 && c.sliding && c.sliding[i];
+  }
+  config_.sliding = nullptr;
+  config_.isa = nullptr;
+  const Weights table = weights_ == Weights::kQ4 ? Weights::kI8 : weights_;
+  head_.main = Matrix(table, c.vocab, c.hidden, arena_);
+  if (!c.tied) embedding_.main = Matrix(table, c.vocab, c.hidden, arena_);
+  final_norm_.resize(size_t(c.hidden));
+  loaded_.assign(size_t(c.layers * PL_TENSORS), 0);
+}
+
+void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias) {
+  const bool q4 = weights_ == Weights::kQ4 && columns % kGroup == 0;
+  linear.main = Matrix(q4 ? Weights::kQ4 : weights_ == Weights::kQ4 ? Weights::kI8 : weights_, rows, columns, arena_);
+  if (q4) linear.batch = Matrix(Weights::kI8, rows, columns, arena_);
+  linear.has_bias = bias;
+  if (bias) linear.bias.assign(size_t(pad_to(rows, kPanel)), 0.0f);
+}
+
+void Model::expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const {
+  const PacelineConfig& c = config_;
+  const int64_t q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim;
+  int64_t want[2] = {1, c.hidden};
+  switch (kind) {
+    case PL_EMBEDDING: case PL_HEAD: want[0] = c.vocab; break;
+    case PL_Q: want[0] = q; break;
+    case PL_K: case PL_V: want[0] = k; break;
+    case PL_O: want[0] = c.hidden; want[1] = q; break;
+    case PL_GATE: case PL_UP: want[0] = c.inner; break;
+    case PL_DOWN: want[0] = c.hidden; want[1] = c.inner; break;
+    case PL_Q_NORM: case PL_K_NORM: want[1] = c.head_dim; break;
+    case PL_Q_BIAS: want[1] = q; break;
+    case PL_K_BIAS: case PL_V_BIAS: want[1] = k; break;
+    case PL_GATE_BIAS: case PL_UP_BIAS: want[1] = c.inner; break;
+    default: break;
+  }
+  require(rows == want[0] && columns == want[1],
+          std::string(kNames[kind]) + " has shape [" + std::to_string(rows) + ", " + std::to_string(columns) +
+              "], expected [" + std::to_string(want[0]) + ", " + std::to_string(want[1]) + "]");
+}
+
+// Source row r goes to row offset + r, or, with spread 32, to the 16 rows at `phase` of every 32.
+void Model::pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
+                 int64_t phase) {
+  const int64_t columns = linear.main.columns(), stride = source_row_bytes(type, columns);
+  require(stride > 0, "rows of " + std::to_string(columns) + " values cannot be stored in this type");
+  // threads split at the destination's panels where rows are consecutive: neighbours share lines
+  const int64_t run = spread ? 16 : kPanel, lead = spread ? 0 : offset % kPanel;
+  const int64_t runs = (lead + rows + run - 1) / run;
+  team_.run([&](int member) {
+    std::vector<float> scratch(size_t(columns), 0.0f), back;
+    team_.each(member, runs, 1, [&](int64_t i) {
+      const int64_t begin = i * run - lead < 0 ? 0 : i * run - lead;
+      const int64_t end = (i + 1) * run - lead < rows ? (i + 1) * run - lead : rows;
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t to = spread ? r / 16 * spread + phase + r % 16 : offset + r;
+        const void* from = static_cast<const uint8_t*>(data) + r * stride;
+        linear.main.pack_row(to, type, from, scratch.data());
+        if (linear.batch.rows()) {
+          // of the 4-bit values, so that both copies stand for the same weights
+          back.resize(size_t(columns));
+          linear.main.unpack_row(to, back.data());
+          linear.batch.pack_row(to, Source::kF32, back.data(), scratch.data());
+        }
+      }
+    });
+  });
+}
+
+void Model::load(PacelineTensor kind, int layer_index, Source type, const void* data, int64_t rows,
+                 int64_t columns) {
+  require(kind >= 0 && kind < PL_TENSORS, "unknown tensor kind");
+  const bool of_layer = kind > PL_HEAD;
+  require(layer_index >= 0 && layer_index < (of_layer ? config_.layers : 1),
+          "layer " + std::to_string(layer_index) + " of " + std::to_string(config_.layers));
+  expect_shape(kind, rows, columns);
+  require(source_row_bytes(type, columns) > 0, std::string(kNames[kind]) + ": this type cannot hold its rows");
+  Layer& layer = layers_[size_t(layer_index)];
+  const int64_t d = config_.head_dim, q = config_.heads * d, k = config_.kv_heads * d;
+  auto vector = [&](std::vector<float>& out, int64_t offset = 0) {
+    require(int64_t(out.size()) >= offset + columns, std::string(kNames[kind]) + " is not part of this model");
+    decode_row(type, data, columns, out.data() + offset);
+  };
+  auto interleaved = [&](std::vector<float>& out, int64_t phase) {
+    require(!out.empty(), std::string(kNames[kind]) + " is not part of this model");
+    std::vector<float> row(size_t(columns), 0.0f);
+    decode_row(type, data, columns, row.data());
+    for (int64_t i = 0; i < columns; ++i) out[size_t(i / 16 * 32 + phase + i % 16)] = row[size_t(i)];
+  };
+  switch (kind) {
+    case PL_EMBEDDING: pack(config_.tied ? head_ : embedding_, type, data, rows, 0, 0, 0); break;
+    case PL_HEAD:
+      require(!config_.tied, "lm_head is not part of a model with tied embeddings");
+      pack(head_, type, data, rows, 0, 0, 0);
+      break;
+    case PL_FINAL_NORM: vector(final_norm_); break;
+    case PL_ATTENTION_NORM: vector(layer.attention_norm); break;
+    case PL_MLP_NORM: vector(layer.mlp_norm); break;
+    case PL_Q_NORM: vector(layer.q_norm); break;
+    case PL_K_NORM: vector(layer.k_norm); break;
+    case PL_Q: pack(layer.qkv, type, data, rows, 0, 0, 0); break;
+    case PL_K: pack(layer.qkv, type, data, rows, q, 0, 0); break;
+    case PL_V: pack(layer.qkv, type, data, rows, q + k, 0, 0); break;
+    case PL_O: pack(layer.out, type, data, rows, 0, 0, 0); break;
+    case PL_GATE: pack(layer.gate_up, type, data, rows, 0, kPanel, 0); break;
+    case PL_UP: pack(layer.gate_up, type, data, rows, 0, kPanel, 16); break;
+    case PL_DOWN: pack(layer.down, type, data, rows, 0, 0, 0); break;
+    case PL_Q_BIAS: vector(layer.qkv.bias); break;
+    case PL_K_BIAS: vector(layer.qkv.bias, q); break;
+    case PL_V_BIAS: vector(layer.qkv.bias, q + k); break;
+    case PL_O_BIAS: vector(layer.out.bias); break;
+    case PL_GATE_BIAS: interleaved(layer.gate_up.bias, 0); break;
+    case PL_UP_BIAS: interleaved(layer.gate_up.bias, 16); break;
+    case PL_DOWN_BIAS: vector(layer.down.bias); break;
+    default: break;
+  }
+  loaded_[size_t(layer_index) * PL_TENSORS + size_t(kind)] = 1;
+}
+
+void Model::set_rope(const float* cos, const float* sin) {
+  const size_t n = size_t(config_.max_positions * config_.head_dim / 2);
+  cos_.assign(cos, cos + n);
+  sin_.assign(sin, sin + n);
+}
+
+void Model::check_loaded() const {
+  const PacelineConfig& c = config_;
+  for (int64_t layer = 0; layer < c.layers; ++layer) {
+    for (int kind = 0; kind < PL_TENSORS; ++kind) {
+      if (kind <= PL_HEAD && (layer > 0 || (kind == PL_HEAD && c.tied))) continue;
+      if ((kind == PL_Q_NORM || kind == PL_K_NORM) && !c.qk_norm) continue;
+      if ((kind == PL_Q_BIAS || kind == PL_K_BIAS || kind == PL_V_BIAS) && !c.qkv_bias) continue;
+      if (kind == PL_O_BIAS && !c.o_bias) continue;
+      if ((kind == PL_GATE_BIAS || kind == PL_UP_BIAS || kind == PL_DOWN_BIAS) && !c.mlp_bias) continue;
+      if (!loaded_[size_t(layer * PL_TENSORS + kind)])
+        refuse(std::string(kNames[kind]) + " of layer " + std::to_string(layer) + " was not loaded");
+    }
+  }
+  require(!cos_.empty(), "the rotary tables were not set");
+}
+
+}  // namespace paceline

@@ -1,0 +1,295 @@
+#include "matrix.h"
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace paceline {
+namespace {
+
+float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, rest = h & 1023u;
+  if (exponent == 0) {
+    const float v = float(rest) * 5.9604644775390625e-8f;
+    return sign ? -v : v;
+  }
+  const uint32_t bits = sign | ((exponent == 31 ? 255u : exponent + 112u) << 23) | (rest << 13);
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+uint16_t float_to_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits >= 0x47800000u) return uint16_t(sign | 0x7c00u);
+  if (bits < 0x38800000u) {  // below the smallest normal: count steps of 2^-24
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    return uint16_t(sign | uint32_t(std::nearbyint(magnitude * 16777216.0f)));
+  }
+  const uint32_t odd = (bits >> 13) & 1u;
+  return uint16_t(sign | ((bits - 0x38000000u + 0xfffu + odd) >> 13));
+}
+
+uint16_t float_to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+float bf16_to_float(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+template <class T>
+T read(const uint8_t* p) {
+  T x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+constexpr size_t kHugePage = size_t(2) << 20;
+constexpr size_t kArenaChunk = 4 * kHugePage;
+
+int unit_columns(Weights kind) {
+  return kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
+}
+
+}  // namespace
+
+Memory::~Memory() {
+  if (data_) munmap(data_, size_);
+}
+
+Memory::Memory(Memory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+void Memory::reserve(size_t bytes) {
+  if (bytes <= size_) return;
+  // what is used is a multiple of a page; kernels may prefetch, never load, past the end
+  const size_t unit = bytes >= kHugePage ? kHugePage : 4096;
+  const size_t size = (bytes + unit - 1) / unit * unit;
+  if (data_) munmap(data_, size_);
+  data_ = nullptr;
+  size_ = 0;
+  // the extra huge page is trimmed again: mmap aligns to small pages only
+  const size_t slack = unit == kHugePage ? kHugePage : 0;
+  void* p = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  uint8_t* begin = static_cast<uint8_t*>(p);
+  const size_t skip = (unit - reinterpret_cast<uintptr_t>(begin) % unit) % unit;
+  if (skip) munmap(begin, skip);
+  if (slack > skip) munmap(begin + skip + size, slack - skip);
+  data_ = begin + skip;
+  size_ = size;
+#ifdef MADV_HUGEPAGE
+  if (slack) madvise(data_, size_, MADV_HUGEPAGE);
+#endif
+}
+
+int64_t source_row_bytes(Source type, int64_t columns) {
+  const bool grouped = columns % 32 == 0;
+  switch (type) {
+    case Source::kF32: return columns * 4;
+    case Source::kF16:
+    case Source::kBF16: return columns * 2;
+    case Source::kQ4_0: return grouped ? columns / 32 * 18 : -1;
+    case Source::kQ4_1: return grouped ? columns / 32 * 20 : -1;
+    case Source::kQ8_0: return grouped ? columns / 32 * 34 : -1;
+  }
+  return -1;
+}
+
+void decode_row(Source type, const void* row, int64_t columns, float* out) {
+  const uint8_t* p = static_cast<const uint8_t*>(row);
+  switch (type) {
+    case Source::kF32: memcpy(out, p, size_t(columns) * 4); return;
+    case Source::kF16:
+      for (int64_t i = 0; i < columns; ++i) out[i] = half_to_float(read<uint16_t>(p + 2 * i));
+      return;
+    case Source::kBF16:
+      for (int64_t i = 0; i < columns; ++i) out[i] = bf16_to_float(read<uint16_t>(p + 2 * i));
+      return;
+    case Source::kQ4_0:
+    case Source::kQ4_1: {
+      const bool minimum = type == Source::kQ4_1;
+      for (int64_t g = 0; g < columns; g += 32) {
+        const float scale = half_to_float(read<uint16_t>(p));
+        const float low = minimum ? half_to_float(read<uint16_t>(p + 2)) : -8.0f * scale;
+        p += minimum ? 4 : 2;
+        for (int i = 0; i < 16; ++i) {
+          out[g + i] = scale * float(p[i] & 15) + low;
+          out[g + 16 + i] = scale * float(p[i] >> 4) + low;
+        }
+        p += 16;
+      }
+      return;
+    }
+    case Source::kQ8_0:
+      for (int64_t g = 0; g < columns; g += 32, p += 34) {
+        const float scale = half_to_float(read<uint16_t>(p));
+        for (int i = 0; i < 32; ++i) out[g + i] = scale * float(int8_t(p[2 + i]));
+      }
+      return;
+  }
+}
+
+uint8_t* Arena::take(size_t bytes) {
+  bytes = (bytes + 63) / 64 * 64;
+  if (chunks_.empty() || chunks_.back().size() - used_ < bytes) {
+    chunks_.emplace_back(bytes > kArenaChunk ? bytes : kArenaChunk);
+    used_ = 0;
+  }
+  used_ += bytes;
+  return chunks_.back().data() + used_ - bytes;
+}
+
+size_t Arena::size() const {
+  size_t total = 0;
+  for (const Memory& chunk : chunks_) total += chunk.size();
+  return total;
+}
+
+Matrix::Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena)
+    : kind_(kind), rows_(rows), columns_(columns) {
+  const int g = unit_columns(kind);
+  units_ = (columns + g - 1) / g;
+  panel_bytes_ = kind == Weights::kQ4 ? columns / kGroup * kQ4GroupBytes : units_ * kPanel * 4;
+  data_ = arena.take(size_t(panel_count() * panel_bytes_));
+  if (kind == Weights::kI8) {
+    // zero for the rows that fill up the last panel, whatever their bytes
+    scale_ = reinterpret_cast<float*>(arena.take(size_t(panel_count()) * kPanel * 4));
+  }
+}
+
+Panels Matrix::view() const {
+  Panels p;
+  p.data = data_;
+  p.scale = scale_;
+  p.panel_bytes = panel_bytes_;
+  p.rows = rows_;
+  p.columns = columns_;
+  p.units = units_;
+  return p;
+}
+
+void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratch) {
+  const bool stored = type == Source::kQ4_0 || type == Source::kQ4_1;
+  const uint8_t* in = static_cast<const uint8_t*>(source);
+  if (!stored) decode_row(type, source, columns_, scratch);
+  const int64_t lane = row % kPanel;
+  uint8_t* out = data_ + row / kPanel * panel_bytes_;
+  for (int64_t g = 0; g < columns_ / kGroup; ++g, out += kQ4GroupBytes) {
+    uint8_t nibbles[16];
+    uint16_t scale, low;
+    if (stored) {
+      scale = read<uint16_t>(in);
+      low = type == Source::kQ4_1 ? read<uint16_t>(in + 2) : float_to_half(-8.0f * half_to_float(scale));
+      in += type == Source::kQ4_1 ? 4 : 2;
+      memcpy(nibbles, in, 16);
+      in += 16;
+    } else {
+      const float* x = scratch + g * kGroup;
+      float least = x[0], most = x[0];
+      for (int i = 1; i < kGroup; ++i) {
+        least = x[i] < least ? x[i] : least;
+        most = x[i] > most ? x[i] : most;
+      }
+      low = float_to_half(least);
+      scale = float_to_half((most - half_to_float(low)) / 15.0f);
+      const float from = half_to_float(low), step = half_to_float(scale);
+      auto level = [&](float v) {
+        const float q = step > 0 ? std::nearbyint((v - from) / step) : 0.0f;
+        return uint8_t(std::fmin(std::fmax(q, 0.0f), 15.0f));
+      };
+      for (int i = 0; i < 16; ++i) nibbles[i] = uint8_t(level(x[i]) | (level(x[i + 16]) << 4));
+    }
+    for (int j = 0; j < 4; ++j) memcpy(out + j * 128 + lane * 4, nibbles + j * 4, 4);
+    memcpy(out + 512 + lane * 2, &scale, 2);
+    memcpy(out + 576 + lane * 2, &low, 2);
+  }
+}
+
+void Matrix::pack_row(int64_t row, Source type, const void* source, float* scratch) {
+  if (kind_ == Weights::kQ4) return pack_q4(row, type, source, scratch);
+  decode_row(type, source, columns_, scratch);
+  uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
+  constexpr int64_t step = kPanel * 4;
+  if (kind_ == Weights::kF32) {
+    for (int64_t i = 0; i < columns_; ++i) memcpy(out + i * step, scratch + i, 4);
+  } else if (kind_ == Weights::kBF16) {
+    for (int64_t u = 0; u < units_; ++u) {
+      const uint32_t low = float_to_bf16(scratch[2 * u]);
+      const uint32_t high = 2 * u + 1 < columns_ ? float_to_bf16(scratch[2 * u + 1]) : 0u;
+      const uint32_t both = low | (high << 16);
+      memcpy(out + u * step, &both, 4);
+    }
+  } else {
+    float top = 0;
+    for (int64_t i = 0; i < columns_; ++i) {
+      const float x = std::fabs(scratch[i]);
+      top = x > top ? x : top;
+    }
+    const float factor = top > 0 ? 127.0f / top : 0.0f;
+    for (int64_t u = 0; u < units_; ++u) {
+      uint32_t word = 0x80808080u;
+      for (int64_t i = 0; i < 4 && 4 * u + i < columns_; ++i) {
+        // adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits
+        const float shifted = scratch[4 * u + i] * factor + 12582912.0f;
+        uint32_t bits;
+        memcpy(&bits, &shifted, 4);
+        word ^= (bits & 255u) << (8 * i);  // flips the sign bit: the value plus 128
+      }
+      memcpy(out + u * step, &word, 4);
+    }
+    scale_[row] = top / 127.0f;
+  }
+}
+
+void Matrix::unpack_row(int64_t row, float* out) const {
+  const uint8_t* p = data_ + row / kPanel * panel_bytes_;
+  const int64_t lane = row % kPanel;
+  if (kind_ == Weights::kQ4) {
+    for (int64_t g = 0; g < columns_; g += kGroup, p += kQ4GroupBytes) {
+      const float scale = half_to_float(read<uint16_t>(p + 512 + lane * 2));
+      const float low = half_to_float(read<uint16_t>(p + 576 + lane * 2));
+      for (int i = 0; i < 16; ++i) {
+        const uint8_t both = p[i / 4 * 128 + lane * 4 + i % 4];
+        out[g + i] = scale * float(both & 15) + low;
+        out[g + 16 + i] = scale * float(both >> 4) + low;
+      }
+    }
+    return;
+  }
+  p += lane * 4;
+  constexpr int64_t step = kPanel * 4;
+  const float scale = kind_ == Weights::kI8 ? scale_[row] : 1.0f;
+  const int g = unit_columns(kind_);
+  for (int64_t i = 0; i < columns_; ++i) {
+    const uint8_t* unit = p + i / g * step;
+    if (kind_ == Weights::kF32)
+      out[i] = read<float>(unit);
+    else if (kind_ == Weights::kBF16)
+      out[i] = bf16_to_float(read<uint16_t>(unit + i % 2 * 2));
+    else
+      out[i] = scale * float(int(unit[i % 4]) - 128);
+  }
+}
+
+}  // namespace paceline

@@ -1,0 +1,77 @@
+// Packed weight matrices and where their values come from.
+#pragma once
+#include <cstdint>
+#include <cstddef>
+#include <vector>
+
+#include "kernels.h"
+
+namespace paceline {
+
+// Numbers of GGUF's types where one exists.
+enum class Source : int { kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kBF16 = 30 };
+
+// Bytes of a stored row of `columns` values, or -1 where the type cannot hold such a row.
+int64_t source_row_bytes(Source type, int64_t columns);
+void decode_row(Source type, const void* row, int64_t columns, float* out);
+
+// Zeroed memory, aligned to pages and backed by huge ones where the kernel grants them. Grows on
+// demand; growing loses the contents.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes) { reserve(bytes); }
+  ~Memory();
+  Memory(Memory&& other) noexcept;
+  Memory& operator=(Memory&& other) noexcept;
+  // throws std::bad_alloc
+  void reserve(size_t bytes);
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Hands out pieces of large allocations, so that huge pages serve small matrices too.
+class Arena {
+ public:
+  // zeroed, 64-byte aligned, valid as long as the arena
+  uint8_t* take(size_t bytes);
+  size_t size() const;
+
+ private:
+  std::vector<Memory> chunks_;
+  size_t used_ = 0;  // of the last chunk
+};
+
+// A weight matrix [rows, columns] in panels; see kernels.h for the layout. Its memory belongs to the
+// arena it was made in.
+class Matrix {
+ public:
+  Matrix() = default;
+  // kQ4 needs whole groups of 32 columns
+  Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena);
+
+  Weights kind() const { return kind_; }
+  int64_t rows() const { return rows_; }
+  int64_t columns() const { return columns_; }
+  int64_t panel_count() const { return (rows_ + kPanel - 1) / kPanel; }
+
+  // One row; different rows may be packed from different threads. `scratch`: `columns` floats.
+  void pack_row(int64_t row, Source type, const void* source, float* scratch);
+  // One row back, as the products see it.
+  void unpack_row(int64_t row, float* out) const;
+  Panels view() const;
+
+ private:
+  void pack_q4(int64_t row, Source type, const void* source, float* scratch);
+
+  Weights kind_ = Weights::kF32;
+  int64_t rows_ = 0, columns_ = 0, units_ = 0, panel_bytes_ = 0;
+  uint8_t* data_ = nullptr;
+  float* scale_ = nullptr;  // kI8
+};
+
+}  // namespace paceline

@@ -1,0 +1,147 @@
+// A Llama-shaped decoder with its paged KV cache, run one whole step at a time.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "matrix.h"
+#include "paceline_native.h"
+#include "pool.h"
+
+namespace paceline {
+
+// What a step spends its time on; see Model::seconds.
+enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kGateUp, kDown, kHead, kSections };
+
+struct Linear {
+  Matrix main;
+  // kQ4 keeps an int8 copy: 4-bit weights have less to read, 8-bit ones less to compute
+  Matrix batch;
+  std::vector<float> bias;
+  bool has_bias = false;
+};
+
+struct Layer {
+  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
+  Linear qkv, out, gate_up, down;
+  bool sliding = false;
+};
+
+// Up to kMaxRows (token, query head) pairs of one sequence and KV head; row f of the pair numbering
+// is token f / group, head f % group.
+struct AttendItem {
+  int32_t sequence;
+  int32_t kv_head;
+  int64_t row;
+  int32_t rows;
+  int32_t key_begin;
+  int32_t key_end;
+  // where the first row's partial result goes, -1 for none
+  int64_t part;
+};
+
+struct MergeItem {
+  int64_t part;  // of the first split
+  int32_t splits;
+  int32_t rows;
+  int32_t sequence;
+  int32_t kv_head;
+  int64_t row;
+};
+
+struct AttendPlan {
+  std::vector<AttendItem> items;
+  std::vector<MergeItem> merges;
+};
+
+class Model {
+ public:
+  // throws std::invalid_argument
+  explicit Model(const PacelineConfig& config);
+
+  void load(PacelineTensor kind, int layer, Source type, const void* data, int64_t rows, int64_t columns);
+  // cos and sin: [max_positions, head_dim / 2]
+  void set_rope(const float* cos, const float* sin);
+  // throws std::invalid_argument naming a tensor that is missing
+  void check_loaded() const;
+  // throws std::invalid_argument; then nothing has run
+  void forward(const PacelineStep& step);
+  void copy_blocks(const int64_t* from, const int64_t* to, int64_t count);
+
+  // stand-ins for tests: one KV write and attention of the first layer alone; see paceline_native.h
+  void attention_only(const PacelineStep& step, float* qkv, float* out);
+
+  // the whole cache, for tests that poison it
+  void* cache(int64_t* bytes) {
+    *bytes = int64_t(cache_.size());
+    return cache_.data();
+  }
+  int64_t block_bytes() const { return block_bytes_ * config_.layers; }
+  size_t weight_bytes() const { return arena_.size(); }
+  const char* isa() const { return kernels_->name; }
+  const std::array<double, kSections>& seconds() const { return seconds_; }
+  void set_profile(bool on);
+
+ private:
+  void expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const;
+  void make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias);
+  void pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
+            int64_t phase);
+  void prepare(const PacelineStep& step);
+  void plan_attention(const PacelineStep& step, int window, AttendPlan& plan);
+  void reserve(int64_t tokens, int64_t sampled);
+
+  // inside Team::run, by every member
+  void run_step(const PacelineStep& step, int member);
+  void mark(int member, Section section);
+  struct Shape {
+    Weights weights;
+    Acts acts;
+    int64_t bytes;   // of one encoded row
+    int64_t scales;  // floats
+  };
+  // rows dealt at a time: they take well under a microsecond each
+  int64_t row_grain(int64_t rows) const {
+    const int64_t grain = rows / (4 * team_.size());
+    return grain < 1 ? 1 : grain > 16 ? 16 : grain;
+  }
+  Shape shape_of(const Linear& linear, int64_t rows) const;
+  void norm_rows(int member, const float* x, int64_t rows, const std::vector<float>& weight, const Linear& next);
+  void multiply(int member, const Linear& linear, const uint8_t* acts, int64_t acts_stride, int64_t rows, Epilogue epilogue,
+                void* out, int64_t out_stride, bool out_bf16);
+  void rope_and_store(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, float* qkv);
+  void attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out);
+
+  PacelineConfig config_;
+  const Kernels* kernels_;
+  Weights weights_;
+  Acts acts_;
+  Kv kv_;
+  Team team_;
+  Arena arena_;
+  std::vector<Layer> layers_;
+  Linear embedding_, head_;
+  std::vector<float> final_norm_;
+  std::vector<float> cos_, sin_;
+  std::vector<uint8_t> loaded_;
+
+  Memory cache_;
+  int64_t block_bytes_ = 0;  // of one layer
+  int64_t head_bytes_ = 0;
+  int64_t tile_bytes_ = 0;
+
+  int64_t hidden_pad_, inner_pad_, group_, qkv_rows_;
+  // of the step that runs
+  std::vector<int32_t> sequence_of_;
+  std::vector<int32_t> sampled_before_;
+  AttendPlan plan_, sliding_plan_;
+  Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, inner_, parts_, rows_;
+  bool profile_ = false;
+  double last_mark_ = 0;
+  std::array<double, kSections> seconds_{};
+};
+
+}  // namespace paceline

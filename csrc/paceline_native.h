@@ -1,0 +1,90 @@
+/* The C interface of the native compute path. Functions that return int give 0, or -1 with a message
+ * in paceline_error(); a model is used from one thread at a time. */
+#ifndef PACELINE_NATIVE_H
+#define PACELINE_NATIVE_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* changes whenever a struct or a signature below does */
+#define PACELINE_ABI 1
+
+typedef enum {
+  PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
+  PL_ATTENTION_NORM, PL_MLP_NORM, PL_Q_NORM, PL_K_NORM,
+  PL_Q, PL_K, PL_V, PL_O, PL_GATE, PL_UP, PL_DOWN,
+  PL_Q_BIAS, PL_K_BIAS, PL_V_BIAS, PL_O_BIAS, PL_GATE_BIAS, PL_UP_BIAS, PL_DOWN_BIAS,
+  PL_TENSORS
+} PacelineTensor;
+
+typedef struct {
+  int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab, max_positions;
+  int64_t num_blocks, block_size;
+  int64_t sliding_window; /* 0: none */
+  int32_t tied, qk_norm, qkv_bias, o_bias, mlp_bias;
+  int32_t weights; /* 0 float32, 1 bfloat16, 2 int8, 3 4-bit */
+  int32_t kv;      /* 0 float32, 1 bfloat16, 2 int8 */
+  int32_t threads;
+  float eps;
+  float reserved;
+  const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
+  const char* isa;        /* null: the best that works here */
+} PacelineConfig;
+
+typedef struct {
+  int64_t tokens, sequences, table_width, sampled;
+  const int32_t* token_ids;   /* [tokens] */
+  const int32_t* positions;   /* [tokens], consecutive within a sequence */
+  const int32_t* query_start; /* [sequences + 1] */
+  const int32_t* tables;      /* [sequences, table_width] block ids */
+  const int32_t* sample_rows; /* [sampled], ascending token rows */
+  float* logits;              /* [sampled, vocab] */
+} PacelineStep;
+
+typedef struct PacelineModel PacelineModel;
+typedef struct PacelineMatrix PacelineMatrix;
+
+int paceline_abi(void);
+const char* paceline_error(void);
+/* names of the variants that run here, best first, separated by commas */
+const char* paceline_variants(void);
+
+PacelineModel* paceline_create(const PacelineConfig* config);
+void paceline_destroy(PacelineModel* model);
+/* data: [rows, columns] as `type` (GGUF numbers: 0 f32, 1 f16, 2 q4_0, 3 q4_1, 8 q8_0, 30 bf16) */
+int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, const void* data,
+                  int64_t rows, int64_t columns);
+int paceline_set_rope(PacelineModel* model, const float* cos, const float* sin);
+int paceline_ready(PacelineModel* model);
+int paceline_forward(PacelineModel* model, const PacelineStep* step);
+int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count);
+int64_t paceline_block_bytes(const PacelineModel* model);
+int64_t paceline_weight_bytes(const PacelineModel* model);
+const char* paceline_isa(const PacelineModel* model);
+/* turns timing on and zeroes it; out: seconds of embed, norm, qkv, rope, attend, encode, out,
+ * gate_up, down, head since then */
+void paceline_profile(PacelineModel* model, int on);
+void paceline_seconds(const PacelineModel* model, double* out);
+
+/* Pieces on their own, for tests and benchmarks. */
+/* q, k and v side by side in qkv [tokens, (heads + 2 * kv_heads) * head_dim], overwritten; rotates,
+ * stores into layer 0 and attends; out: [tokens, heads * head_dim] */
+int paceline_attention(PacelineModel* model, const PacelineStep* step, float* qkv, float* out);
+void* paceline_cache(PacelineModel* model, int64_t* bytes);
+
+PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns,
+                                int threads, const char* isa);
+void paceline_matrix_destroy(PacelineMatrix* matrix);
+/* y [m, rows] = x [m, columns] times the matrix; repeat: times the product is computed */
+int paceline_matrix_multiply(PacelineMatrix* matrix, const float* x, int64_t m, float* y, int repeat);
+/* seconds that `threads` threads take to read bytes of data, together, the best of `repeat` times;
+ * below 0 on failure */
+double paceline_read_seconds(const void* data, int64_t bytes, int threads, int repeat);
+int paceline_matrix_unpack(const PacelineMatrix* matrix, float* out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

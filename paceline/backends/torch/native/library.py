@@ -1,0 +1,150 @@
+"""Finding, loading and describing the compiled library (``csrc/paceline_native.h``)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sysconfig
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Final
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["ABI", "Config", "Step", "check", "library", "unavailable_reason", "variants"]
+
+# PACELINE_ABI of the header that the structures below mirror
+ABI: Final = 1
+_PATTERN: Final = "_lib*.so"
+
+
+class Config(ctypes.Structure):
+    """PacelineConfig."""
+
+    _fields_ = (
+        ("layers", c_int64),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("inner", c_int64),
+        ("vocab", c_int64),
+        ("max_positions", c_int64),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+        ("sliding_window", c_int64),
+        ("tied", c_int32),
+        ("qk_norm", c_int32),
+        ("qkv_bias", c_int32),
+        ("o_bias", c_int32),
+        ("mlp_bias", c_int32),
+        ("weights", c_int32),
+        ("kv", c_int32),
+        ("threads", c_int32),
+        ("eps", c_float),
+        ("reserved", c_float),
+        ("sliding", c_char_p),
+        ("isa", c_char_p),
+    )
+
+
+class Step(ctypes.Structure):
+    """PacelineStep."""
+
+    _fields_ = (
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+        ("sampled", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start", c_void_p),
+        ("tables", c_void_p),
+        ("sample_rows", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+_SIGNATURES: Final = {
+    "paceline_abi": (c_int, ()),
+    "paceline_error": (c_char_p, ()),
+    "paceline_variants": (c_char_p, ()),
+    "paceline_create": (c_void_p, (POINTER(Config),)),
+    "paceline_destroy": (None, (c_void_p,)),
+    "paceline_load": (c_int, (c_void_p, c_int, c_int64, c_int, c_void_p, c_int64, c_int64)),
+    "paceline_set_rope": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "paceline_ready": (c_int, (c_void_p,)),
+    "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
+    "paceline_copy_blocks": (c_int, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "paceline_block_bytes": (c_int64, (c_void_p,)),
+    "paceline_weight_bytes": (c_int64, (c_void_p,)),
+    "paceline_isa": (c_char_p, (c_void_p,)),
+    "paceline_profile": (None, (c_void_p, c_int)),
+    "paceline_seconds": (None, (c_void_p, POINTER(c_double))),
+    "paceline_attention": (c_int, (c_void_p, POINTER(Step), c_void_p, c_void_p)),
+    "paceline_cache": (c_void_p, (c_void_p, POINTER(c_int64))),
+    "paceline_matrix": (c_void_p, (c_int, c_int, c_void_p, c_int64, c_int64, c_int, c_char_p)),
+    "paceline_matrix_destroy": (None, (c_void_p,)),
+    "paceline_matrix_multiply": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int)),
+    "paceline_read_seconds": (c_double, (c_void_p, c_int64, c_int, c_int)),
+    "paceline_matrix_unpack": (c_int, (c_void_p, c_void_p)),
+}
+
+
+def _candidates() -> list[Path]:
+    here = Path(__file__).parent
+    # an editable install leaves the library in site-packages and the sources in the checkout
+    installed = Path(sysconfig.get_path("platlib"), *__name__.split(".")[:-1])
+    return [path for folder in (here, installed) for path in sorted(folder.glob(_PATTERN))]
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    found = _candidates()
+    if not found:
+        return (
+            "the native library was not built; install a C++ compiler and CMake, then run "
+            "python -m paceline.backends.torch.native.build"
+        )
+    try:
+        loaded = ctypes.CDLL(str(found[0]))
+        abi = loaded.paceline_abi()
+    except (OSError, AttributeError) as error:
+        return f"{found[0].name} cannot be loaded: {error}"
+    if abi != ABI:
+        return f"{found[0].name} has interface {abi}, this version needs {ABI}; build it again"
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def unavailable_reason() -> str | None:
+    """Why the native path cannot run on this machine, or None where it can."""
+    loaded = _load()
+    return loaded if isinstance(loaded, str) else None
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises ConfigError with ``unavailable_reason()``."""
+    loaded = _load()
+    if isinstance(loaded, str):
+        raise ConfigError(loaded)
+    return loaded
+
+
+def variants() -> tuple[str, ...]:
+    """Names of the kernel variants that this machine runs, best first; () without a library."""
+    loaded = _load()
+    if isinstance(loaded, str):
+        return ()
+    names: bytes = loaded.paceline_variants()
+    return tuple(names.decode().split(","))
+
+
+def check(status: int) -> None:
+    """Raise ConfigError with the library's message where a call reported failure."""
+    if status != 0:
+        message: bytes = library().paceline_error()
+        raise ConfigError(message.decode())

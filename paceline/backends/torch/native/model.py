@@ -1,0 +1,257 @@
+"""A model that computes one step of the engine in one native call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.backends.torch.native.library import Config, Step, check, library
+from paceline.backends.torch.native.tensors import TYPES, RawTensor, Tensor, locate
+from paceline.backends.torch.native.threads import available_cpus
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.errors import ConfigError
+
+__all__ = ["DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]
+
+# weights: float32; bfloat16; int8 with a scale per output and activations in 8 bits with a scale
+# per token; 4-bit groups of 32 (scale and minimum), with an int8 copy for steps of many tokens
+DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "q4": 3}
+# int8: a scale per token and head
+KV_DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
+# parts of a step that ``NativeModel.seconds`` tells apart
+SECTIONS: Final = (
+    "embed", "norm", "qkv", "rope", "attend", "encode", "out", "gate_up", "down", "head",
+)  # fmt: skip
+# any integer type; what is not int32 already is converted
+Integers = NDArray[np.integer[Any]]
+_TILE: Final = 16
+_MAX_HEAD_DIM: Final = 256
+
+
+def unsupported_reason(config: ModelConfig, block_size: int) -> str | None:
+    """Why a model of this shape cannot run natively, or None if it can."""
+    if config.head_dim % _TILE or config.head_dim > _MAX_HEAD_DIM:
+        return (
+            f"head_dim={config.head_dim} is not a multiple of {_TILE} up to {_MAX_HEAD_DIM}, "
+            "which the native attention needs"
+        )
+    if block_size < 1 or block_size % _TILE:
+        return f"block_size={block_size} is not a multiple of {_TILE}, the native cache's tile"
+    return None
+
+
+class NativeModel:
+    """Weights packed for this machine, a paged KV cache and a team of threads.
+
+    Used from one thread at a time; calls release the interpreter lock. The calling thread computes
+    along with ``threads - 1`` others.
+
+    Args:
+        tensors: every tensor of the model under its Hugging Face name, each packed and released
+            before the next is taken.
+        rope: cosines and sines, each float32 [positions, head_dim / 2], scaling factors included;
+            their length bounds the positions a step may have.
+        dtype: a key of ``DTYPES``.
+        kv_dtype: a key of ``KV_DTYPES``; None: float32 for float32 weights, else bfloat16.
+        threads: None: as many as the process may keep busy.
+        isa: a name of ``variants()``; None: the best.
+
+    Raises:
+        ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Iterable[tuple[str, Tensor]],
+        rope: tuple[NDArray[np.float32], NDArray[np.float32]],
+        *,
+        dtype: str,
+        num_blocks: int,
+        kv_dtype: str | None = None,
+        block_size: int = _TILE,
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
+        self._handle: int | None = None
+        self._library = library()
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if kv_dtype is None:
+            kv_dtype = "float32" if dtype == "float32" else "bfloat16"
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
+        reason = unsupported_reason(config, block_size)
+        if reason is not None:
+            raise ConfigError(reason)
+        cos, sin = (np.ascontiguousarray(table, dtype=np.float32) for table in rope)
+        if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[1] != config.head_dim // 2:
+            raise ConfigError(
+                f"rotary tables have shapes {list(cos.shape)} and {list(sin.shape)}, "
+                f"expected [positions, {config.head_dim // 2}]"
+            )
+        # query heads, KV heads and dimensions of a head
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self._vocab = config.vocab_size
+        self._logits = np.empty((0, self._vocab), dtype=np.float32)
+        window = config.sliding_window if config.sliding_layers else None
+        sliding = bytes(layer in config.sliding_layers for layer in range(config.num_hidden_layers))
+        values = Config(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            inner=config.intermediate_size,
+            vocab=config.vocab_size,
+            max_positions=cos.shape[0],
+            num_blocks=num_blocks,
+            block_size=block_size,
+            sliding_window=window or 0,
+            tied=config.tie_word_embeddings,
+            qk_norm=config.qk_norm,
+            qkv_bias=config.qkv_bias,
+            o_bias=config.o_bias,
+            mlp_bias=config.mlp_bias,
+            weights=DTYPES[dtype],
+            kv=KV_DTYPES[kv_dtype],
+            threads=available_cpus() if threads is None else threads,
+            eps=config.rms_norm_eps,
+            sliding=sliding,
+            isa=None if isa is None else isa.encode(),
+        )
+        self._handle = self._library.paceline_create(ctypes.byref(values))
+        if self._handle is None:
+            check(-1)
+        try:
+            for name, tensor in tensors:
+                self._load(name, tensor)
+            check(self._library.paceline_set_rope(self._handle, cos.ctypes.data, sin.ctypes.data))
+            check(self._library.paceline_ready(self._handle))
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        kind, layer = locate(name)
+        if isinstance(tensor, RawTensor):
+            data: NDArray[Any] = np.ascontiguousarray(tensor.data)
+            type_number, rows, columns = TYPES[tensor.type], data.shape[0], tensor.columns
+        else:
+            data = np.ascontiguousarray(tensor, dtype=np.float32)
+            rows, columns = (1, data.shape[0]) if data.ndim == 1 else data.shape
+            type_number = TYPES["F32"]
+        status = self._library.paceline_load(
+            self._handle, kind, layer, type_number, data.ctypes.data, rows, columns
+        )
+        check(status)
+
+    @property
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return int(self._library.paceline_block_bytes(self.handle))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        return int(self._library.paceline_weight_bytes(self.handle))
+
+    @property
+    def isa(self) -> str:
+        """The kernel variant in use, e.g. "avx512bf16"."""
+        name: bytes = self._library.paceline_isa(self.handle)
+        return name.decode()
+
+    def forward(
+        self,
+        token_ids: Integers,
+        positions: Integers,
+        query_start: Integers,
+        block_tables: Integers,
+        sample_rows: Integers,
+    ) -> NDArray[np.float32]:
+        """Run one step: store keys and values of all tokens, attend causally, give logits.
+
+        Args:
+            token_ids: [T], sequence after sequence.
+            positions: [T], consecutive within a sequence; a token sees its sequence's blocks up to
+                its own position.
+            query_start: [S + 1], first row of each sequence, then T; a sequence may have no rows.
+            block_tables: [S, width], block ids by position // block_size.
+            sample_rows: [R], ascending rows whose logits are wanted.
+
+        Returns:
+            [R, vocab] float32, a view that the next call overwrites.
+
+        Raises:
+            ConfigError: an id, position or block out of range; then nothing has run.
+        """
+        arrays = [
+            np.ascontiguousarray(array, dtype=np.int32)
+            for array in (token_ids, positions, query_start, block_tables, sample_rows)
+        ]
+        tokens, places, starts, tables, rows = arrays
+        sequences = len(starts) - 1
+        if len(places) != len(tokens) or sequences < 0 or tables.shape[:1] != (sequences,):
+            raise ConfigError(
+                f"{len(tokens)} token ids, {len(places)} positions, query_start of {len(starts)} "
+                f"and block tables of shape {list(tables.shape)} do not go together"
+            )
+        if len(self._logits) < len(rows):
+            self._logits = np.empty((len(rows), self._vocab), dtype=np.float32)
+        step = Step(
+            tokens=len(tokens),
+            sequences=sequences,
+            table_width=tables.shape[1] if tables.ndim == 2 else 0,
+            sampled=len(rows),
+            token_ids=tokens.ctypes.data,
+            positions=places.ctypes.data,
+            query_start=starts.ctypes.data,
+            tables=tables.ctypes.data,
+            sample_rows=rows.ctypes.data,
+            logits=self._logits.ctypes.data,
+        )
+        check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
+        return self._logits[: len(rows)]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in all layers, in order."""
+        if not pairs:
+            return
+        source, destination = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
+        check(
+            self._library.paceline_copy_blocks(
+                self.handle, source.ctypes.data, destination.ctypes.data, len(pairs)
+            )
+        )
+
+    def profile(self, on: bool) -> None:
+        """Start timing the parts of a step from zero, or stop."""
+        self._library.paceline_profile(self.handle, int(on))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds spent in each of ``SECTIONS`` since ``profile(True)``."""
+        values = (ctypes.c_double * len(SECTIONS))()
+        self._library.paceline_seconds(self.handle, values)
+        return dict(zip(SECTIONS, values, strict=True))
+
+    def close(self) -> None:
+        """Free memory and threads. Idempotent."""
+        if self._handle is not None:
+            self._library.paceline_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    @property
+    def handle(self) -> int:
+        """The library's model. Raises ConfigError once closed."""
+        if self._handle is None:
+            raise ConfigError("the native model is closed")
+        return self._handle

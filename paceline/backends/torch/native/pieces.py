@@ -1,0 +1,127 @@
+"""Single kernels of the native path, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.backends.torch.native.library import Step, check, library
+from paceline.backends.torch.native.model import DTYPES, Integers, NativeModel
+from paceline.backends.torch.native.tensors import TYPES, RawTensor, Tensor
+
+__all__ = ["PackedMatrix", "attend", "cache_bytes", "read_bandwidth"]
+
+
+class PackedMatrix:
+    """One weight matrix [rows, columns], packed; the product alone, without an epilogue."""
+
+    def __init__(
+        self, weights: Tensor, dtype: str, *, threads: int = 1, isa: str | None = None
+    ) -> None:
+        self._handle: int | None = None
+        self._library = library()
+        if isinstance(weights, RawTensor):
+            data, kind, columns = weights.data, TYPES[weights.type], weights.columns
+        else:
+            data, kind = (
+                np.ascontiguousarray(weights, dtype=np.float32).view(np.uint8),
+                TYPES["F32"],
+            )
+            columns = weights.shape[1]
+        self.shape = (data.shape[0], columns)
+        name = None if isa is None else isa.encode()
+        self._handle = self._library.paceline_matrix(
+            DTYPES[dtype], kind, data.ctypes.data, *self.shape, threads, name
+        )
+        if self._handle is None:
+            check(-1)
+
+    def multiply(self, x: NDArray[np.float32], repeat: int = 1) -> NDArray[np.float32]:
+        """x [M, columns] -> [M, rows], computed ``repeat`` times."""
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        out = np.full((len(x), self.shape[0]), np.nan, dtype=np.float32)
+        check(
+            self._library.paceline_matrix_multiply(
+                self._handle, x.ctypes.data, len(x), out.ctypes.data, repeat
+            )
+        )
+        return out
+
+    def unpack(self) -> NDArray[np.float32]:
+        """The weights as the products see them, [rows, columns]."""
+        out = np.empty(self.shape, dtype=np.float32)
+        check(self._library.paceline_matrix_unpack(self._handle, out.ctypes.data))
+        return out
+
+    def close(self) -> None:
+        """Free the memory and threads. Idempotent."""
+        if self._handle is not None:
+            self._library.paceline_matrix_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+
+def cache_bytes(model: NativeModel) -> NDArray[np.uint8]:
+    """The model's whole KV cache, writable, valid until the model is closed."""
+    size = ctypes.c_int64()
+    address = library().paceline_cache(model.handle, ctypes.byref(size))
+    return np.ctypeslib.as_array(
+        ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (size.value,)
+    )
+
+
+def attend(
+    model: NativeModel,
+    qkv: NDArray[np.float32],
+    positions: Integers,
+    query_start: Integers,
+    block_tables: Integers,
+) -> NDArray[np.float32]:
+    """Rotate, store into layer 0 and attend.
+
+    Args:
+        qkv: [T, (heads + 2 * kv_heads) * head_dim]; queries, keys and values side by side.
+
+    Returns:
+        [T, heads * head_dim].
+    """
+    qkv = np.array(qkv, dtype=np.float32, order="C")
+    places, starts, tables = (
+        np.ascontiguousarray(array, dtype=np.int32)
+        for array in (positions, query_start, block_tables)
+    )
+    heads, kv_heads, head_dim = model.heads
+    out = np.full((len(qkv), heads * head_dim), np.nan, dtype=np.float32)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * head_dim:
+        raise ValueError(f"qkv has shape {qkv.shape} for {model.heads}")
+    ids = np.zeros(len(qkv), dtype=np.int32)
+    step = Step(
+        tokens=len(qkv),
+        sequences=len(starts) - 1,
+        table_width=tables.shape[1],
+        sampled=0,
+        token_ids=ids.ctypes.data,
+        positions=places.ctypes.data,
+        query_start=starts.ctypes.data,
+        tables=tables.ctypes.data,
+        sample_rows=None,
+        logits=None,
+    )
+    check(
+        library().paceline_attention(
+            model.handle, ctypes.byref(step), qkv.ctypes.data, out.ctypes.data
+        )
+    )
+    return out
+
+
+def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:
+    """Bytes per second that ``threads`` threads read from a buffer of that size, at best."""
+    buffer = np.ones(num_bytes, dtype=np.uint8)
+    seconds: float = library().paceline_read_seconds(buffer.ctypes.data, num_bytes, threads, repeat)
+    return num_bytes / seconds

@@ -1,0 +1,80 @@
+"""From a checkpoint to what the library loads: stored blocks it can read, float32 elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.core.errors import CheckpointError
+
+__all__ = ["KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
+
+# GGUF's names and numbers of the types that the library reads
+TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+
+# PacelineTensor by the name's part behind the layer
+KINDS: Final = {
+    "model.embed_tokens.weight": 0,
+    "model.norm.weight": 1,
+    "lm_head.weight": 2,
+    "input_layernorm.weight": 3,
+    "post_attention_layernorm.weight": 4,
+    "self_attn.q_norm.weight": 5,
+    "self_attn.k_norm.weight": 6,
+    "self_attn.q_proj.weight": 7,
+    "self_attn.k_proj.weight": 8,
+    "self_attn.v_proj.weight": 9,
+    "self_attn.o_proj.weight": 10,
+    "mlp.gate_proj.weight": 11,
+    "mlp.up_proj.weight": 12,
+    "mlp.down_proj.weight": 13,
+    "self_attn.q_proj.bias": 14,
+    "self_attn.k_proj.bias": 15,
+    "self_attn.v_proj.bias": 16,
+    "self_attn.o_proj.bias": 17,
+    "mlp.gate_proj.bias": 18,
+    "mlp.up_proj.bias": 19,
+    "mlp.down_proj.bias": 20,
+}
+
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawTensor:
+    """Stored rows of one of ``TYPES``: ``data`` uint8 [rows, bytes per row], C-contiguous."""
+
+    data: NDArray[np.uint8]
+    type: str
+    columns: int
+
+
+Tensor = NDArray[np.float32] | RawTensor
+
+
+def locate(name: str) -> tuple[int, int]:
+    """PacelineTensor and layer of a Hugging Face name. Raises CheckpointError for others."""
+    match = _LAYER.fullmatch(name)
+    kind = KINDS.get(match[2] if match else name)
+    if kind is None:
+        raise CheckpointError(f"tensor {name} is not part of a model the native path knows")
+    return kind, int(match[1]) if match else 0
+
+
+def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, read when it is asked for."""
+    for name in checkpoint.tensor_names():
+        shape = checkpoint.tensor_shape(name)
+        if isinstance(checkpoint, GGUFCheckpoint) and len(shape) == 2:
+            data, type_name = checkpoint.raw_tensor(name)
+            if type_name in TYPES:
+                yield name, RawTensor(np.ascontiguousarray(data), type_name, shape[1])
+                continue
+        yield name, checkpoint.tensor(name)
