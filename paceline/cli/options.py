@@ -166,9 +166,17 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
     group.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "bfloat16", "int8", "q4"),
         default=default.dtype,
-        help="auto takes bfloat16 where the machine is fast at it (default auto)",
+        help="auto takes bfloat16 where the machine is fast at it; int8 and q4 need --compute "
+        "native (default auto)",
+    )
+    group.add_argument(
+        "--compute",
+        choices=("torch", "native"),
+        default=default.compute,
+        help="native computes whole steps in the C++ library, on the CPU (default "
+        f"{default.compute})",
     )
     group.add_argument(
         "--max-model-len",
@@ -346,6 +354,7 @@ def engine_settings(args: argparse.Namespace, *, log_level: str = "info") -> Eng
         backend=args.backend,
         device=args.device,
         dtype=args.dtype,
+        compute=args.compute,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         num_blocks=args.num_blocks,

@@ -53,6 +53,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     for flag, value, unset in (
         ("--device", settings.device, "auto"),
         ("--dtype", settings.dtype, "auto"),
+        ("--compute", settings.compute, "torch"),
         ("--threads", settings.threads, None),
     ):
         if value != unset:
@@ -84,24 +85,13 @@ def _torch_backend(settings: EngineSettings) -> ModelBackend:
         device=settings.device,
         dtype=settings.dtype,
         block_size=settings.block_size,
-        kv_cache_bytes=_torch_pool_bytes(settings),
+        num_blocks=settings.num_blocks,
+        kv_cache_bytes=settings.kv_cache_bytes,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         threads=settings.threads,
+        compute=settings.compute,
     )
-
-
-def _torch_pool_bytes(settings: EngineSettings) -> int | None:
-    """The KV pool's size in bytes, also when it was given in blocks."""
-    if settings.num_blocks is None or settings.model_path is None:
-        return settings.kv_cache_bytes
-    from paceline.backends.torch.attention import block_bytes
-    from paceline.backends.torch.machine import choose_device, choose_dtype
-    from paceline.checkpoints.base import open_checkpoint
-
-    config = open_checkpoint(Path(settings.model_path)).config
-    dtype = choose_dtype(settings.dtype, choose_device(settings.device))
-    return settings.num_blocks * block_bytes(config, settings.block_size, dtype)
 
 
 def choose_max_model_len(

@@ -17,20 +17,34 @@ from paceline.core.backend import ModelBackend
 from paceline.core.request import FinishReason
 from tests.driving import Driver, make_request
 
-BLOCK_SIZE = 4
-NUM_BLOCKS = 96
+# of the KV cache, in tokens, whatever a backend's block size
+NUM_TOKENS = 384
 VOCAB = 128
 
 
 def make_null(_: Path) -> ModelBackend:
-    return NullBackend(vocab_size=VOCAB, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return NullBackend(vocab_size=VOCAB, num_blocks=NUM_TOKENS // 4, block_size=4)
 
 
 def make_torch(folder: Path) -> ModelBackend:
+    return load_tiny(folder, block_size=4, compute="torch")
+
+
+def make_native(folder: Path) -> ModelBackend:
+    from paceline.backends.torch.native import unavailable_reason
+
+    reason = unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    return load_tiny(folder, block_size=16, compute="native")
+
+
+def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
     """A tiny random Llama in float32."""
     import torch
-    from paceline.backends.torch.backend import TorchBackend
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from paceline.backends.torch.backend import TorchBackend
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,16 +63,22 @@ def make_torch(folder: Path) -> ModelBackend:
         folder,
         device="cpu",
         dtype="float32",
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         kv_cache_bytes=None,
         max_model_len=512,
         max_num_seqs=8,
+        threads=1,
+        compute=compute,
     )
-    assert backend.info.num_blocks >= NUM_BLOCKS
+    assert backend.info.num_blocks * block_size >= NUM_TOKENS
     return backend
 
 
-BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {"null": make_null, "torch": make_torch}
+BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {
+    "native": make_native,
+    "null": make_null,
+    "torch": make_torch,
+}
 
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
@@ -81,10 +101,11 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1234, "top_p": 0.95, "top
 LENGTH = 14
 
 
-def drive(backend: ModelBackend, **settings: Any) -> Driver:
+def drive(backend: ModelBackend, *, num_tokens: int = NUM_TOKENS, **settings: Any) -> Driver:
+    block_size = backend.info.block_size
     defaults: dict[str, Any] = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
+        "num_blocks": num_tokens // block_size,
+        "block_size": block_size,
         "max_model_len": 512,
         "max_num_batched_tokens": 256,
     }
@@ -126,15 +147,17 @@ class TestSameTokensEveryWay:
             driver.add(make_request(f"warm {name}", prompt, 2))
         driver.run()
         assert together(driver, sampling) == alone(backend, sampling)
-        assert driver.finished["twin"].num_cached_tokens == 52
+        block_size = backend.info.block_size
+        reusable = (len(PROMPTS["twin"]) - 1) // block_size * block_size
+        assert driver.finished["twin"].num_cached_tokens == reusable
 
     def test_preempted(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:
-        driver = drive(backend, num_blocks=22)
+        driver = drive(backend, num_tokens=88)
         assert together(driver, sampling) == alone(backend, sampling)
         assert driver.scheduler.stats().num_preemptions > 0
 
     def test_planned_ahead(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:
-        driver = drive(backend, depth=2, max_num_batched_tokens=16, num_blocks=30)
+        driver = drive(backend, depth=2, max_num_batched_tokens=16, num_tokens=120)
         assert together(driver, sampling) == alone(backend, sampling)
 
     def test_forked(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:

@@ -119,40 +119,41 @@ class _Group:
 
 
 def _split(segments: list[_Segment], heads: int) -> list[list[_Segment]]:
-    """Group segments of similar shape so that padding stays cheap. The order inside a group is
-    the given one if one group suffices."""
-    if _waste(segments) <= _tolerated(segments) and _scores(segments, heads) <= _MAX_SCORES:
-        return [segments]
-    groups: list[list[_Segment]] = []
-    current: list[_Segment] = []
-    for segment in sorted(segments, key=lambda s: (-s.queries, -s.keys)):
-        # sorted: the first of a group has the most queries, but not always the most keys
-        trial = [*current, segment]
-        if current and (_waste(trial) > _tolerated(trial) or _scores(trial, heads) > _MAX_SCORES):
-            groups.append(current)
-            trial = [segment]
-        current = trial
-    groups.append(current)
-    return groups
-
-
-def _useful(segments: list[_Segment]) -> int:
-    return sum((segment.queries + _GATHER_COST) * segment.keys for segment in segments)
-
-
-def _waste(segments: list[_Segment]) -> int:
+    """Group segments of similar shape so that padding stays cheap. If one group suffices it keeps
+    the given order, and a step of single tokens then needs no reordering."""
     queries = max(segment.queries for segment in segments)
     keys = max(segment.keys for segment in segments)
-    return len(segments) * (queries + _GATHER_COST) * keys - _useful(segments)
+    useful = sum(_cost(segment.queries, segment.keys) for segment in segments)
+    if _fits(len(segments), queries, keys, useful, heads):
+        return [segments]
+    groups: list[list[_Segment]] = []
+    group: list[_Segment] = []
+    queries = keys = useful = 0
+    for segment in sorted(segments, key=lambda s: (-s.queries, -s.keys)):
+        # sorted: the first of a group has the most queries, but not always the most keys
+        wider = max(queries, segment.queries), max(keys, segment.keys)
+        more = useful + _cost(segment.queries, segment.keys)
+        if group and not _fits(len(group) + 1, *wider, more, heads):
+            groups.append(group)
+            group = []
+            wider = segment.queries, segment.keys
+            more = _cost(*wider)
+        group.append(segment)
+        (queries, keys), useful = wider, more
+    return [*groups, group]
 
 
-def _tolerated(segments: list[_Segment]) -> int:
-    return max(_GROUP_OVERHEAD, _useful(segments) // 4)
+def _cost(queries: int, keys: int) -> int:
+    return (queries + _GATHER_COST) * keys
 
 
-def _scores(segments: list[_Segment], heads: int) -> int:
-    queries = max(segment.queries for segment in segments)
-    return len(segments) * heads * queries * max(segment.keys for segment in segments)
+def _fits(size: int, queries: int, keys: int, useful: int, heads: int) -> bool:
+    """Whether ``size`` segments, padded to these dimensions, may be one product. ``useful`` is
+    their cost without padding."""
+    waste = size * _cost(queries, keys) - useful
+    return (
+        waste <= max(_GROUP_OVERHEAD, useful // 4) and size * heads * queries * keys <= _MAX_SCORES
+    )
 
 
 class TorchAttention:

@@ -19,8 +19,9 @@ from paceline.backends.torch.machine import (
     choose_threads,
 )
 from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.native_step import check_native, load_native, native_block_bytes
 from paceline.backends.torch.rope import RotaryTable, longest_sequence
-from paceline.backends.torch.runner import ModelRunner
+from paceline.backends.torch.runner import BlockStore, ModelRunner, StepModel
 from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
 from paceline.core.backend import BackendInfo
@@ -48,10 +49,12 @@ class TorchBackend:
         device: str = "auto",
         dtype: str = "auto",
         block_size: int = 16,
+        num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         threads: int | None = None,
+        compute: str = "torch",
     ) -> TorchBackend:
         """Open a checkpoint and get ready to run plans.
 
@@ -60,10 +63,13 @@ class TorchBackend:
             device: "auto", "cpu", "cuda" or "cuda:N".
             dtype: "auto", "float32" or "bfloat16"; of weights, activations and KV cache.
             block_size: tokens per KV block.
+            num_blocks: the KV pool's size; None: as ``kv_cache_bytes`` says.
             kv_cache_bytes: the KV pool's size at most; None: see ``machine.choose_num_blocks``.
             max_model_len: longest sequence served; None: all the model's positions.
             max_num_seqs: requests that run at once; sizes buffers, more are possible.
             threads: processor threads; None: as many as there are cores to use.
+            compute: "torch", or "native" for the C++ library on the CPU, which adds the dtypes
+                "int8" and "q4" of weights.
 
         Raises:
             CheckpointError: the model cannot be read.
@@ -83,9 +89,12 @@ class TorchBackend:
                 device=choose_device(device),
                 dtype=dtype,
                 block_size=block_size,
+                num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
+                threads=num_threads,
+                compute=compute,
             )
             return cls(runner, info, executor)
 
@@ -117,9 +126,12 @@ def _build(
     device: torch.device,
     dtype: str,
     block_size: int,
+    num_blocks: int | None,
     kv_cache_bytes: int | None,
     max_model_len: int | None,
     max_num_seqs: int,
+    threads: int,
+    compute: str,
 ) -> tuple[ModelRunner, BackendInfo]:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
@@ -127,11 +139,22 @@ def _build(
     length = longest if max_model_len is None else max_model_len
     if not 1 <= length <= longest:
         raise ConfigError(f"max_model_len={length} is not in 1 to {longest}, the model's positions")
-    torch_dtype = choose_dtype(dtype, device)
-    with torch.inference_mode():
-        weights = load_weights(checkpoint, dtype=torch_dtype, device=device)
-        rotary = RotaryTable(config, length, dtype=torch_dtype, device=device)
+    if compute not in ("torch", "native"):
+        raise ConfigError(f"compute must be torch or native, got {compute!r}")
+    native = compute == "native"
+    if native and device.type != "cpu":
+        raise ConfigError(f"--compute native runs on the CPU, not on {device}")
+    if native and dtype in ("int8", "q4"):
+        dtype_name = dtype
+    else:
+        torch_dtype = choose_dtype(dtype, device)
+        dtype_name = str(torch_dtype).removeprefix("torch.")
+    if native:
+        check_native(config, block_size, dtype_name)
+        bytes_per_block = native_block_bytes(config, block_size, dtype_name)
+    else:
         bytes_per_block = block_bytes(config, block_size, torch_dtype)
+    if num_blocks is None:
         num_blocks = choose_num_blocks(
             kv_cache_bytes,
             block_bytes=bytes_per_block,
@@ -140,16 +163,32 @@ def _build(
             max_model_len=length,
             device=device,
         )
-        attention = TorchAttention(
-            config,
+    decoder: StepModel
+    store: BlockStore
+    if native:
+        decoder = store = load_native(
+            checkpoint,
+            dtype=dtype_name,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=torch_dtype,
-            device=device,
+            max_model_len=length,
+            threads=threads,
         )
+    else:
+        with torch.inference_mode():
+            weights = load_weights(checkpoint, dtype=torch_dtype, device=device)
+            rotary = RotaryTable(config, length, dtype=torch_dtype, device=device)
+            decoder = Decoder(config, weights, rotary)
+            store = TorchAttention(
+                config,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                dtype=torch_dtype,
+                device=device,
+            )
     runner = ModelRunner(
-        Decoder(config, weights, rotary),
-        attention,
+        decoder,
+        store,
         vocab_size=config.vocab_size,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
@@ -157,13 +196,13 @@ def _build(
         device=device,
     )
     info = BackendInfo(
-        name="torch",
+        name=compute,
         vocab_size=config.vocab_size,
         max_model_len=length,
         block_size=block_size,
         num_blocks=num_blocks,
         block_bytes=bytes_per_block,
-        dtype=str(torch_dtype).removeprefix("torch."),
+        dtype=dtype_name,
         device=str(device),
     )
     return runner, info

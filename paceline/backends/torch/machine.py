@@ -58,8 +58,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        features = torch.cpu.get_capabilities()
-        fast = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from paceline.backends.torch.attention import AttentionBackend, AttentionBatch
-from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.attention import AttentionBatch
 from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
 from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import (
@@ -29,7 +28,7 @@ from paceline.core.outputs import (
 )
 from paceline.core.request import SamplingParams
 
-__all__ = ["ModelRunner"]
+__all__ = ["BlockStore", "ModelRunner", "StepModel"]
 
 # one entry per sampled token, None for rows that asked for none
 RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
@@ -58,6 +57,28 @@ class _Slot:
             self.error = str(error)
 
 
+class BlockStore(Protocol):
+    """Where keys and values live: an ``AttentionBackend``, or a model that does it all."""
+
+    def prepare(self, batch: AttentionBatch) -> None: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
+
+
+class StepModel(Protocol):
+    """Token ids to logits; ``attention`` is the BlockStore the runner was given with it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sampled: torch.Tensor,
+        attention: Any,
+    ) -> torch.Tensor: ...
+
+
 class ModelRunner:
     """Executes plans one after the other. Used from one thread.
 
@@ -68,8 +89,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
-        attention: AttentionBackend,
+        decoder: StepModel,
+        attention: BlockStore,
         *,
         vocab_size: int,
         block_size: int,
@@ -107,7 +128,6 @@ class ModelRunner:
         for request_id in plan.released:
             self._release(request_id)
         for new in plan.new_requests:
-            self._release(new.request_id)
             self._add(new)
         if plan.block_copies:
             for copy in plan.block_copies:

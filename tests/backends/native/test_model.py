@@ -219,6 +219,25 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
 
 
 @native
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"threads": 0}, "threads.*0"),
+        ({"threads": 100_000}, "threads.*100000"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"dtype": "int4"}, "float32, bfloat16, int8, q4"),
+        ({"kv_dtype": "float16"}, "float16"),
+        ({"block_size": 24}, "block_size=24"),
+    ],
+)
+def test_bad_options_are_refused(option: dict[str, object], message: str) -> None:
+    config = FAMILIES["llama"]
+    options: dict[str, object] = {"dtype": "float32"} | option
+    with pytest.raises(ConfigError, match=message):
+        _make(config, random_weights(config, 1), **options)  # type: ignore[arg-type]
+
+
+@native
 def test_closed_model_says_so() -> None:
     model = _make(FAMILIES["llama"], random_weights(FAMILIES["llama"], 1), "float32")
     model.close()

@@ -69,17 +69,21 @@ class Plans:
         new.logprobs = old.logprobs
         self.sequences[request_id] = new
 
-    def fork(self, request_id: str, child_id: str, **sampling: Any) -> Tracked:
-        """Share all blocks of a computed prompt; the child copies the block it writes to."""
+    def fork(
+        self, request_id: str, child_id: str, *, parent_copies: bool = False, **sampling: Any
+    ) -> Tracked:
+        """Share all blocks of a computed prompt. One of the two copies the last of them before
+        writing to it: the child, or the parent, whose table the backend knows already."""
         parent = self.sequences[request_id]
         prompt = parent.tokens[: parent.num_prompt_tokens]
         child = self.add(child_id, prompt, **sampling)
         child.computed = len(prompt) - 1
         child.blocks = parent.blocks[: -(-len(prompt) // self.block_size)]
+        writer, writer_id = (parent, request_id) if parent_copies else (child, child_id)
         index = child.computed // self.block_size
-        source, target = child.blocks[index], self.free.pop()
-        child.blocks[index] = target
-        self._copies.append(BlockCopy(child_id, index, source, target))
+        source, target = writer.blocks[index], self.free.pop()
+        writer.blocks[index] = target
+        self._copies.append(BlockCopy(writer_id, index, source, target))
         return child
 
     def plan(self, counts: dict[str, int], *, ahead: int = 0) -> SchedulerOutput:

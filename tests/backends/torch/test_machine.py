@@ -109,12 +109,13 @@ def test_num_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_dtype("float32", CPU) is torch.float32
     assert choose_dtype("bfloat16", CPU) is torch.bfloat16
-    for features, expected in (
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    for avx512_bf16, amx, expected in (
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
     ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda v=avx512_bf16: v)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda v=amx: v)
         assert choose_dtype("auto", CPU) is expected
 
 

@@ -102,8 +102,23 @@ def test_forks_copy_the_block_they_write(
     assert plans.sequences["parent"].output == reference[name]
     assert plans.sequences["same"].output == reference[name]
     other = plans.sequences["other"].output
-    assert other[0] == reference[name][0] or other[0] != reference[name][1]
     assert reference[name][1] not in other
+
+
+@pytest.mark.parametrize("name", ["short", "long"])
+def test_a_running_request_can_be_the_one_that_copies(
+    name: str, llama: TorchBackend, reference: dict[str, list[int]]
+) -> None:
+    plans = Plans(llama)
+    plans.add("parent", PROMPTS[name])
+    plans.run(until=1)
+    plans.fork("parent", "child", parent_copies=True, logit_bias=((reference[name][0], -100.0),))
+    # the child writes other tokens into the block that both had
+    plans.step({"child": 1, "parent": 1})
+    plans.run(until=LENGTH)
+    assert plans.sequences["parent"].output == reference[name]
+    alone = Plans(llama).generate(PROMPTS[name], LENGTH, logit_bias=((reference[name][0], -100.0),))
+    assert plans.sequences["child"].output == alone.output != reference[name]
 
 
 def test_more_requests_than_slots(llama_folder: Path, reference: dict[str, list[int]]) -> None:

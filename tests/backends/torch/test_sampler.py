@@ -224,6 +224,13 @@ class TestDraw:
         assert result.token_ids == logits.argmax(-1).tolist()
         assert result.finite == [True] * 3
 
+    def test_rounding_never_leads_to_a_token_without_weight(self) -> None:
+        weights = torch.tensor([[1.0, 2.0, 0.0, 0.0]])
+        just_below, one = torch.tensor([0.99]).double(), torch.tensor([1.0]).double()
+        assert sampler._invert(weights, just_below, torch.tensor([0])).tolist() == [1]
+        # no uniform is 1, but a sum can round to as much
+        assert sampler._invert(weights, one, torch.tensor([0])).tolist() == [0]
+
     def test_more_rows_than_are_drawn_at_once(self) -> None:
         logits = make_logits(150)
         rows = [make_row(temperature=1.0, seed=seed) for seed in range(150)]

@@ -1,6 +1,6 @@
 """The native CPU compute path: a whole model step in one call of a small C++ library.
 
-Needs the compiled ``_lib`` next to this file (built when the package is installed, or by
+Needs the compiled ``_lib`` next to this file (built by ``make``, or by
 ``python -m paceline.backends.torch.native.build``); ``unavailable_reason()`` says why it cannot be
 used, and then the pure PyTorch path serves. Nothing here imports torch.
 """

@@ -1,6 +1,7 @@
 """Compile the native library next to this file: ``python -m paceline.backends.torch.native.build``.
 
-An install does the same through scikit-build-core; this is for working in a checkout.
+``make`` runs it after installing; it needs CMake and a C++20 compiler, and a checkout. Without it
+everything works but ``--compute native``.
 """
 
 from __future__ import annotations

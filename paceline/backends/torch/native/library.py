@@ -42,7 +42,6 @@ class Config(ctypes.Structure):
         ("kv", c_int32),
         ("threads", c_int32),
         ("eps", c_float),
-        ("reserved", c_float),
         ("sliding", c_char_p),
         ("isa", c_char_p),
     )

@@ -1,0 +1,106 @@
+"""The native compute path in the place of ``model.Decoder`` and ``attention.TorchAttention``.
+
+It computes the whole step in one call, so it is both: it keeps the blocks and runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from paceline.backends.torch.attention import AttentionBatch
+from paceline.backends.torch.native import (
+    NativeModel,
+    checkpoint_tensors,
+    unavailable_reason,
+    unsupported_reason,
+)
+from paceline.backends.torch.rope import inverse_frequencies
+from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.errors import ConfigError
+
+__all__ = ["NATIVE_DTYPES", "NativeStep", "check_native", "load_native", "native_block_bytes"]
+
+# by what the weights are kept in; the KV cache is float32 for float32 and bfloat16 for the others
+NATIVE_DTYPES = ("float32", "bfloat16", "int8", "q4")
+
+
+def check_native(config: ModelConfig, block_size: int, dtype: str) -> None:
+    """Raises ConfigError, with what to do, where the native path cannot serve this model."""
+    reason = unavailable_reason() or unsupported_reason(config, block_size)
+    if reason is not None:
+        raise ConfigError(f"--compute native: {reason}; --compute torch serves it")
+    if dtype not in NATIVE_DTYPES:
+        raise ConfigError(f"--compute native computes in {', '.join(NATIVE_DTYPES)}, not {dtype}")
+
+
+def native_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one KV block over all layers."""
+    itemsize = 4 if dtype == "float32" else 2
+    per_token = 2 * config.num_key_value_heads * config.head_dim * itemsize
+    return config.num_hidden_layers * block_size * per_token
+
+
+def load_native(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    threads: int,
+) -> NativeStep:
+    """Read a model into the native library. ``check_native`` has passed."""
+    frequencies, factor = inverse_frequencies(checkpoint.config, max_model_len)
+    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    model = NativeModel(
+        checkpoint.config,
+        checkpoint_tensors(checkpoint),
+        ((angles.cos() * factor).numpy(), (angles.sin() * factor).numpy()),
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        threads=threads,
+    )
+    return NativeStep(model)
+
+
+class NativeStep:
+    """A ``NativeModel`` as ``runner.ModelRunner`` drives it."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self._model = model
+        self._batch: AttentionBatch | None = None
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Take the shape of the next step."""
+        self._batch = batch
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._model.copy_blocks(pairs)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do: the kernels read no slot that was not written."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sampled: torch.Tensor,
+        attention: object,
+    ) -> torch.Tensor:
+        """Logits [S, vocab] in float32, valid until the next call; see ``Decoder.forward``."""
+        batch = self._batch
+        assert batch is not None, "forward() before prepare()"
+        starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
+        np.cumsum(batch.counts, out=starts[1:])
+        logits = self._model.forward(
+            token_ids.numpy(), positions.numpy(), starts, batch.block_tables, sampled.numpy()
+        )
+        return torch.from_numpy(logits)
+
+    def close(self) -> None:
+        self._model.close()
