@@ -5,6 +5,7 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 #include "features.h"
@@ -55,7 +56,10 @@ const char* paceline_error(void) { return error_text.c_str(); }
 const char* paceline_variants(void) {
   static const std::string names = [] {
     std::string text;
-    for (const Kernels* kernels : usable_kernels()) text += (text.empty() ? "" : ",") + std::string(kernels->name);
+    for (const Kernels* kernels : usable_kernels()) {
+      if (!text.empty()) text += ',';
+      text += kernels->name;
+    }
     return text;
   }();
   return names.c_str();
@@ -161,19 +165,25 @@ double paceline_read_seconds(const void* data, int64_t bytes, int threads, int r
     using Clock = std::chrono::steady_clock;
     Team team(threads < 1 ? 1 : threads);
     const int64_t words = bytes / 8 / team.size();
+    // small buffers are read over and over, or waking the threads would be what is timed
+    const int64_t passes = bytes > 0 && bytes < (int64_t(128) << 20) ? (int64_t(128) << 20) / bytes : 1;
     std::atomic<uint64_t> sink{0};
     for (int i = 0; i < repeat; ++i) {
       const auto began = Clock::now();
       team.run([&](int member) {
         const uint64_t* p = static_cast<const uint64_t*>(data) + member * words;
         uint64_t a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
-        for (int64_t w = 0; w + 8 <= words; w += 8) {
-          a ^= p[w], b ^= p[w + 1], c ^= p[w + 2], d ^= p[w + 3];
-          e ^= p[w + 4], f ^= p[w + 5], g ^= p[w + 6], h ^= p[w + 7];
+        for (int64_t pass = 0; pass < passes; ++pass) {
+          for (int64_t w = 0; w + 8 <= words; w += 8) {
+            a ^= p[w], b ^= p[w + 1], c ^= p[w + 2], d ^= p[w + 3];
+            e ^= p[w + 4], f ^= p[w + 5], g ^= p[w + 6], h ^= p[w + 7];
+          }
+          // without this the compiler may notice that every second pass undoes the one before
+          __asm__ volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d) : : "memory");
         }
         sink += a ^ b ^ c ^ d ^ e ^ f ^ g ^ h;
       });
-      const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+      const double seconds = std::chrono::duration<double>(Clock::now() - began).count() / double(passes);
       if (best < 0 || seconds < best) best = seconds;
     }
   });

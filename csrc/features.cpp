@@ -54,7 +54,8 @@ const Kernels* choose_kernels(const char* name) {
   std::string names;
   for (const Kernels* kernels : found) {
     if (std::string(name) == kernels->name) return kernels;
-    names += names.empty() ? kernels->name : std::string(", ") + kernels->name;
+    if (!names.empty()) names += ", ";
+    names += kernels->name;
   }
   throw std::invalid_argument("instruction set '" + std::string(name) + "' does not run here; these do: " + names);
 }

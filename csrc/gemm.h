@@ -10,7 +10,7 @@ using namespace paceline;
 #if PL_LEVEL >= 2
 constexpr int kTileRows = 13;
 // the sums over groups need registers too
-constexpr int kTileRowsI8 = 8;
+constexpr int kTileRowsI8 = 6;
 constexpr int kTileRowsQ4 = 4;
 #elif PL_LEVEL == 1
 constexpr int kTileRows = 3;

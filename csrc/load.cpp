@@ -22,6 +22,11 @@ void require(bool ok, const std::string& message) {
   if (!ok) refuse(message);
 }
 
+int checked_threads(int threads) {
+  require(threads >= 1 && threads <= 1024, "threads must be 1 to 1024, got " + std::to_string(threads));
+  return threads;
+}
+
 }  // namespace
 
 Model::Model(const PacelineConfig& config)
@@ -30,7 +35,7 @@ Model::Model(const PacelineConfig& config)
       weights_(Weights(config.weights)),
       acts_(config.weights == 0 ? Acts::kF32 : config.weights == 1 ? Acts::kBF16 : Acts::kI8),
       kv_(Kv(config.kv)),
-      team_(config.threads < 1 ? 1 : config.threads) {
+      team_(checked_threads(config.threads)) {
   const PacelineConfig& c = config_;
   require(c.layers > 0 && c.hidden > 0 && c.heads > 0 && c.kv_heads > 0 && c.inner > 0 && c.vocab > 0 &&
               c.max_positions > 0,
@@ -43,7 +48,6 @@ Model::Model(const PacelineConfig& config)
   require(c.num_blocks > 0, "num_blocks must be positive");
   require(c.weights >= 0 && c.weights <= 3, "unknown weight kind " + std::to_string(c.weights));
   require(c.kv >= 0 && c.kv <= 2, "unknown kv kind " + std::to_string(c.kv));
-  require(c.threads >= 1 && c.threads <= 1024, "threads must be 1 to 1024, got " + std::to_string(c.threads));
 
   group_ = c.heads / c.kv_heads;
   hidden_pad_ = pad_to(c.hidden, 16);

@@ -28,7 +28,6 @@ typedef struct {
   int32_t kv;      /* 0 float32, 1 bfloat16, 2 int8 */
   int32_t threads;
   float eps;
-  float reserved;
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
   const char* isa;        /* null: the best that works here */
 } PacelineConfig;
