@@ -19,7 +19,7 @@ from paceline.engine.tokenizer import load_tokenizer
 from tests.driving import Driver, make_request
 from tests.parity.prompts import PROMPTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 64
 
