@@ -8,9 +8,11 @@ namespace paceline {
 namespace {
 
 // A barrier inside a step is usually short of company for microseconds. Past that the missing member
-// may be waiting for this very processor, so it is offered, and in the end slept away from.
-constexpr int kSpins = 1000;
-constexpr int kYields = 200;
+// may be waiting for this very processor, so it is offered, and in the end slept away from. A longer
+// spin gains nothing on an idle machine, and doubles a step's time where another process takes one of
+// two processors.
+constexpr int kSpins = 100;
+constexpr int kYields = 2000;
 // Between steps the processor is left to whoever makes the next plan.
 constexpr int kIdleYields = 0;
 
