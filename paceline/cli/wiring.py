@@ -73,6 +73,11 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         block_size=settings.block_size,
         max_model_len=_NULL_MODEL_LEN,
         step_time=settings.null_step_time,
+        num_host_blocks=(
+            num_blocks // 2
+            if settings.swap_bytes is None
+            else settings.swap_bytes // (8 * settings.block_size)
+        ),
     )
 
 
@@ -91,6 +96,7 @@ def _torch_backend(settings: EngineSettings) -> ModelBackend:
         max_num_seqs=settings.max_num_seqs,
         threads=settings.threads,
         compute=settings.compute,
+        swap_bytes=settings.swap_bytes,
     )
 
 
@@ -140,6 +146,8 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
             num_blocks=info.num_blocks,
             enable_prefix_caching=settings.enable_prefix_caching,
             watermark=settings.watermark,
+            num_host_blocks=info.num_host_blocks,
+            swap_block_seconds=info.swap_block_seconds,
         )
         core = EngineCore(backend, scheduler, cache, pipeline_depth=settings.pipeline_depth)
     except BaseException:
@@ -161,6 +169,15 @@ def _scheduler_config(settings: EngineSettings, max_model_len: int) -> Scheduler
         best_effort_delay_s=settings.best_effort_delay_s,
         bypass_window=settings.bypass_window,
         max_bypasses=settings.max_bypasses,
+        best_effort_step_s=settings.best_effort_step_s,
+        future_memory_check=settings.future_memory_check,
+        pace_admission=settings.pace_admission,
+        relegate_late=settings.relegate_late,
+        max_num_waiting=settings.max_num_waiting,
+        max_predicted_wait_s=settings.max_predicted_wait_s,
+        queue_timeout_s=settings.queue_timeout_s,
+        preemption=settings.preemption,
+        pressure_threshold=settings.pressure_threshold,
     )
 
 

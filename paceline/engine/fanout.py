@@ -13,13 +13,18 @@ from paceline.core.request import Request, SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.types import GenerationRequest
 
-__all__ = ["add_to_core", "choice_id", "choice_ids"]
+__all__ = ["add_to_core", "choice_id", "choice_ids", "request_of"]
 
 _SEEDS = 2**64
 
 
 def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
+
+
+def request_of(choice: str) -> str:
+    """The request that a choice belongs to."""
+    return choice.rpartition("/")[0]
 
 
 def choice_ids(request: GenerationRequest) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Final
 from paceline.core.errors import EngineDeadError, RequestError
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
-from paceline.engine.fanout import add_to_core
+from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
@@ -120,7 +120,12 @@ class LLM:
             raise EngineDeadError(
                 f"the engine forgot {self._processor.num_unfinished} unfinished requests"
             )
-        processed = self._processor.process(self._core.step(), time.monotonic())
+        updates = self._core.step()
+        for expired in self._core.take_expired():
+            request = self._processor.request(request_of(expired.request_id))
+            self._processor.discard(request.request_id)
+            yield _refused(request, expired.error)
+        processed = self._processor.process(updates, time.monotonic())
         self._core.abort(processed.to_abort)
         yield from processed.outputs
 

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.engine.core import EngineCore
-from paceline.engine.fanout import add_to_core
+from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.messages import (
     Abort,
     Add,
@@ -106,6 +106,8 @@ class EngineLoop:
     def _step(self) -> None:
         steps = self._core.num_steps
         self._updates += self._core.step()
+        for expired in self._core.take_expired():
+            self._send(Refused.of(request_of(expired.request_id), expired.error))
         if self._core.num_steps > steps:
             self._iteration_tokens.append(self._core.last_step_tokens)
         self._flush()
@@ -142,6 +144,15 @@ def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) 
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,
         num_recomputed_tokens=stats.num_recomputed_tokens,
+        num_swapped_out_blocks=stats.num_swapped_out_blocks,
+        num_swapped_in_blocks=stats.num_swapped_in_blocks,
+        num_relegated=stats.num_relegated,
+        num_discarded_tokens=stats.num_discarded_tokens,
+        refused=stats.refused,
+        waited=stats.waited,
+        pressure_level=stats.pressure_level,
+        predicted_step_seconds=stats.predicted_step_seconds,
+        actual_step_seconds=stats.actual_step_seconds,
         iteration_tokens=tuple(iteration_tokens),
     )
 

@@ -61,7 +61,7 @@ async def chat_answer(
     prompt, outputs = await _start(service, request, head, arrival)
     options = request.options
     async with aclosing(outputs):
-        choices, usage = await collect(outputs, 1, options.n)
+        choices, usage = await collect(outputs, 1, options.n, explain=options.explain)
     writer = _writer(request, service.client.tokenizer)
     return encode(
         ChatAnswer(
@@ -134,7 +134,7 @@ class ChatStream:
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._usage = UsageCount(1)
+        self._usage = UsageCount(1, explain=options.explain)
         self._begun = False
 
     def events(self, output: GenerationOutput) -> bytes:

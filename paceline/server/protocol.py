@@ -69,6 +69,7 @@ class RequestRules:
     # see ServerConfig
     default_sampling: Mapping[str, float]
     trust_request_chat_template: bool
+    slo_classes: Mapping[str, Slo]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class GenerationOptions:
     truncate_prompt_tokens: int | None
     truncation_side: str
     return_token_ids: bool
+    # tell in the usage what became of each choice and why
+    explain: bool
     return_tokens_as_token_ids: bool
 
 
@@ -310,24 +313,27 @@ def _options(
     if stream_options is not None and not stream:
         raise InvalidRequestError("stream_options needs stream=true", "stream_options")
     include_usage, continuous = _usage_options(stream_options or {})
+    explain = fields.boolean("explain", False)
     return GenerationOptions(
         sampling=_sampling(fields, rules, max_tokens, logprobs),
         max_tokens=max_tokens,
         n=_or(fields.integer("n", 1, rules.max_choices), 1),
         stream=stream,
-        include_usage=include_usage,
+        # the explanation is part of the usage
+        include_usage=include_usage or explain,
         continuous_usage=include_usage and continuous,
         stop=_stop(fields.raw("stop")),
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         priority=_or(fields.integer("priority", -_INT64, _INT64 - 1), 0),
         cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
-        slo=parse_slo(fields.raw("slo")),
+        slo=parse_slo(fields.raw("slo"), rules.slo_classes),
         tenant=tenant,
         request_id=_request_id(fields),
         add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
         truncate_prompt_tokens=_truncation(fields),
         truncation_side=_truncation_side(fields),
+        explain=explain,
         return_token_ids=fields.boolean("return_token_ids", False),
         return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
     )

@@ -20,6 +20,7 @@ from paceline.backends.torch.attention import AttentionBatch
 from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
 from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import (
+    BlockSwap,
     NewRequest,
     ScheduledRow,
     SchedulerOutput,
@@ -63,6 +64,8 @@ class BlockStore(Protocol):
     def prepare(self, batch: AttentionBatch) -> None: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None: ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
 
@@ -124,9 +127,17 @@ class ModelRunner:
             elapsed=time.monotonic() - started,
         )
 
+    def prefetch(self, plan: SchedulerOutput) -> None:
+        """Fetch what a later step needs, after the result of this one was handed over."""
+        if plan.prefetches:
+            with torch.inference_mode():
+                self._attention.swap_blocks(plan.prefetches)
+
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released:
             self._release(request_id)
+        if plan.swaps:
+            self._attention.swap_blocks(plan.swaps)
         for new in plan.new_requests:
             self._add(new)
         if plan.block_copies:
