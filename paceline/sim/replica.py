@@ -324,7 +324,9 @@ _PARAMS: dict[int, SamplingParams] = {}
 
 def _sampling(output_tokens: int, max_tokens: int | None) -> SamplingParams:
     if max_tokens is not None:
-        return SamplingParams(max_tokens=max(max_tokens, output_tokens), eos_token_ids=frozenset({_END}))
+        return SamplingParams(
+            max_tokens=max(max_tokens, output_tokens), eos_token_ids=frozenset({_END})
+        )
     params = _PARAMS.get(output_tokens)
     if params is None:
         params = _PARAMS[output_tokens] = SamplingParams(max_tokens=output_tokens)
