@@ -9,11 +9,14 @@ A folder holds, for a prefix such as ``GPU-Model-bf16-tp1``, the files::
     *-meta.yaml              "model:", at the left margin, names the model
 
 the output of LLMServingSim's profiler (casys-kaist/LLMServingSim). A step is the sum of its
-operators, once per layer or once per step, plus the all-reduces of tensor parallelism and one
-constant for what the host adds when no captured graph covers the step. Where rows of one token differ in length the attention lies
-between that of their mean and that of the longest::
+operators, once per layer or once per step, plus the all-reduces of tensor parallelism and, when no
+captured graph covers the step, one constant for what the host adds.
 
-    t = t(mean) + alpha * (t(max) - t(mean))
+The attention table knows decoding rows of one length only. Rows that differ are first replaced by
+rows of two lengths with the same mean, spread and skewness, which is what the skew table measured;
+their attention lies between that of the mean and that of the longer ones::
+
+    t = t(mean) + alpha * (t(longer) - t(mean))
 
 This module does not know who scheduled the step.
 """
@@ -228,14 +231,10 @@ class _SkewTable:
 
     def alpha(self, chunk: int, rows: int, share: float, longest: float, history: float) -> float:
         """0: as if all were of mean length; 1: as if all were as long as the longest."""
-        index = bisect_left(self._chunks, chunk)
-        if index == len(self._chunks):
-            index -= 1
-        elif index and chunk - self._chunks[index - 1] < self._chunks[index] - chunk:
-            index -= 1
+        nearest = min(self._chunks, key=lambda known: abs(known - chunk))
         values = (rows, 100.0 * share, longest, max(0.0, history))
         buckets = [bisect_left(b, value) for b, value in zip(self._bounds, values, strict=True)]
-        return self._alphas.get((self._chunks[index], *buckets), self._default)
+        return self._alphas.get((nearest, *buckets), self._default)
 
 
 def find_profile(folder: Path) -> str:
