@@ -82,6 +82,11 @@ class _Draft:
         # from the next step on
         self.forked: list[Request] = []
 
+    def count(self, num_tokens: int) -> None:
+        """Tokens of rows added just now."""
+        self.budget -= num_tokens
+        self.num_tokens += num_tokens
+
 
 class Scheduler:
     """Decides every step. Single-threaded; every call is deterministic in its arguments.
@@ -216,6 +221,13 @@ class Scheduler:
         preempted = False
         running = self._running
         block_size = self.cache.block_size
+        # a row of one token needs no thought unless its request is best-effort, wants a block, or
+        # has a fork waiting for it; such rows are nearly all, so they are planned right here
+        plain = self.policy.mixes and not self._forks
+        rows, requests = draft.rows, draft.requests
+        caching = self.cache.enable_prefix_caching
+        # tokens of such rows that the draft does not count yet
+        handed_out = 0
         index = 0
         while index < len(running):
             request = running[index]
@@ -225,6 +237,25 @@ class Scheduler:
                 # nothing left to compute, or only to wait for the last token
                 index += 1
                 continue
+            end = computed + 1
+            if (
+                plain
+                and total == end
+                and not request.shares_tail
+                and end <= len(request.block_ids) * block_size
+                and not request.slo.best_effort
+            ):
+                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, (), True)))
+                requests.append(request)
+                handed_out += 1
+                request.num_computed_tokens = end
+                request.num_pending_tokens += 1
+                if caching and end // block_size > request.num_hashed_blocks:
+                    self.kv.cache_computed(request)
+                index += 1
+                continue
+            draft.count(handed_out)
+            handed_out = 0
             if not self._takes(draft, request, total - computed):
                 index += 1
                 continue
@@ -250,6 +281,7 @@ class Scheduler:
                     draft.copies.append(extension.copy)
             self._plan_row(draft, request, num_tokens, new_block_ids)
             index += 1
+        draft.count(handed_out)
         return preempted
 
     def _takes(self, draft: _Draft, request: Request, wanted: int) -> bool:
@@ -338,8 +370,7 @@ class Scheduler:
         row = (request.request_id, start, num_tokens, new_block_ids, samples)
         draft.rows.append(_new(ScheduledRow, row))
         draft.requests.append(request)
-        draft.budget -= num_tokens
-        draft.num_tokens += num_tokens
+        draft.count(num_tokens)
         request.num_computed_tokens = end
         if samples:
             request.num_pending_tokens += 1
@@ -385,38 +416,39 @@ class Scheduler:
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
         served = self.policy.served
+        append = updates.append
         ended = False
+        finished = RequestStatus.FINISHED
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
-            if row.samples:
+            samples = row[4]
+            if samples:
                 request.num_pending_tokens -= 1
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 continue
             if failed and row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
                 updates.append(_update_of(request, (), None, failed[row.request_id]))
                 ended = True
                 continue
-            if not row.samples:
+            if not samples:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
-            reason = None
-            for count, token_id in enumerate(token_ids, 1):
-                reason = request.append_output(token_id)
-                if reason is not None:
-                    if (
-                        reason is FinishReason.STOP
-                        and token_id not in request.sampling.eos_token_ids
-                    ):
-                        request.stop_reason = token_id
-                    self._finish(request, reason, prune=False)
-                    ended = True
-                    token_ids = token_ids[:count]
-                    break
+            if len(token_ids) == 1:
+                reason = request.append_output(token_ids[0])
+            else:
+                token_ids, reason = _append_all(request, token_ids)
+            if reason is not None:
+                if reason is FinishReason.STOP:
+                    last = request.output_token_ids[-1]
+                    if last not in request.sampling.eos_token_ids:
+                        request.stop_reason = last
+                self._finish(request, reason, prune=False)
+                ended = True
             served(request, 0, len(token_ids))
-            updates.append(_update_of(request, token_ids, row_logprobs))
+            append(_update_of(request, token_ids, row_logprobs))
         if ended:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return tuple(updates)
@@ -490,6 +522,17 @@ class Scheduler:
             assert fork.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)
+
+
+def _append_all(
+    request: Request, token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Add tokens until one ends the output. Returns those that count, and why it ended."""
+    for count, token_id in enumerate(token_ids, 1):
+        reason = request.append_output(token_id)
+        if reason is not None:
+            return token_ids[:count], reason
+    return token_ids, None
 
 
 def _update_of(

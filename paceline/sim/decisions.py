@@ -35,7 +35,15 @@ class DecisionLog:
             for entry in plan.new_requests
         ]
         rows = [tuple(row) for row in plan.rows]
-        decided = (plan.step_id, f"{now:.6f}", rows, new, plan.block_copies, plan.released, plan.num_tokens)
+        decided = (
+            plan.step_id,
+            f"{now:.6f}",
+            rows,
+            new,
+            plan.block_copies,
+            plan.released,
+            plan.num_tokens,
+        )
         self._hash.update(repr(decided).encode())
 
     def digest(self) -> str:
