@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from paceline.core.admission import Expired
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
@@ -45,6 +46,11 @@ class EngineCore:
                 f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
                 f"the backend has {info.num_blocks} of {info.block_size}"
             )
+        if cache.num_host_blocks > info.num_host_blocks:
+            raise ConfigError(
+                f"the scheduler wants {cache.num_host_blocks} host blocks to swap to, the backend "
+                f"has {info.num_host_blocks}"
+            )
         if pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")
         self.scheduler = Scheduler(scheduler, cache)
@@ -74,6 +80,10 @@ class EngineCore:
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises a RequestError when it is refused."""
         self.scheduler.add_request(request)
+
+    def take_expired(self) -> tuple[Expired, ...]:
+        """Requests that were dropped before they were started, once each."""
+        return self.scheduler.take_expired()
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End requests and free their blocks at once; unknown ids are ignored."""
