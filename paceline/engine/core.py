@@ -58,6 +58,8 @@ class EngineCore:
         self._depth = pipeline_depth
         self._clock = clock
         self._in_flight: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        # a step's result came in since the last plan, so what the policy said then is out of date
+        self._has_news = False
         self.num_steps = 0
         self.last_step_tokens = 0
 
@@ -73,7 +75,7 @@ class EngineCore:
     def wake_at(self) -> float | None:
         """When a step that returned nothing is worth trying again: the policy holds requests
         back until then. None: it does not."""
-        return None if self._in_flight else self.scheduler.wake_at
+        return None if self._in_flight or self._has_news else self.scheduler.wake_at
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises a RequestError when it is refused."""
@@ -97,6 +99,7 @@ class EngineCore:
         """
         while len(self._in_flight) < self._depth:
             plan = self.scheduler.schedule(self._clock())
+            self._has_news = False
             if not plan.rows:
                 break
             self._in_flight.append((plan, self._backend.execute(plan)))
@@ -109,6 +112,7 @@ class EngineCore:
             result = future.result()
         except Exception as error:
             raise EngineDeadError(f"step {plan.step_id} failed: {error!r}") from error
+        self._has_news = True
         self.num_steps += 1
         self.last_step_tokens = plan.num_tokens
         return self.scheduler.update(plan, result, self._clock())
