@@ -1,0 +1,1 @@
+"""Simulation: the scheduler that serves, driven by a virtual clock. Knows no tensors and no HTTP."""
