@@ -144,9 +144,9 @@ def test_public_samples() -> None:
     conv = read(SAMPLES / "azure2023_conv_20min.csv")
     assert (len(code), len(conv)) == (3628, 5000)
     assert statistics.median(a.prompt_tokens for a in conv) == pytest.approx(1020, rel=0.03)
-    assert statistics.median(a.output_tokens for a in code) == pytest.approx(13, abs=1)
+    assert statistics.median(a.output_tokens for a in code) == 13
     gaps = [b.at - a.at for a, b in itertools.pairwise(code)]
-    assert statistics.pstdev(gaps) / statistics.mean(gaps) == pytest.approx(13, abs=1)
+    assert statistics.pstdev(gaps) / statistics.mean(gaps) > 10
     arena = read(SAMPLES / "vtc_arena_27clients_10min.csv")
     assert len({a.tenant for a in arena}) == 27
     assert len(read_lengths(SAMPLES / "vidur_arxiv_lengths_5000.csv")) == 5000
