@@ -1,0 +1,56 @@
+"""Token ids for simulated prompts: nobody reads them, but equal prefixes must be equal tokens.
+
+An arrival's ``prefix`` names the pieces its prompt begins with; the rest is its own. Without a
+prefix cache all prompts of one length are the same list, so a long queue costs no memory.
+
+This module does not know time or schedulers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from paceline.core.errors import ConfigError
+from paceline.sim.arrival import Arrival
+
+__all__ = ["PromptMaker"]
+
+# identities are spread over the 63 bits that a hashed token id may have
+_SPREAD = 0x9E37_79B9_7F4A_7C15
+_RANGE = 1 << 62
+
+
+@lru_cache(maxsize=8192)
+def _blank(length: int) -> list[int]:
+    return [0] * length
+
+
+class PromptMaker:
+    """Makes prompts, deterministically.
+
+    Args:
+        distinct: False where nobody compares tokens (no prefix cache).
+        prefix_block: tokens of one piece of ``Arrival.prefix``.
+    """
+
+    def __init__(self, *, distinct: bool, prefix_block: int = 512) -> None:
+        if prefix_block < 1:
+            raise ConfigError(f"prefix_block must be at least 1 token, got {prefix_block}")
+        self._distinct = distinct
+        self._block = prefix_block
+
+    def tokens(self, arrival: Arrival, number: int) -> list[int]:
+        """``arrival.prompt_tokens`` ids; ``number`` tells arrivals apart. Not to be changed."""
+        length = arrival.prompt_tokens
+        if not self._distinct:
+            return _blank(length)
+        tokens: list[int] = []
+        for identity in arrival.prefix:
+            if len(tokens) >= length:
+                break
+            first = identity * _SPREAD % _RANGE
+            tokens += range(first, first + min(self._block, length - len(tokens)))
+        # negative ids are nobody's prefix
+        first = -((number + 1) << 24)
+        tokens += range(first, first + length - len(tokens))
+        return tokens

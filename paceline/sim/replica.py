@@ -1,0 +1,338 @@
+"""One simulated engine: the real scheduler, driven as ``engine.core`` and ``engine.loop`` drive it.
+
+::
+
+    engine loop                              here
+      take every message that is there         take arrivals up to now
+      plan until ``depth`` steps are handed    the same calls, in the same order
+      wait for the oldest step's result        an event at its end
+      update, send the news                    the same call; Served goes to the consumer
+
+The backend runs steps one after another: a step starts when it was handed over or when the one
+before it ended, whichever is later, and takes what ``StepTimes`` says. While the loop waits for a
+result it reads no messages, so an arrival waits for the end of the step, as it does in the engine.
+
+This module does not know other replicas, or where arrivals come from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError, EngineDeadError, RequestError
+from paceline.core.kv_cache import blocks_for
+from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.request import Request, SamplingParams
+from paceline.core.scheduler import Scheduler
+from paceline.core.slo import NO_SLO, Slo
+from paceline.sim.arrival import Arrival, Served
+from paceline.sim.prompts import PromptMaker
+from paceline.sim.step_times.base import StepTimes
+
+__all__ = ["Delays", "Job", "Replica", "ReplicaConfig", "slo_of"]
+
+# token ids that simulated steps sample: an ordinary one, and the one that ends an output
+_TOKEN = (0,)
+_END = 1
+_SAMPLED: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Seconds outside the steps."""
+
+    # from the caller to the engine's inbox: HTTP, tokenizer, the hop
+    inbound: float = 0.0
+    # from a step's result to the caller
+    outbound: float = 0.0
+    # of the engine's thread between a result, or a message that wakes it, and the next plan
+    loop: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.inbound, self.outbound, self.loop) < 0:
+            raise ConfigError(f"delays must be 0 or more seconds, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """One engine, as ``paceline serve`` would be started."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    pipeline_depth: int = 2
+    delays: Delays = Delays()
+    # what callers ask for where outputs end by themselves; None: exactly what they will get, so
+    # that policies know it
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pipeline_depth < 1:
+            raise ConfigError(f"pipeline_depth must be at least 1, got {self.pipeline_depth}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way through one replica."""
+
+    arrival: Arrival
+    number: int
+    # when it reached the engine's inbox
+    inbox_at: float
+    # output tokens to generate here
+    output_tokens: int
+    # its prompt and first output token were computed elsewhere, and their keys and values moved
+    received: bool = False
+    # what the router counted for it
+    weight: float = 0.0
+    request: Request | None = None
+    # when its newest token was known
+    last_token: float | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    plan: SchedulerOutput
+    requests_end: tuple[tuple[int, ...], ...]
+    end: float
+    seconds: float
+
+
+class Replica:
+    """See the module. Driven by ``Simulator`` through ``submit`` and ``run``.
+
+    Args:
+        on_end: called with a job that ended here and True, or with one that was refused and False.
+        on_plan: called with every plan, the time it was made, and when its step starts and ends.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: ReplicaConfig,
+        step_times: StepTimes,
+        prompts: PromptMaker,
+        on_end: Callable[[Replica, Job, bool, float], None],
+        on_plan: Callable[[int, SchedulerOutput, float, float, float], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.config = config
+        self.scheduler = Scheduler(config.scheduler, config.cache)
+        self._times = step_times
+        self._prompts = prompts
+        self._on_end = on_end
+        self._on_plan = on_plan
+        self._depth = config.pipeline_depth
+        self._outbound = config.delays.outbound
+        self._loop_seconds = config.delays.loop
+        self._inbox: deque[Job] = deque()
+        self._steps: deque[_Step] = deque()
+        self._jobs: dict[str, Job] = {}
+        self._backend_free = 0.0
+        # seconds the backend computed, and steps
+        self.busy_seconds = 0.0
+        self.num_steps = 0
+        # when ``run`` is due; None: only a message wakes it
+        self.due: float | None = None
+
+    # ------------------------------------------------------------------ what routers look at
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests in the inbox, waiting and running."""
+        return len(self._inbox) + len(self._jobs)
+
+    # ------------------------------------------------------------------ driven by the simulator
+
+    def submit(self, job: Job) -> None:
+        """A message arrives at ``job.inbox_at``. The caller then asks ``wakes_at``."""
+        self._inbox.append(job)
+
+    def wakes_at(self, now: float) -> float | None:
+        """When an arrival at ``now`` makes ``run`` due: at once if the loop is idle, or waits for
+        the policy; None if it waits for a step's result, whose end is due anyway."""
+        return None if self._steps else now + self._loop_seconds
+
+    def run(self, now: float) -> None:
+        """What the engine's thread does at ``now``: the oldest step's news if it ended by now,
+        messages, plans. Sets ``due``."""
+        steps = self._steps
+        if steps and steps[0].end <= now:
+            self._finish_step(steps.popleft())
+            # what the thread does between a result and the next plan is not the backend's time
+            if self._loop_seconds:
+                now += self._loop_seconds
+        scheduler = self.scheduler
+        inbox = self._inbox
+        while inbox and inbox[0].inbox_at <= now:
+            if inbox[0].received and scheduler.has_unfinished and not self._has_room(inbox[0]):
+                break
+            self._add(inbox.popleft(), now)
+        if scheduler.has_unfinished or steps:
+            while len(steps) < self._depth:
+                plan = scheduler.schedule(now)
+                if not plan.rows:
+                    break
+                self._execute(plan, now)
+        if steps:
+            self.due = steps[0].end
+        else:
+            if scheduler.has_unfinished and scheduler.wake_at is None:
+                raise EngineDeadError(
+                    f"replica {self.index} at {now:.6f} s holds {len(self._jobs)} requests but "
+                    "plans nothing"
+                )
+            self.due = scheduler.wake_at if scheduler.has_unfinished else None
+        if inbox and not steps:
+            wake = inbox[0].inbox_at
+            self.due = wake if self.due is None else min(self.due, wake)
+
+    # ------------------------------------------------------------------ inside
+
+    def _add(self, job: Job, now: float) -> None:
+        arrival = job.arrival
+        output = job.output_tokens
+        most = self.config.max_tokens
+        request_id = str(job.number)
+        prompt = self._prompts.tokens(arrival, job.number)
+        try:
+            request = Request(
+                request_id=request_id,
+                prompt_token_ids=[*prompt, _TOKEN[0]] if job.received else prompt,
+                sampling=_sampling(output, most),
+                arrival_time=arrival.at,
+                priority=arrival.priority,
+                slo=slo_of(arrival),
+                tenant=arrival.tenant,
+            )
+            self.scheduler.add_request(request)
+        except RequestError:
+            self._on_end(self, job, False, now)
+            return
+        job.request = request
+        self._jobs[request_id] = job
+        if job.received:
+            self._land(request)
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether a request with its keys and values would be let in at once. Until then they
+        wait where they are."""
+        scheduler = self.scheduler
+        stats = scheduler.stats()
+        if stats.num_waiting or stats.num_running >= scheduler.config.max_num_seqs:
+            return False
+        cache = scheduler.cache
+        needed = blocks_for(job.arrival.prompt_tokens + 1, cache.block_size)
+        return needed + int(cache.watermark * cache.num_blocks) <= stats.num_free_blocks
+
+    def _land(self, request: Request) -> None:
+        """Put a received prompt's whole blocks into the prefix cache, where its first plan, made
+        in this very turn of the loop, finds them."""
+        kv = self.scheduler.kv
+        held = kv.starting_blocks(request)
+        missing = request.block_hashes[len(held) : (request.num_tokens - 1) // kv.block_size]
+        kv.pool.acquire(held)
+        landed = kv.pool.allocate(min(len(missing), kv.pool.num_free))
+        for block_id, block_hash in zip(landed, missing, strict=False):
+            kv.pool.register(block_id, block_hash)
+        kv.pool.release([*held, *landed])
+
+    def _execute(self, plan: SchedulerOutput, now: float) -> None:
+        seconds = self._times.seconds(plan)
+        start = max(now, self._backend_free)
+        end = self._backend_free = start + seconds
+        self._steps.append(_Step(plan, self._sample(plan), end, seconds))
+        self.busy_seconds += seconds
+        self.num_steps += 1
+        if self._on_plan is not None:
+            self._on_plan(self.index, plan, now, start, end)
+
+    def _sample(self, plan: SchedulerOutput) -> tuple[tuple[int, ...], ...]:
+        """What the step samples, row by row."""
+        if self.config.max_tokens is None:
+            rows = plan.rows
+            if rows[-1].samples and all([row[4] for row in rows]):
+                return _sampled(len(rows))
+            return tuple([_TOKEN if row[4] else () for row in rows])
+        sampled: list[tuple[int, ...]] = []
+        for request_id, start, num_tokens, _, samples in plan.rows:
+            if not samples:
+                sampled.append(())
+                continue
+            job = self._jobs.get(request_id)
+            ends = (
+                job is None
+                or start + num_tokens - job.arrival.prompt_tokens >= job.output_tokens - 1
+            )
+            sampled.append((_END,) if ends else _TOKEN)
+        return tuple(sampled)
+
+    def _finish_step(self, step: _Step) -> None:
+        now = step.end
+        result = StepResult(
+            step_id=step.plan.step_id, sampled=step.requests_end, elapsed=step.seconds
+        )
+        for update in self.scheduler.update(step.plan, result, now):
+            if update[3] is not None:
+                job = self._jobs.pop(update[0])
+                job.last_token = now
+                self._on_end(self, job, True, now)
+
+    def served(self, job: Job, *, refused: bool = False) -> Served:
+        """The record of a job that ended on this replica."""
+        request = job.request
+        if request is None:
+            return Served(job.arrival, self.index, None, None, None, 0, 0, 0, refused)
+        first, last = request.first_token_time, job.last_token
+        return Served(
+            job.arrival,
+            self.index,
+            request.first_scheduled_time,
+            None if first is None else first + self._outbound,
+            None if last is None else last + self._outbound,
+            request.num_tokens - request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.num_preemptions,
+            refused,
+        )
+
+
+def slo_of(arrival: Arrival) -> Slo:
+    """The scheduler's view of an arrival's targets; class "best-effort" is served last."""
+    if (
+        arrival.slo_class == "standard"
+        and arrival.ttft is None
+        and arrival.tpot is None
+        and arrival.deadline is None
+    ):
+        return NO_SLO
+    return Slo(
+        slo_class=arrival.slo_class,
+        ttft=arrival.ttft,
+        tpot=arrival.tpot,
+        deadline=arrival.deadline,
+        best_effort=arrival.slo_class == "best-effort",
+    )
+
+
+_PARAMS: dict[int, SamplingParams] = {}
+
+
+def _sampling(output_tokens: int, max_tokens: int | None) -> SamplingParams:
+    if max_tokens is not None:
+        return SamplingParams(max_tokens=max(max_tokens, output_tokens), eos_token_ids=frozenset({_END}))
+    params = _PARAMS.get(output_tokens)
+    if params is None:
+        params = _PARAMS[output_tokens] = SamplingParams(max_tokens=output_tokens)
+    return params
+
+
+def _sampled(count: int) -> tuple[tuple[int, ...], ...]:
+    found = _SAMPLED.get(count)
+    if found is None:
+        found = _SAMPLED[count] = (_TOKEN,) * count
+    return found

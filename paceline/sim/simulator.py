@@ -1,0 +1,298 @@
+"""The virtual clock: arrivals in, ``Served`` out, replicas woken when their time has come.
+
+Events are (time, number) pairs on a heap; the number makes equal times run in the order they were
+made, so a run is a function of its arguments. The workload is read one arrival ahead and what
+ended is handed to a consumer at once: memory holds the requests in flight and nothing else.
+
+This module does not know what a step computes or costs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import SchedulerOutput
+from paceline.sim.arrival import Arrival, Served
+from paceline.sim.prompts import PromptMaker
+from paceline.sim.replica import Job, Replica, ReplicaConfig
+from paceline.sim.routing import LeastOutstanding, Router
+from paceline.sim.step_times.base import StepTimes
+
+__all__ = ["Disaggregation", "KVTransfer", "PlanObserver", "Pool", "ReplicaSpec", "Simulator", "Totals"]
+
+# (replica, plan, when it was made, when its step starts, when it ends)
+PlanObserver = Callable[[int, SchedulerOutput, float, float, float], None]
+# mean output length that routers assume before they have seen one
+_FIRST_GUESS = 256.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """One engine and how fast it is."""
+
+    config: ReplicaConfig
+    step_times: StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """Moving a prompt's keys and values from one replica to another."""
+
+    bytes_per_token: float
+    # bytes per second
+    bandwidth: float
+    # seconds of an empty transfer
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0 or self.bytes_per_token < 0 or self.latency < 0:
+            raise ConfigError(
+                f"a KV transfer needs bandwidth above 0 and nothing below 0, got {self}"
+            )
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.latency + num_tokens * self.bytes_per_token / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """A second set of replicas that takes requests over after their first token (DistServe,
+    OSDI'24, arXiv 2401.09670). Their prefix cache must be on: that is where the keys and values
+    arrive, in whole blocks; the rest of the last block is computed again."""
+
+    decode: Sequence[ReplicaSpec]
+    transfer: KVTransfer
+    router: Router
+
+    def __post_init__(self) -> None:
+        if not self.decode:
+            raise ConfigError("disaggregation needs at least one decode replica")
+        for spec in self.decode:
+            if not spec.config.cache.enable_prefix_caching:
+                raise ConfigError("decode replicas need enable_prefix_caching: KV arrives there")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The replicas of one model."""
+
+    replicas: Sequence[ReplicaSpec]
+    router: Router
+    disaggregation: Disaggregation | None = None
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise ConfigError("a pool needs at least one replica")
+
+    @classmethod
+    def single(cls, config: ReplicaConfig, step_times: StepTimes) -> Pool:
+        """One replica, no choice."""
+        return cls((ReplicaSpec(config, step_times),), LeastOutstanding())
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts of a whole run."""
+
+    # seconds on the workload's clock when the last event happened
+    end: float
+    num_arrivals: int
+    num_refused: int
+    num_steps: int
+    num_preemptions: int
+    # seconds that each replica's backend computed
+    busy_seconds: tuple[float, ...]
+
+
+class _Group:
+    """Replicas behind one router, and what is outstanding at each."""
+
+    def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
+        self.replicas = replicas
+        self.router = router
+        self.outstanding = [0.0] * len(replicas)
+        self.first = replicas[0].index
+
+
+class _Model:
+    """Everything that serves one model."""
+
+    def __init__(self, front: _Group, back: _Group | None, transfer: KVTransfer | None) -> None:
+        self.front = front
+        self.back = back
+        self.transfer = transfer
+        self.mean_output = _FIRST_GUESS
+        self.num_outputs = 0
+
+
+class Simulator:
+    """See the module. One run per object.
+
+    Args:
+        pools: replicas by model; the model "" also takes every arrival whose model has no pool.
+        consume: called once for every arrival, in the order in which they end.
+        prefix_block: tokens of one piece of ``Arrival.prefix``.
+        on_plan: sees every plan; None costs nothing.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, Pool] | Pool,
+        consume: Callable[[Served], None],
+        *,
+        prefix_block: int = 512,
+        on_plan: PlanObserver | None = None,
+    ) -> None:
+        if isinstance(pools, Pool):
+            pools = {"": pools}
+        self._consume = consume
+        self._prefix_block = prefix_block
+        self._on_plan = on_plan
+        self._replicas: list[Replica] = []
+        self._group_of: list[_Group] = []
+        self._model_of: list[_Model] = []
+        self._models = {name: self._build(pool) for name, pool in pools.items()}
+        # (time, number, replica or the job's way to its next replica)
+        self._events: list[tuple[float, int, Replica]] = []
+        self._num_events = 0
+        self._num_arrivals = 0
+        self._num_refused = 0
+        self._num_preemptions = 0
+        # jobs of the first half of a disaggregated pool, by number
+        self._handed: dict[int, Served] = {}
+
+    def run(self, workload: Iterable[Arrival]) -> Totals:
+        """Serve everything.
+
+        Raises:
+            ConfigError: arrivals out of order, or for a model that nobody serves.
+        """
+        events = self._events
+        now = 0.0
+        stream = iter(workload)
+        arrival = next(stream, None)
+        while arrival is not None or events:
+            if arrival is not None and (not events or arrival.at <= events[0][0]):
+                if arrival.at < now and arrival.at < self._last_arrival:
+                    raise ConfigError(
+                        f"arrival {self._num_arrivals} at {arrival.at} s comes before the one "
+                        f"ahead of it at {self._last_arrival} s"
+                    )
+                now = max(now, arrival.at)
+                self._last_arrival = arrival.at
+                self._arrive(arrival, self._num_arrivals)
+                self._num_arrivals += 1
+                arrival = next(stream, None)
+                continue
+            time, _, replica = heapq.heappop(events)
+            if replica.due != time:
+                # woken earlier meanwhile
+                continue
+            now = time
+            replica.run(now)
+            if replica.due is not None:
+                self._push(replica.due, replica)
+        return Totals(
+            end=now,
+            num_arrivals=self._num_arrivals,
+            num_refused=self._num_refused,
+            num_steps=sum(replica.num_steps for replica in self._replicas),
+            num_preemptions=self._num_preemptions,
+            busy_seconds=tuple(replica.busy_seconds for replica in self._replicas),
+        )
+
+    _last_arrival = 0.0
+
+    # ------------------------------------------------------------------ inside
+
+    def _build(self, pool: Pool) -> _Model:
+        front = self._group(pool.replicas, pool.router)
+        split = pool.disaggregation
+        back = None if split is None else self._group(split.decode, split.router)
+        model = _Model(front, back, None if split is None else split.transfer)
+        self._model_of += [model] * (len(self._replicas) - len(self._model_of))
+        return model
+
+    def _group(self, specs: Sequence[ReplicaSpec], router: Router) -> _Group:
+        made = [
+            Replica(
+                len(self._replicas) + offset,
+                spec.config,
+                spec.step_times,
+                PromptMaker(
+                    distinct=spec.config.cache.enable_prefix_caching,
+                    prefix_block=self._prefix_block,
+                ),
+                self._ended,
+                self._on_plan,
+            )
+            for offset, spec in enumerate(specs)
+        ]
+        group = _Group(made, router)
+        self._replicas += made
+        self._group_of += [group] * len(made)
+        return group
+
+    def _push(self, time: float, replica: Replica) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time, self._num_events, replica))
+
+    def _arrive(self, arrival: Arrival, number: int) -> None:
+        model = self._models.get(arrival.model) or self._models.get("")
+        if model is None:
+            known = ", ".join(sorted(self._models))
+            raise ConfigError(f"no pool serves model {arrival.model!r}; there are: {known}")
+        output = arrival.output_tokens if model.back is None else 1
+        job = Job(arrival, number, arrival.at, output)
+        self._submit(model.front, model, job)
+
+    def _submit(self, group: _Group, model: _Model, job: Job) -> None:
+        index = 0
+        if len(group.replicas) > 1:
+            index = group.router.choose(job.arrival, group.outstanding)
+        job.weight = job.arrival.prompt_tokens + model.mean_output
+        group.outstanding[index] += job.weight
+        replica = group.replicas[index]
+        job.inbox_at += replica.config.delays.inbound
+        replica.submit(job)
+        due = replica.wakes_at(job.inbox_at)
+        if due is not None and (replica.due is None or due < replica.due):
+            replica.due = due
+            self._push(due, replica)
+
+    def _ended(self, replica: Replica, job: Job, served: bool, now: float) -> None:
+        group = self._group_of[replica.index]
+        model = self._model_of[replica.index]
+        group.outstanding[replica.index - group.first] -= job.weight
+        record = replica.served(job, refused=not served)
+        self._num_preemptions += record.preemptions
+        arrival = job.arrival
+        before = self._handed.pop(job.number, None)
+        if before is not None:
+            # the second half: first token and cached tokens are the first half's
+            record = replace(
+                before,
+                replica=record.replica,
+                last_token=record.last_token,
+                output_tokens=before.output_tokens + record.output_tokens,
+                preemptions=before.preemptions + record.preemptions,
+                refused=record.refused,
+            )
+        elif served and model.back is not None and arrival.output_tokens > 1:
+            assert model.transfer is not None
+            self._handed[job.number] = record
+            ready = now + model.transfer.seconds(arrival.prompt_tokens)
+            moved = Job(arrival, job.number, ready, arrival.output_tokens - 1, received=True)
+            self._submit(model.back, model, moved)
+            return
+        if record.refused:
+            self._num_refused += 1
+        else:
+            model.num_outputs += 1
+            # a running mean of about the last thousand
+            share = 1.0 / min(model.num_outputs, 1000)
+            model.mean_output += share * (arrival.output_tokens - model.mean_output)
+        self._consume(record)

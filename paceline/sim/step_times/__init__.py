@@ -1,0 +1,5 @@
+"""Sources of step times, one file each; all answer ``StepTimes.seconds``."""
+
+from paceline.sim.step_times.base import FixedStepTimes, StepTimes
+
+__all__ = ["FixedStepTimes", "StepTimes"]

@@ -1,0 +1,291 @@
+"""Step times from operator profiles: tables of kernel times measured on one GPU.
+
+A folder holds, for a prefix such as ``GPU-Model-bf16-tp1``, the files::
+
+    PREFIX-attention.csv     prefill_chunk, kv_prefill, n_decode, kv_decode, time_us   (one layer)
+    PREFIX-dense.csv         layer, tokens, time_us
+    PREFIX-per_sequence.csv  layer, sequences, time_us
+    PREFIX-skew_fit.csv      alpha by bucket, for decoding rows of unequal length      (optional)
+    *-meta.yaml              "model:", at the left margin, names the model
+
+the output of LLMServingSim's profiler (casys-kaist/LLMServingSim). A step is the sum of its
+operators, once per layer or once per step, plus the all-reduces of tensor parallelism and one
+constant for what the host adds. Where rows of one token differ in length the attention lies
+between that of their mean and that of the longest::
+
+    t = t(mean) + alpha * (t(max) - t(mean))
+
+This module does not know who scheduled the step.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import SchedulerOutput
+from paceline.sim.step_times.models import ModelShape
+from paceline.sim.step_times.tables import AttentionTable, Curve
+
+__all__ = ["GraphPadding", "Interconnect", "ProfileStepTimes", "find_profile"]
+
+# how often an operator runs in one layer; those not named run once
+_PER_LAYER: Final = {"layernorm": 2}
+# operators that run once in a step, on all its tokens
+_ONCE: Final = frozenset({"embedding", "final_layernorm"})
+_MICRO: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPadding:
+    """Steps of up to the largest size run as captured graphs, padded to the next size."""
+
+    # ascending
+    sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def like_vllm(cls, max_num_seqs: int) -> GraphPadding:
+        """vLLM's default capture sizes: 1, 2, 4, then multiples of 8 to 256 and of 16 beyond, up
+        to the smaller of 512 and twice the running requests."""
+        most = min(2 * max_num_seqs, 512)
+        sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+        return cls(tuple(size for size in sizes if size <= most))
+
+    def padded(self, num_tokens: int) -> int:
+        """Tokens the matrices are computed for."""
+        if not self.sizes or num_tokens > self.sizes[-1]:
+            return num_tokens
+        return self.sizes[bisect_left(self.sizes, num_tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """Links between the GPUs of one replica: a ring all-reduce after each layer's two halves."""
+
+    degree: int = 1
+    # bytes per second of one GPU's link
+    bandwidth: float = 0.0
+    # seconds of one all-reduce of nothing
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.degree > 1 and self.bandwidth <= 0:
+            raise ConfigError(
+                f"{self.degree} GPUs need a link bandwidth above 0, got {self.bandwidth}"
+            )
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Seconds of one."""
+        if self.degree < 2:
+            return 0.0
+        return self.latency + 2 * (self.degree - 1) / self.degree * num_bytes / self.bandwidth
+
+
+class ProfileStepTimes:
+    """See the module.
+
+    Args:
+        folder: where the tables are.
+        prefix: their common beginning; None takes the only one there is.
+        model: None looks up the one that the meta file names.
+        host_seconds: added to every step: launches, sampling's readback, bookkeeping that the
+            GPU waits for.
+        num_tokens: largest step that is tabulated; larger ones are computed one by one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str | None = None,
+        *,
+        model: ModelShape | None = None,
+        link: Interconnect | None = None,
+        padding: GraphPadding | None = None,
+        host_seconds: float = 0.0,
+        num_tokens: int = 2048,
+    ) -> None:
+        prefix = find_profile(folder) if prefix is None else prefix
+        self.model = model or _model_of(folder, prefix)
+        self._layers = self.model.num_layers
+        link = link or Interconnect()
+        padding = padding or GraphPadding()
+        if host_seconds < 0:
+            raise ConfigError(f"host_seconds must be 0 or more, got {host_seconds}")
+        self._host = host_seconds
+        self._attention = AttentionTable(
+            (int(a), int(b), int(c), int(d), float(e))
+            for a, b, c, d, e in _rows(folder / f"{prefix}-attention.csv", 5)
+        )
+        dense = _curves(folder / f"{prefix}-dense.csv")
+        heads = _curves(folder / f"{prefix}-per_sequence.csv")
+
+        def dense_seconds(tokens: int) -> float:
+            tokens = padding.padded(tokens)
+            layer = sum(
+                _PER_LAYER.get(name, 1) * curve(tokens)
+                for name, curve in dense.items()
+                if name not in _ONCE
+            )
+            once = sum(dense[name](tokens) for name in _ONCE if name in dense)
+            reduced = link.all_reduce(2.0 * tokens * self.model.hidden_size)
+            return (self._layers * layer + once) * _MICRO + 2 * self._layers * reduced
+
+        def head_seconds(sequences: int) -> float:
+            return sum(curve(sequences) for curve in heads.values()) * _MICRO
+
+        self._dense_at = dense_seconds
+        self._head_at = head_seconds
+        self._dense = [0.0, *(dense_seconds(n) for n in range(1, num_tokens + 1))]
+        self._heads = [0.0, *(head_seconds(n) for n in range(1, 513))]
+        path = folder / f"{prefix}-skew_fit.csv"
+        self._skew = _SkewTable(_rows(path, 7)) if path.exists() else None
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        wide_tokens = narrow_rows = narrow_keys = longest = samples = 0
+        shortest = 1 << 60
+        wide_keys = 0.0
+        for _, start, num_tokens, _, sampled in plan.rows:
+            samples += sampled
+            if num_tokens == 1:
+                keys = start + 1
+                narrow_rows += 1
+                narrow_keys += keys
+                if keys > longest:
+                    longest = keys
+                if keys < shortest:
+                    shortest = keys
+            else:
+                wide_tokens += num_tokens
+                wide_keys += num_tokens * (start + 0.5 * num_tokens)
+        history = wide_keys / wide_tokens - 0.5 * wide_tokens if wide_tokens else 0.0
+        mean = narrow_keys / narrow_rows if narrow_rows else 0.0
+        if longest == mean:
+            (attention,) = self._attention.at(wide_tokens, history, narrow_rows, (mean,))
+        else:
+            attention, worst = self._attention.at(
+                wide_tokens, history, narrow_rows, (mean, longest)
+            )
+            if self._skew is not None:
+                share = (mean - shortest) / (longest - shortest)
+                alpha = self._skew.alpha(wide_tokens, narrow_rows, share, longest, history)
+                attention += alpha * (worst - attention)
+        num_tokens = plan.num_tokens
+        dense = (
+            self._dense[num_tokens] if num_tokens < len(self._dense) else self._dense_at(num_tokens)
+        )
+        head = self._heads[samples] if samples < len(self._heads) else self._head_at(samples)
+        return self._host + dense + head + self._layers * attention * _MICRO
+
+
+class _SkewTable:
+    """alpha by bucket: chunk (nearest measured), rows, share of the way from the shortest to the
+    longest where the mean lies, longest, history. Labels carry their upper bounds (``n<=128``);
+    what lies above all of them belongs to ``>``."""
+
+    def __init__(self, rows: Iterator[Sequence[str]]) -> None:
+        self._alphas: dict[tuple[int, ...], float] = {}
+        chunks: set[int] = set()
+        bounds: list[set[float]] = [set() for _ in range(4)]
+        parsed = []
+        total = weight = 0.0
+        for chunk, *labels, alpha, samples in rows:
+            uppers = [_upper_bound(label) for label in labels]
+            for known, upper in zip(bounds, uppers, strict=True):
+                known.add(upper)
+            chunks.add(int(chunk))
+            parsed.append((int(chunk), uppers, float(alpha)))
+            total += float(alpha) * float(samples)
+            weight += float(samples)
+        self._chunks = sorted(chunks)
+        self._bounds = [sorted(known) for known in bounds]
+        for first, uppers, value in parsed:
+            index = [bisect_left(b, u) for b, u in zip(self._bounds, uppers, strict=True)]
+            self._alphas[(first, *index)] = value
+        # where nothing was measured
+        self._default = total / weight if weight else 0.0
+
+    def alpha(
+        self, chunk: int, rows: int, share: float, longest: float, history: float
+    ) -> float:
+        """0: as if all were of mean length; 1: as if all were as long as the longest."""
+        index = bisect_left(self._chunks, chunk)
+        if index == len(self._chunks):
+            index -= 1
+        elif index and chunk - self._chunks[index - 1] < self._chunks[index] - chunk:
+            index -= 1
+        values = (rows, 100.0 * share, longest, max(0.0, history))
+        buckets = [bisect_left(b, value) for b, value in zip(self._bounds, values, strict=True)]
+        return self._alphas.get((self._chunks[index], *buckets), self._default)
+
+
+def find_profile(folder: Path) -> str:
+    """The prefix of the only profile in a folder.
+
+    Raises:
+        ConfigError: none there, or several; the message lists them.
+    """
+    found = sorted(path.name.removesuffix("-dense.csv") for path in folder.glob("*-dense.csv"))
+    if len(found) != 1:
+        listed = ", ".join(found) or "none"
+        raise ConfigError(f"{folder} should hold one profile (*-dense.csv), found: {listed}")
+    return found[0]
+
+
+def _model_of(folder: Path, prefix: str) -> ModelShape:
+    """The model that the longest matching ``*-meta.yaml`` names."""
+    metas = [
+        path
+        for path in folder.glob("*-meta.yaml")
+        if prefix.startswith(re.sub(r"-tp\d+$", "", path.name.removesuffix("-meta.yaml")))
+    ]
+    for path in sorted(metas, key=lambda path: len(path.name), reverse=True):
+        match = re.search(r"^model:\s*(\S+)", path.read_text(), re.MULTILINE)
+        if match:
+            return ModelShape.named(match.group(1))
+    raise ConfigError(f"{folder}: no {prefix}-meta.yaml that names a model at the left margin")
+
+
+def _rows(path: Path, width: int) -> Iterator[Sequence[str]]:
+    """Rows below the header. Raises ConfigError with file and line for any other width."""
+    try:
+        with path.open(newline="") as lines:
+            reader = csv.reader(lines)
+            next(reader, None)
+            for row in reader:
+                if len(row) != width:
+                    raise ConfigError(
+                        f"{path}:{reader.line_num}: {len(row)} columns, expected {width}"
+                    )
+                yield row
+    except OSError as error:
+        raise ConfigError(f"cannot read the profile: {error}") from error
+
+
+def _curves(path: Path) -> dict[str, Curve]:
+    """A curve for each layer; doubles are averaged."""
+    sums: dict[str, Counter[float]] = defaultdict(Counter)
+    counts: dict[str, Counter[float]] = defaultdict(Counter)
+    for layer, size, value in _rows(path, 3):
+        sums[layer][float(size)] += float(value)  # type: ignore[assignment]
+        counts[layer][float(size)] += 1
+    return {
+        layer: Curve({size: total / counts[layer][size] for size, total in of_layer.items()})
+        for layer, of_layer in sums.items()
+    }
+
+
+def _upper_bound(label: str) -> float:
+    """The bound in ``n<=128``, ``sr<=15%``, ``kvB<=4k`` or ``kp=0``; infinity for ``>``."""
+    match = re.fullmatch(r"[A-Za-z]+(<=|=|>)(\d+)(k?)%?", label)
+    if match is None:
+        raise ConfigError(f"{label!r} is not a bucket of a skew table")
+    if match.group(1) == ">":
+        return float("inf")
+    return float(match.group(2)) * (1024 if match.group(3) else 1)
