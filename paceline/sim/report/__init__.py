@@ -10,19 +10,21 @@ from paceline.sim.report.metrics import (
     cost_per_million,
 )
 from paceline.sim.report.plots import plot_cdfs, plot_curves
+from paceline.sim.report.steps import StepWatcher
 from paceline.sim.report.table import side_by_side, text_table
-from paceline.sim.report.timeline import StepEvent, write_timeline
+from paceline.sim.report.timeline import StepEvent, TimelineWriter
 
 __all__ = [
     "ClassSummary",
     "Distribution",
     "Metrics",
     "StepEvent",
+    "StepWatcher",
     "Summary",
+    "TimelineWriter",
     "cost_per_million",
     "plot_cdfs",
     "plot_curves",
     "side_by_side",
     "text_table",
-    "write_timeline",
 ]

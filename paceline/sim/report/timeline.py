@@ -7,13 +7,13 @@ This module does not know the scheduler.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["StepEvent", "write_timeline"]
+__all__ = ["StepEvent", "TimelineWriter"]
 
 
 class StepEvent(NamedTuple):
@@ -29,29 +29,41 @@ class StepEvent(NamedTuple):
     details: Mapping[str, int | float | str] = {}
 
 
-def write_timeline(path: Path, events: Iterable[StepEvent]) -> int:
-    """Write ``events``, in any order, to ``path``; returns how many.
+class TimelineWriter:
+    """Writes events as they come, in any order; a context manager, whose end makes the file whole.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be opened.
     """
-    seen: set[int] = set()
-    number = 0
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-            separator = "\n"
-            for event in events:
-                if event.replica not in seen:
-                    seen.add(event.replica)
-                    file.write(separator + json.dumps(_title(event.replica)))
-                    separator = ",\n"
-                file.write(separator + json.dumps(_slice(event)))
-                number += 1
-            file.write("\n]}\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from error
-    return number
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error}") from error
+        self._replicas: set[int] = set()
+        self._separator = "\n"
+        self.num_events = 0
+
+    def __enter__(self) -> TimelineWriter:
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        return self
+
+    def add(self, event: StepEvent) -> None:
+        """Write one step."""
+        if event.replica not in self._replicas:
+            self._replicas.add(event.replica)
+            self._write(_title(event.replica))
+        self._write(_slice(event))
+        self.num_events += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._file.write("\n]}\n")
+        self._file.close()
+
+    def _write(self, value: dict[str, object]) -> None:
+        self._file.write(self._separator + json.dumps(value))
+        self._separator = ",\n"
 
 
 def _title(replica: int) -> dict[str, object]:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
-from paceline.sim.report import Metrics, StepEvent, plot_cdfs, plot_curves, write_timeline
+from paceline.sim.report import Metrics, StepEvent, TimelineWriter, plot_cdfs, plot_curves
 
 
 def test_timeline_is_valid_and_complete(tmp_path: Path) -> None:
@@ -20,7 +20,10 @@ def test_timeline_is_valid_and_complete(tmp_path: Path) -> None:
         StepEvent(1, 0.1, 0.2, "2 decodes"),
         StepEvent(0, 0.25, 1e-6, '3 "decodes"'),
     ]
-    assert write_timeline(path, iter(events)) == 3
+    with TimelineWriter(path) as writer:
+        for event in events:
+            writer.add(event)
+    assert writer.num_events == 3
     trace = json.loads(path.read_text())["traceEvents"]
     slices = [event for event in trace if event["ph"] == "X"]
     assert [(s["tid"], s["ts"], s["dur"]) for s in slices] == [
@@ -35,13 +38,14 @@ def test_timeline_is_valid_and_complete(tmp_path: Path) -> None:
 
 def test_a_timeline_without_steps_opens_too(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    assert write_timeline(path, ()) == 0
+    with TimelineWriter(path):
+        pass
     assert json.loads(path.read_text())["traceEvents"] == []
 
 
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_timeline(tmp_path / "none" / "steps.json", ())
+        TimelineWriter(tmp_path / "none" / "steps.json")
     with pytest.raises(ConfigError, match=r"plots are written as \.png, \.svg, \.pdf"):
         plot_curves({}, tmp_path / "plot.txt", x="", y="")
 
