@@ -1,0 +1,106 @@
+"""Disaggregation against colocation: four GPUs, divided or not.
+
+The figure is the highest rate at which 90 % of requests meet both targets (DistServe's goodput,
+OSDI'24), found by bisection over simulations. Colocated replicas do everything, with the token
+budget fixed or paced by the TPOT target; divided ones hand each request's keys and values over
+after the first token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from benchmarks.studies.common import GPU, KV_BYTES, Study, replica, serve
+from paceline.sim.plan import Target, estimate_split, highest_rate
+from paceline.sim.report import Summary, plot_curves, text_table
+from paceline.sim.routing import LeastOutstanding
+from paceline.sim.simulator import Disaggregation, KVTransfer, Pool
+from paceline.sim.workload import open_workload
+
+__all__ = ["STUDY"]
+
+GPUS = 4
+TTFT, TPOT = 0.4, 0.020
+REQUESTS = 300
+# mean prompt and output
+WORKLOADS = {
+    "summaries": (3000, 60),
+    "chat": (800, 200),
+    "writing": (150, 600),
+}
+# bytes a second: NVLink-like, 400 Gbit/s, 10 Gbit/s
+FAST, NETWORK, SLOW = 300e9, 50e9, 1.25e9
+TARGET = Target(0.9)
+
+
+def _pool(way: str, bandwidth: float) -> Pool:
+    if way in ("together, fixed", "together, paced"):
+        spec = replica(adaptive_token_budget=way == "together, paced")
+        return Pool((spec,) * GPUS, LeastOutstanding())
+    prefill = int(way.split(":")[0])
+    decode = replica(prefix_caching=True)
+    split = Disaggregation(
+        (decode,) * (GPUS - prefill), KVTransfer(KV_BYTES, bandwidth, 1e-3), LeastOutstanding()
+    )
+    return Pool((replica(),) * prefill, LeastOutstanding(), split)
+
+
+@cache
+def _run(workload: str, way: str, rate: float, bandwidth: float) -> Summary:
+    prompt, output = WORKLOADS[workload]
+    # sigma 0.5: the median is the mean divided by exp(0.125)
+    spec = (
+        f"synthetic:rate={rate!r},prompt=lognormal({prompt / 1.133},0.5),"
+        f"output=lognormal({output / 1.133},0.5),n={REQUESTS},"
+        f"classes=both(1,ttft={TTFT},tpot={TPOT})"
+    )
+    return serve(open_workload(spec, seed=3), _pool(way, bandwidth)).metrics.summary(way)
+
+
+def _goodput(workload: str, way: str, bandwidth: float = NETWORK) -> str:
+    found = highest_rate(
+        lambda rate: _run(workload, way, rate, bandwidth), TARGET, low=0.5, high=256, precision=0.08
+    )
+    return "never" if found.size is None else f"{found.size:.1f}"
+
+
+WAYS = ("together, fixed", "together, paced", "1:3", "2:2", "3:1")
+
+
+def tables() -> dict[str, str]:
+    """Requests per second, and what the arithmetic expects of the best split."""
+    rows = [["requests/s", *WAYS, "arithmetic", "arithmetic, together"]]
+    for workload, (prompt, output) in WORKLOADS.items():
+        estimate = estimate_split(
+            GPU,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            tpot=TPOT,
+            max_batch=256,
+            max_num_batched_tokens=2048,
+            replicas=GPUS,
+        )
+        best = f"{estimate.best[0]}:{estimate.best[1]} {estimate.split_rate:.1f}"
+        cells = [_goodput(workload, way) for way in WAYS]
+        rows.append([workload, *cells, best, f"{estimate.colocated_rate:.1f}"])
+    links = [["requests/s of 2:2", "300 GB/s", "50 GB/s", "1.25 GB/s"]]
+    for workload in WORKLOADS:
+        cells = [_goodput(workload, "2:2", link) for link in (FAST, NETWORK, SLOW)]
+        links.append([workload, *cells])
+    return {"goodput": text_table(rows), "links": text_table(links)}
+
+
+def plots(folder: Path) -> None:
+    """Attained requests per second against offered ones, for chat."""
+    rates = (5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+    curves = {
+        way: [(rate, _run("chat", way, rate, NETWORK).attainment * rate) for rate in rates]
+        for way in WAYS
+    }
+    plot_curves(
+        curves, folder / "disaggregation.png", x="requests/s", y="requests/s within both targets"
+    )
+
+
+STUDY = Study("disaggregation", tables, plots)
