@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.backends.null import NullBackend
+from paceline.core.admission import Expired
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
@@ -61,6 +62,8 @@ class Driver:
         vocab_size: int = 997,
         depth: int = 1,
         poison_token: int | None = None,
+        num_host_blocks: int = 0,
+        swap_block_seconds: float = 0.0,
         backend: ModelBackend | None = None,
         seconds: Callable[[StepShape], float] | None = None,
         **config: Any,
@@ -69,6 +72,8 @@ class Driver:
             "max_num_batched_tokens": 64,
             "max_num_seqs": 8,
             "max_model_len": 1024,
+            # what is not under test stays out of the way
+            "future_memory_check": False,
         }
         self.config = SchedulerConfig(**(defaults | config))
         self.cache = CacheConfig(
@@ -76,6 +81,8 @@ class Driver:
             num_blocks=num_blocks,
             watermark=watermark,
             enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+            swap_block_seconds=swap_block_seconds,
         )
         self.scheduler = Scheduler(self.config, self.cache)
         self.backend = backend or NullBackend(
@@ -84,6 +91,7 @@ class Driver:
             block_size=block_size,
             max_model_len=self.config.max_model_len,
             poison_token=poison_token,
+            num_host_blocks=num_host_blocks,
         )
         self.depth = depth
         self.seconds = seconds
@@ -91,6 +99,7 @@ class Driver:
         self.plans: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, RequestUpdate] = {}
+        self.expired: list[Expired] = []
         self._flying: list[tuple[SchedulerOutput, StepResult]] = []
 
     def add(self, *requests: Request) -> None:
@@ -109,6 +118,7 @@ class Driver:
         assert len(plan.rows) <= self.config.max_num_seqs
         assert all(row.num_tokens >= 1 for row in plan.rows)
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+        self.expired += self.scheduler.take_expired()
         if plan.rows:
             self.plans.append(plan)
             result = self.backend.execute(plan).result()

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from paceline.core.backend import BackendInfo
 from paceline.core.outputs import (
+    BlockSwap,
     NewRequest,
     ScheduledRow,
     SchedulerOutput,
@@ -69,6 +70,7 @@ class NullBackend:
         max_model_len: int = 4096,
         step_time: float = 0.0,
         poison_token: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self._info = BackendInfo(
             name="null",
@@ -79,10 +81,12 @@ class NullBackend:
             block_bytes=8 * block_size,
             dtype="int64",
             device="cpu",
+            num_host_blocks=num_host_blocks,
         )
         self._step_time = step_time
         self._poison_token = poison_token
         self._cache = [[0] * block_size for _ in range(num_blocks)]
+        self._host = [[0] * block_size for _ in range(num_host_blocks)]
         self._states: dict[str, _State] = {}
         self._executor = ThreadPoolExecutor(max_workers=1) if step_time > 0 else None
 
@@ -107,6 +111,7 @@ class NullBackend:
             time.sleep(self._step_time)
         for request_id in plan.released:
             self._states.pop(request_id, None)
+        self._swap(plan.swaps)
         for new in plan.new_requests:
             self._states[new.request_id] = _State(new)
         for copy in plan.block_copies:
@@ -137,6 +142,7 @@ class NullBackend:
                 if token is None or wanted is None
                 else (TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()),)
             )
+        self._swap(plan.prefetches)
         asked = any(entry is not None for entry in logprobs)
         return StepResult(
             step_id=plan.step_id,
@@ -145,6 +151,13 @@ class NullBackend:
             errors=tuple(errors),
             elapsed=time.monotonic() - started,
         )
+
+    def _swap(self, swaps: Sequence[BlockSwap]) -> None:
+        for src, dst, to_host in swaps:
+            if to_host:
+                self._host[dst] = list(self._cache[src])
+            else:
+                self._cache[dst] = list(self._host[src])
 
     def _write(self, row: ScheduledRow) -> None:
         state = self._states[row.request_id]

@@ -1,18 +1,108 @@
-"""The door: what is refused before it is queued.
+"""The door: what is refused before it is queued, and what is dropped before it is started.
 
-This module does not know the queue, the running requests or time.
+``check_door`` refuses what can never be served. ``Admission`` refuses, with an honest time to come
+back, what cannot be served soon: the queue is full, the memory-pressure valve is wide open, or the
+first token is predicted to take longer than the server allows. What waited past its own limit is
+handed out by ``expired``.
+
+This module does not know the order of the queue or what runs.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import InvalidRequestError, NeverFitsError
+from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.kv_cache import blocks_for, fits
+from paceline.core.pressure import Pressure
 from paceline.core.request import Request
 
-__all__ = ["check_door"]
+__all__ = ["Admission", "Expired", "check_door"]
+
+# advised wait where nothing was measured yet
+_RETRY_SECONDS = 1.0
+
+
+class Expired(NamedTuple):
+    """A request that was dropped before it was started."""
+
+    request_id: str
+    error: QueueFullError
+
+
+class Admission:
+    """Refusals for now, and limits on waiting. One per scheduler."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        # (when, order of arrival, request)
+        self._limits: list[tuple[float, int, Request]] = []
+        # by QueueFullError.reason
+        self.refused: Counter[str] = Counter()
+
+    def check(self, num_waiting: int, predicted: float | None, pressure: Pressure) -> None:
+        """Return if one more request may be queued.
+
+        Args:
+            num_waiting: requests that wait already.
+            predicted: seconds to the first token of this one; None: not known.
+            pressure: the valve's level.
+
+        Raises:
+            QueueFullError: not now.
+        """
+        config = self._config
+        if config.max_num_waiting is not None and num_waiting >= config.max_num_waiting:
+            raise self._refusal(
+                "queue-full",
+                f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}",
+                predicted,
+            )
+        longest = config.max_predicted_wait_s
+        if longest is not None and predicted is not None and predicted > longest:
+            raise self._refusal(
+                "predicted-wait",
+                f"the first token is predicted to take {predicted:.1f} s, the limit is "
+                f"{longest:g} s",
+                predicted - longest,
+            )
+        if pressure >= Pressure.REFUSE and num_waiting:
+            raise self._refusal(
+                "pressure",
+                f"KV memory is nearly full and {num_waiting} requests wait for it",
+                predicted,
+            )
+
+    def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
+        self.refused[reason] += 1
+        wait = _RETRY_SECONDS if seconds is None else max(seconds, 0.001)
+        return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
+
+    def limit(self, request: Request, number: int) -> None:
+        """Watch over how long a queued request waits to be started."""
+        limits = (request.slo.queue_ttl, self._config.queue_timeout_s)
+        shortest = min((limit for limit in limits if limit is not None), default=None)
+        if shortest is not None:
+            heapq.heappush(self._limits, (request.arrival_time + shortest, number, request))
+
+    def expired(self, now: float) -> list[Request]:
+        """Requests whose time to be started is over; the caller skips those that were."""
+        found = []
+        while self._limits and self._limits[0][0] <= now:
+            found.append(heapq.heappop(self._limits)[2])
+        return found
+
+    def expiry(self, request: Request, now: float, predicted: float | None) -> Expired:
+        """What to tell the caller of one that was not, given how long it would take now."""
+        waited = now - request.arrival_time
+        error = self._refusal(
+            "expired", f"it waited {waited:.1f} s without being started", predicted
+        )
+        return Expired(request.request_id, error)
 
 
 def check_door(

@@ -31,6 +31,10 @@ class BackendInfo:
     block_bytes: int
     dtype: str
     device: str
+    # blocks of host memory to swap to
+    num_host_blocks: int = 0
+    # seconds to move one block to or from host memory
+    swap_block_seconds: float = 0.0
 
 
 @runtime_checkable

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["CacheConfig", "SchedulerConfig"]
+__all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
+
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 def _require(ok: bool, message: str) -> None:
@@ -27,11 +29,20 @@ class CacheConfig:
     # share of the pool kept free when a request is admitted beside running ones, so that their
     # growth does not at once preempt somebody
     watermark: float = 0.01
+    # blocks of host memory that preempted requests may be moved to; 0: they are recomputed
+    num_host_blocks: int = 0
+    # seconds to move one block to or from host memory, for weighing it against recomputing
+    swap_block_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}")
         _require(self.num_blocks >= 1, f"num_blocks must be at least 1, got {self.num_blocks}")
         _require(0.0 <= self.watermark < 1.0, f"watermark must be in [0, 1), got {self.watermark}")
+        _require(
+            self.num_host_blocks >= 0 and self.swap_block_seconds >= 0.0,
+            f"num_host_blocks={self.num_host_blocks} and "
+            f"swap_block_seconds={self.swap_block_seconds} must be 0 or more",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +55,11 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     # prompt + output of one request at most
     max_model_len: int = 2048
-    # spend the slack that requests with TPOT targets leave, instead of the whole budget every step;
-    # without targets it changes nothing
+    # pick each step's chunk by its predicted time: the slack that requests with targets leave, and
+    # never more than makes steps efficient; False: the whole budget every step
     adaptive_token_budget: bool = True
+    # a step for best-effort work alone takes at most so long, or the next arrival waits for it
+    best_effort_step_s: float = 0.05
     # a name in paceline.core.policies.POLICIES
     policy: str = "fcfs"
     # policy "priority": waiting this long counts as one priority level
@@ -60,6 +73,26 @@ class SchedulerConfig:
     bypass_window: int = 8
     # how often one head may be passed before everybody waits for it
     max_bypasses: int = 64
+    # admit a request only if memory is predicted to last until those running end; False: if its
+    # known tokens fit now
+    future_memory_check: bool = True
+    # hold requests back while one more would make every token later than the tightest TPOT target
+    pace_admission: bool = True
+    # requests that can no longer meet their TTFT target become best effort, so that those behind
+    # them still can
+    relegate_late: bool = True
+    # requests waiting at once at most, best effort included; None: no limit
+    max_num_waiting: int | None = None
+    # refuse a request whose first token is predicted to take longer; None: never
+    max_predicted_wait_s: float | None = None
+    # drop a request that waited so long without having started; None: never
+    queue_timeout_s: float | None = None
+    # what becomes of a preempted request's cache: "swap" moves it to host memory while there is
+    # room, "recompute" drops it, "auto" does what is predicted to take less time
+    preemption: str = "auto"
+    # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
+    # A server wants it lower (0.88), work that may all wait its turn does not
+    pressure_threshold: float = 1.0
 
     def __post_init__(self) -> None:
         _require(
@@ -90,3 +123,18 @@ class SchedulerConfig:
             self.bypass_window >= 0, f"bypass_window must be 0 or more, got {self.bypass_window}"
         )
         _require(self.max_bypasses >= 0, f"max_bypasses must be 0 or more, got {self.max_bypasses}")
+        _require(
+            self.best_effort_step_s > 0,
+            f"best_effort_step_s must be positive, got {self.best_effort_step_s}",
+        )
+        for name in ("max_num_waiting", "max_predicted_wait_s", "queue_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} must be positive or None, got {value}")
+        _require(
+            self.preemption in PREEMPTION_MODES,
+            f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}",
+        )
+        _require(
+            0.0 < self.pressure_threshold <= 1.0,
+            f"pressure_threshold must be above 0 and at most 1, got {self.pressure_threshold}",
+        )

@@ -59,11 +59,15 @@ class UnknownModelError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """No room to queue now; ``retry_after`` is the advised wait in seconds."""
+    """Not now; ``retry_after`` is the advised wait in seconds.
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    ``reason`` is for programs: "queue-full", "predicted-wait", "pressure" or "expired".
+    """
+
+    def __init__(self, message: str, retry_after: float, reason: str = "queue-full") -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class CheckpointError(PacelineError):

@@ -6,12 +6,19 @@ This module does not decide; ``scheduler`` and ``admission`` do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.work import WorkEstimator
 
-__all__ = ["FirstTokenForecast", "future_peak"]
+__all__ = ["FirstTokenForecast", "MemoryOutlook", "future_peak"]
+
+# of running requests' predicted lengths: on the safe side of the middle
+_LENGTH_QUANTILE = 0.7
+# of the cache, never promised to anybody
+_RESERVE = 0.03
+_MAX_TOTAL_TOKENS = attrgetter("max_total_tokens")
 
 
 def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
@@ -29,57 +36,128 @@ def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
     return peak
 
 
+class MemoryOutlook:
+    """Whether memory lasts until those running, and one more, have ended. Made for one step.
+
+    Blocks that several requests hold are counted once; a request's last block as if it were full.
+
+    Args:
+        running: requests that run; the list may change, but not before the outlook is dropped.
+        num_held_blocks: blocks in use, by whomsoever.
+    """
+
+    def __init__(
+        self,
+        running: Sequence[Request],
+        work: WorkEstimator,
+        *,
+        num_blocks: int,
+        num_held_blocks: int,
+        block_size: int,
+    ) -> None:
+        self._running = list(running)
+        self._work = work
+        self._block_size = block_size
+        self._held = num_held_blocks * block_size
+        self._capacity = int((1.0 - _RESERVE) * num_blocks) * block_size
+        # as if every output became as long as it may
+        self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
+        # (tokens now, tokens to come) of each; None until somebody needs to know
+        self._sequences: list[tuple[int, int]] | None = None
+
+    def admits(self, request: Request, num_shared_blocks: int) -> bool:
+        """Whether the cache will not overflow with ``request``, of whose blocks so many are in use
+        already."""
+        if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
+            return True
+        if self._sequences is None:
+            self._sequences = [self._outlook(each) for each in self._running]
+            held = sum(now for now, _ in self._sequences)
+            self._capacity += max(0, held - self._held)
+        now, to_come = self._outlook(request)
+        now -= num_shared_blocks * self._block_size
+        return future_peak([*self._sequences, (now, to_come)]) <= self._capacity
+
+    def add(self, request: Request, num_shared_blocks: int) -> None:
+        """It was admitted."""
+        self._worst += request.max_total_tokens + self._block_size
+        if self._sequences is None:
+            self._running.append(request)
+            # it may share blocks with those running: its own are not held twice
+            self._held += (len(request.block_ids) - num_shared_blocks) * self._block_size
+        else:
+            now, to_come = self._outlook(request)
+            self._sequences.append((now - num_shared_blocks * self._block_size, to_come))
+
+    def _outlook(self, request: Request) -> tuple[int, int]:
+        """Tokens whose place it takes now, at least, and tokens to come."""
+        num_output = request.num_tokens - request.num_prompt_tokens
+        if request.predicted_output <= num_output:
+            request.predicted_output = self._work.output_tokens(request, _LENGTH_QUANTILE)
+        now = request.num_tokens + self._block_size - 1
+        return now - now % self._block_size, request.predicted_output - num_output
+
+
 class FirstTokenForecast:
     """Predicts the time to first token of a request that would be queued now.
 
-    What it waits for is computed prompt tokens ahead of it, and a slot and blocks that running
-    requests give back when they end. The ratio of what came to what was said is learned, so a bias
-    of the model corrects itself.
+    What it waits for is prompt tokens computed before its own, and a place that a running request
+    gives back when it ends. The ratio of what came to what was said is learned, so a bias of the
+    model corrects itself.
     """
 
     def __init__(self, step_time: StepTimeModel, work: WorkEstimator) -> None:
         self._step_time = step_time
         self._work = work
         self._bias = 1.0
+        self._base = StepShape()
+        # output tokens that those running will still have, fewest first
+        self._left: list[int] = []
+        self._free_places = 0
+        self._tokens_per_step = 1
+
+    def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
+        """Take in what runs.
+
+        Args:
+            free_places: requests that could run beside it now.
+            tokens_per_step: prompt tokens a step takes beside the running rows.
+        """
+        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
+        self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
+        self._left = sorted(
+            self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens) for r in running
+        )
+        self._free_places = free_places
+        self._tokens_per_step = max(2, tokens_per_step)
 
     def seconds(
-        self,
-        request: Request,
-        *,
-        tokens_ahead: int,
-        requests_ahead: int,
-        running: Sequence[Request],
-        free_slots: int,
-        tokens_per_step: int,
+        self, num_prompt_tokens: int, *, tokens_ahead: int, requests_ahead: int
     ) -> float | None:
         """Seconds from now to the first token; None while nothing was measured.
 
         Args:
+            num_prompt_tokens: of the request.
             tokens_ahead: prompt tokens of running and waiting requests to be computed before.
             requests_ahead: waiting requests that will be admitted before.
-            free_slots: requests that could run beside those running, for slots and memory.
-            tokens_per_step: prompt tokens a step takes beside the running rows.
         """
+        predict = self._step_time.predict
         if not self._step_time.ready:
             return None
-        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
-        base = StepShape(0, 0.0, len(narrow), sum(narrow))
-        idle_step = self._step_time.predict(base)
-        full_step = self._step_time.predict(base.plus(0, max(2, tokens_per_step)))
-        ahead = tokens_ahead / tokens_per_step * full_step
-        own = -(-request.num_prompt_tokens // tokens_per_step)
-        rest = request.num_prompt_tokens - (own - 1) * tokens_per_step
-        prompt = (own - 1) * full_step + self._step_time.predict(base.plus(0, max(2, rest)))
+        base, step = self._base, self._tokens_per_step
+        idle_step = predict(base)
+        full_step = predict(base.plus(0, step))
+        ahead = tokens_ahead / step * full_step
+        own = -(-num_prompt_tokens // step)
+        rest = num_prompt_tokens - (own - 1) * step
+        prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
         wait = 0.0
-        missing = requests_ahead + 1 - free_slots
-        if missing > 0 and running:
-            left = sorted(
-                self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens) for r in running
-            )
+        missing = requests_ahead + 1 - self._free_places
+        if missing > 0 and self._left:
             # those that will run then end too: rounds of the same lengths
-            rounds, index = divmod(missing - 1, len(left))
-            mean = sum(left) / len(left)
-            wait = (left[index] + rounds * mean) * max(idle_step, 1e-9)
+            rounds, index = divmod(missing - 1, len(self._left))
+            mean = sum(self._left) / len(self._left)
+            wait = (self._left[index] + rounds * mean) * max(idle_step, 1e-9)
         return self._bias * (max(ahead, wait) + prompt)
 
     def learn(self, predicted: float, actual: float) -> None:

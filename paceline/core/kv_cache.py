@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from paceline.core.block_pool import BlockPool
 from paceline.core.config import CacheConfig
-from paceline.core.outputs import BlockCopy
+from paceline.core.outputs import BlockCopy, BlockSwap
 from paceline.core.request import Request
 
 __all__ = ["Extension", "KVCacheManager", "blocks_for", "fits", "hash_block"]
@@ -76,6 +76,12 @@ class KVCacheManager:
         self.pool = BlockPool(config.num_blocks)
         self.block_size = config.block_size
         self._watermark_blocks = int(config.watermark * config.num_blocks)
+        self._free_host = list(range(config.num_host_blocks - 1, -1, -1))
+        # moves the next plan has to carry out, in order
+        self._swaps: list[BlockSwap] = []
+        self._prefetches: list[BlockSwap] = []
+        self.num_swapped_out = 0
+        self.num_swapped_in = 0
         # tokens looked up in, and served from, the prefix cache since start
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -100,13 +106,79 @@ class KVCacheManager:
             request.block_ids = shared
             request.num_computed_tokens = len(shared) * self.block_size
             request.num_hashed_blocks = len(shared)
+            self._restore(request, self._swaps)
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
                 request.num_cached_tokens = request.num_computed_tokens
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
-        request.block_ids.extend(self.pool.allocate(needed))
+        request.block_ids.extend(self.pool.allocate(max(0, needed)))
+        request.num_restored_tokens += request.num_swapped_tokens
+        self._forget_host(request)
         return True
+
+    def num_in_use(self, request: Request) -> int:
+        """Blocks a waiting request would start with that others hold, or it itself does."""
+        return sum(self.pool.ref_count(block_id) > 0 for block_id in self.starting_blocks(request))
+
+    def prefetch(self, request: Request) -> bool:
+        """Move a waiting request's swapped blocks back ahead of its admission.
+
+        The copy in host memory stays until it is admitted, so the blocks can be taken away again.
+        False, with nothing changed, when there is nothing to move or no room for it.
+        """
+        if not request.num_swapped_tokens or request.block_ids:
+            return False
+        shared = self.starting_blocks(request)
+        if self._shortfall(request, shared, True) > 0:
+            return False
+        self.pool.acquire(shared)
+        request.block_ids = shared
+        request.num_computed_tokens = len(shared) * self.block_size
+        request.num_hashed_blocks = len(shared)
+        self._restore(request, self._prefetches)
+        return True
+
+    def _restore(self, request: Request, swaps: list[BlockSwap]) -> None:
+        """Give a request that starts with the cached part of its tokens blocks for the rest of
+        those in host memory too."""
+        held = len(request.block_ids)
+        for host_id in request.host_block_ids[held:]:
+            (block_id,) = self.pool.allocate(1)
+            request.block_ids.append(block_id)
+            swaps.append(BlockSwap(host_id, block_id, False))
+            self.num_swapped_in += 1
+        request.num_computed_tokens = max(request.num_computed_tokens, request.num_swapped_tokens)
+
+    def swap_out(self, request: Request) -> None:
+        """Copy what a request has computed to host memory, before ``free``. The caller has checked
+        ``num_free_host_blocks``; IndexError otherwise."""
+        self._forget_host(request)
+        request.num_swapped_tokens = request.num_computed_tokens
+        for block_id in request.block_ids[
+            : blocks_for(request.num_swapped_tokens, self.block_size)
+        ]:
+            host_id = self._free_host.pop()
+            request.host_block_ids.append(host_id)
+            self._swaps.append(BlockSwap(block_id, host_id, True))
+            self.num_swapped_out += 1
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return len(self._free_host)
+
+    def take_swaps(self) -> tuple[tuple[BlockSwap, ...], tuple[BlockSwap, ...]]:
+        """Moves to be carried out by the next plan: before it, and after it."""
+        swaps, prefetches = tuple(self._swaps), tuple(self._prefetches)
+        self._swaps.clear()
+        self._prefetches.clear()
+        return swaps, prefetches
+
+    def _forget_host(self, request: Request) -> None:
+        # latest first, so that they are handed out again in the same order
+        self._free_host.extend(reversed(request.host_block_ids))
+        request.host_block_ids = []
+        request.num_swapped_tokens = 0
 
     def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
         needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
@@ -175,6 +247,11 @@ class KVCacheManager:
             self.pool.register(request.block_ids[index], request.block_hashes[index])
         request.num_hashed_blocks = full
 
+    def end(self, request: Request, *, forget: bool = False) -> None:
+        """Give everything back, in host memory too."""
+        self.free(request, forget=forget)
+        self._forget_host(request)
+
     def free(self, request: Request, *, forget: bool = False) -> None:
         """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
         self.pool.release(request.block_ids, forget=forget)
@@ -215,11 +292,16 @@ class KVCacheManager:
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """AssertionError unless tables, counters and the pool agree."""
         references: Counter[int] = Counter()
+        host = list(self._free_host)
         for request in requests:
             held = len(request.block_ids)
             computed = request.num_computed_tokens
             where = f"request {request.request_id}"
             references.update(request.block_ids)
+            host += request.host_block_ids
+            assert len(request.host_block_ids) == blocks_for(
+                request.num_swapped_tokens, self.block_size
+            ), f"{where}: {request.num_swapped_tokens} swapped tokens in {request.host_block_ids}"
             assert len(set(request.block_ids)) == held, f"{where}: a block twice in its table"
             assert blocks_for(computed, self.block_size) <= held, (
                 f"{where}: {computed} computed tokens in {held} blocks of {self.block_size}"
@@ -229,3 +311,4 @@ class KVCacheManager:
                 tail = request.block_ids[computed // self.block_size :]
                 assert all(self.pool.ref_count(b) == 1 for b in tail), f"{where}: shared tail"
         self.pool.check_integrity(references)
+        assert sorted(host) == list(range(self.config.num_host_blocks)), "host blocks are lost"

@@ -19,12 +19,14 @@ from paceline.core.request import FinishReason, SamplingParams
 
 __all__ = [
     "BlockCopy",
+    "BlockSwap",
     "NewRequest",
     "RequestUpdate",
     "ScheduledRow",
     "SchedulerOutput",
     "SchedulerStats",
     "StepResult",
+    "Timeline",
     "TokenLogprobs",
 ]
 
@@ -57,6 +59,15 @@ class BlockCopy:
     dst: int
 
 
+class BlockSwap(NamedTuple):
+    """Move a block's content between the KV pool and host memory."""
+
+    src: int
+    dst: int
+    # True: src is a block of the pool and dst one of the host's; False: the other way
+    to_host: bool
+
+
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request the backend holds no state for: seen first, or resumed after preemption."""
@@ -75,7 +86,8 @@ class NewRequest:
 class SchedulerOutput:
     """The plan of one step. Valid until executed; plans are executed in ``step_id`` order.
 
-    A backend applies, in this order: ``released``, ``new_requests``, ``block_copies``, ``rows``.
+    A backend applies, in this order: ``released``, ``swaps``, ``new_requests``, ``block_copies``,
+    ``rows``, ``prefetches``.
     A row whose last input token was sampled by an earlier, still running step uses the token that
     step sampled: the backend keeps its own copy of each request's tokens.
     """
@@ -88,6 +100,10 @@ class SchedulerOutput:
     released: tuple[str, ...]
     # sum of row.num_tokens
     num_tokens: int
+    # in this order, before anything of this step is written
+    swaps: tuple[BlockSwap, ...] = ()
+    # swapped blocks of requests that will run soon: to be moved once this step's result is out
+    prefetches: tuple[BlockSwap, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -116,6 +132,24 @@ class StepResult:
     elapsed: float = 0.0
 
 
+class Timeline(NamedTuple):
+    """What became of a request and why, sent when it ends."""
+
+    # (reason, seconds) spent waiting to be admitted, first or again; see ``core.waits``
+    waited: tuple[tuple[str, float], ...]
+    # steps that computed more than one of its tokens
+    num_chunks: int
+    num_preemptions: int
+    # tokens computed more than once
+    num_recomputed_tokens: int
+    # tokens that came back from host memory instead
+    num_swapped_tokens: int
+    # it became best effort because its TTFT target could no longer be met
+    relegated: bool
+    # seconds from arrival to first token, as predicted on arrival; None: nothing was known yet
+    predicted_ttft: float | None
+
+
 class RequestUpdate(NamedTuple):
     """News of one request after a step."""
 
@@ -134,6 +168,8 @@ class RequestUpdate(NamedTuple):
     num_preemptions: int
     # set with finish_reason ERROR
     error: str | None = None
+    # set with any finish_reason
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +189,20 @@ class SchedulerStats:
     prefix_cache_queries: int
     prefix_cache_hits: int
     num_recomputed_tokens: int
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_relegated: int = 0
+    # computed tokens of requests that were aborted or failed
+    num_discarded_tokens: int = 0
+    # refused requests by QueueFullError.reason
+    refused: tuple[tuple[str, int], ...] = ()
+    # seconds the queue's head was held up, by reason
+    waited: tuple[tuple[str, float], ...] = ()
+    # of the pressure valve: 0 (closed) to 4
+    pressure_level: int = 0
+    # predicted and measured seconds of all steps that were predicted
+    predicted_step_seconds: float = 0.0
+    actual_step_seconds: float = 0.0
 
     @property
     def kv_cache_usage(self) -> float:

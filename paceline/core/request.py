@@ -195,6 +195,9 @@ class Request:
     # the policy's key and the order of arrival; smaller runs sooner. Set by the scheduler
     order: tuple[float, int] = (0.0, 0)
     finish_reason: FinishReason | None = None
+    # host blocks that hold the first num_swapped_tokens tokens' keys and values
+    host_block_ids: list[int] = field(default_factory=list)
+    num_swapped_tokens: int = 0
     # the stop token id that ended the output, if one did
     stop_reason: int | None = None
 
@@ -208,6 +211,17 @@ class Request:
     num_skipped_steps: int = 0
     # admissions that overtook this request while it headed the queue
     times_bypassed: int = 0
+    num_restored_tokens: int = 0
+    num_chunks: int = 0
+    relegated: bool = False
+    predicted_ttft: float | None = None
+    # predicted final number of output tokens; valid while there are fewer
+    predicted_output: int = 0
+    # since when it waits, and what the queue had been held up by until then
+    waiting_since: float = 0.0
+    waits_before: tuple[float, ...] = ()
+    # seconds waited so far, reason by reason (``core.waits.REASONS``)
+    waits: list[float] = field(default_factory=list)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
 

@@ -8,9 +8,10 @@ running request that is one token behind costs one token. In order:
    are preempted.
 2. Running requests, in the policy's order. Each is sure of one token, so a long prompt cannot
    freeze the others; what is left of the budget goes to whoever is further behind. When the pool
-   is empty, the policy's victim among those not yet served gives its blocks up.
+   is empty, one of those not yet served gives its blocks up.
 3. Waiting requests, in the policy's order, if nobody was preempted. A head that does not fit may be
    passed by a bounded number of others, a bounded number of times.
+4. Best-effort requests come last in both: 2 and 3 again for them, with what is left.
 
 Counters move when a step is planned, not when it ran, so ``schedule`` may be called again before
 ``update``: a request whose last token is still unknown is planned by position, and the backend uses
@@ -21,66 +22,41 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
-import math
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from operator import attrgetter
 
-from paceline.core.admission import check_door
+from paceline.core.admission import Admission, Expired, check_door
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.displacement import choose_displaced
+from paceline.core.draft import Draft
+from paceline.core.forecast import FirstTokenForecast
 from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import (
-    BlockCopy,
-    NewRequest,
     RequestUpdate,
-    ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
+    Timeline,
     TokenLogprobs,
 )
+from paceline.core.planner import Planner
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
+from paceline.core.pressure import Pressure, PressureValve
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.token_budget import (
-    AdaptiveTokenBudget,
-    Allowance,
-    FixedTokenBudget,
-    TokenBudget,
-)
+from paceline.core.token_budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
+from paceline.core.waiting import WaitingRoom
+from paceline.core.waits import REASONS, Reason
 from paceline.core.work import WorkEstimator, label_of
 
 __all__ = ["Scheduler"]
 
-_ORDER = attrgetter("order")
-# a NamedTuple made by tuple's constructor costs half of one made by its own; there are two of them
-# for every token of every request
+# a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
+# every token of every request
 _new = tuple.__new__
-# a best-effort request that runs gets a token in one of so many steps, however late the others are
-_MAX_SKIPPED_STEPS = 8
-
-
-class _Draft:
-    """A plan being written."""
-
-    def __init__(self, allowance: Allowance) -> None:
-        # tokens left to hand out
-        self.budget = allowance.tokens
-        self.seconds = allowance.seconds
-        # which rows this step takes; both where the policy mixes
-        self.narrow = self.wide = True
-        self.num_tokens = 0
-        self.rows: list[ScheduledRow] = []
-        self.requests: list[Request] = []
-        self.new: list[NewRequest] = []
-        self.copies: list[BlockCopy] = []
-        # forks that got their blocks in this step: copies come before writes, so they may run
-        # from the next step on
-        self.forked: list[Request] = []
+# prompt tokens of a step under memory pressure, at least
+_MIN_CHUNK = 32
 
 
 class Scheduler:
@@ -100,42 +76,78 @@ class Scheduler:
         self.kv = KVCacheManager(cache)
         self.step_time = StepTimeModel()
         self.lengths = LengthHistory()
-        context = PolicyContext(config, WorkEstimator(self.step_time, self.lengths))
-        self.policy = policy or make_policy(context)
+        work = WorkEstimator(self.step_time, self.lengths)
+        self.policy = policy or make_policy(PolicyContext(config, work))
         self.budget: TokenBudget = FixedTokenBudget(config.max_num_batched_tokens)
         if config.adaptive_token_budget:
-            self.budget = AdaptiveTokenBudget(self.step_time, config.max_num_batched_tokens)
+            self.budget = AdaptiveTokenBudget(
+                self.step_time,
+                config.max_num_batched_tokens,
+                work=work,
+                best_effort_step_s=config.best_effort_step_s,
+            )
+        self.valve = PressureValve(config.pressure_threshold)
+        self.forecast = FirstTokenForecast(self.step_time, work)
+        self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
-        # sorted by order
-        self._running: list[Request] = []
-        self._waiting = self.policy.make_queue()
+        self._waiting = WaitingRoom(self.policy.make_queue(), self.kv)
         self._forks = Forks()
+        self._planner = Planner(
+            config,
+            cache,
+            kv=self.kv,
+            policy=self.policy,
+            waiting=self._waiting,
+            forks=self._forks,
+            step_time=self.step_time,
+            work=work,
+        )
         # requests of planned steps whose result is not in yet, step by step
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
-        # ids the backend still has to be told to drop
-        self._released: list[str] = []
+        # who was dropped before being started, until somebody asks
+        self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
+        # what held the head of the queue up in the last step, and its prompt tokens
+        self._held_by: Reason | None = None
+        self._chunk = config.max_num_batched_tokens
+        # prompt tokens running requests lacked when the forecast last looked, and at which step
+        self._tokens_running = 0
+        self._looked_at = -1
         self._num_added = 0
         self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_recomputed_tokens = 0
+        self._num_discarded_tokens = 0
+        self._predicted_seconds = 0.0
+        self._actual_seconds = 0.0
 
     # ------------------------------------------------------------------ events in
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, or refuse it at the door (``admission.check_door`` says when)."""
+        """Queue a request, or refuse it at the door.
+
+        Raises:
+            NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
+            QueueFullError: it cannot be served soon, see ``Admission.check``.
+        """
         check_door(request, self._requests, self.config, self.cache)
+        if request.fork_of is None:
+            request.predicted_ttft = self._predict_ttft(request)
+            waiting = len(self._waiting) + len(self._forks)
+            self._admission.check(waiting, request.predicted_ttft, self.valve.level)
+            self._admission.limit(request, self._num_added)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         if request.fork_of is None:
-            self._waiting.push(request)
+            self._waiting.enter(request, request.arrival_time)
             return
         parent = self._requests[request.fork_of]
-        if parent.num_computed_tokens >= parent.num_prompt_tokens:
+        if (
+            parent.status is RequestStatus.RUNNING
+            and parent.num_computed_tokens >= parent.num_prompt_tokens
+        ):
             self.kv.fork(parent, request)
-            self._waiting.push(request)
+            self._waiting.enter(request, request.arrival_time)
         else:
             self._forks.add(parent, request)
 
@@ -149,6 +161,39 @@ class Scheduler:
                 updates.append(_update_of(request, (), None))
         return tuple(updates)
 
+    def take_expired(self) -> tuple[Expired, ...]:
+        """Requests that ``schedule`` dropped before they were started, once each."""
+        expired = tuple(self._expired)
+        self._expired.clear()
+        return expired
+
+    def _predict_ttft(self, request: Request) -> float | None:
+        """Seconds to the first token if it were queued now; None while nothing is known."""
+        if not self.step_time.ready:
+            return None
+        if self._looked_at != self._num_steps:
+            self._looked_at = self._num_steps
+            full = self._held_by in (Reason.SLOTS, Reason.MEMORY, Reason.PACE)
+            running = self._planner.running
+            free = 0 if full else self.config.max_num_seqs - len(running)
+            self.forecast.look(running, free_places=free, tokens_per_step=self._chunk)
+            self._tokens_running = sum(
+                max(0, r.num_uncomputed_tokens - 1) for r in running if not r.slo.best_effort
+            )
+        requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
+        return self.forecast.seconds(
+            request.num_prompt_tokens,
+            tokens_ahead=self._tokens_running + tokens_ahead,
+            requests_ahead=requests_ahead,
+        )
+
+    def _drop_expired(self, now: float) -> None:
+        for request in self._admission.expired(now):
+            if request.first_scheduled_time is None and request in self._waiting:
+                predicted = self._predict_ttft(request)
+                self._expired.append(self._admission.expiry(request, now, predicted))
+                self._finish(request, FinishReason.ABORT)
+
     # ------------------------------------------------------------------ plans out
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -156,217 +201,42 @@ class Scheduler:
 
         An empty plan (no rows) is not to be executed and not to be passed to ``update``.
         """
-        draft = _Draft(self.budget.allow(self._running, now))
-        self.wake_at = self.policy.holds_until(self._waiting, len(self._running), now)
-        if self.wake_at is None:
-            self._displace()
-        if not self.policy.mixes:
-            self._choose_kind(draft)
-        preempted = self._schedule_running(draft)
-        if draft.wide and self.wake_at is None and (not preempted or not self._running):
-            self._schedule_waiting(draft, now)
-        if not draft.rows and not draft.narrow:
-            # no wide row could be had after all (memory): do not waste the step
-            draft.narrow = True
-            self._schedule_running(draft)
-        for child in draft.forked:
-            self._waiting.push(child)
+        running = self._planner.running
+        self._drop_expired(now)
+        pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
+        self._planner.relegate_late(
+            # num_uncomputed_tokens > 1, without the call
+            [r for r in running if r.num_tokens + r.num_pending_tokens > r.num_computed_tokens + 1],
+            now,
+        )
+        allowance = self.budget.allow(running, now)
+        self._chunk = allowance.tokens - len(running)
+        draft = Draft(allowance)
+        if pressure >= Pressure.SMALL_CHUNKS:
+            draft.budget = min(draft.budget, len(running) + max(_MIN_CHUNK, self._chunk // 4))
+        self.wake_at = self.policy.holds_until(self._waiting.queue, len(running), now)
+        held_by = self._planner.fill(draft, now, held=self.wake_at is not None, pressure=pressure)
+        self._held_by = held_by if len(self._waiting) else None
+        self._waiting.clocks.note(self._held_by, now)
         if not draft.rows:
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
+        if self._held_by is Reason.SLOTS or self._held_by is Reason.BUDGET:
+            self._waiting.prefetch()
+        swaps, prefetches = self.kv.take_swaps()
         plan = SchedulerOutput(
             step_id=self._num_steps,
             rows=tuple(draft.rows),
             new_requests=tuple(draft.new),
             block_copies=tuple(draft.copies),
-            released=tuple(self._released),
+            released=tuple(self._planner.released),
             num_tokens=draft.num_tokens,
+            swaps=swaps,
+            prefetches=prefetches,
         )
         self._num_steps += 1
-        self._released.clear()
+        self._planner.released.clear()
         self._in_flight.append((plan.step_id, draft.requests))
         return plan
-
-    def _choose_kind(self, draft: _Draft) -> None:
-        """For a policy that does not mix: wide rows while there are any to compute."""
-        draft.wide = any(r.num_uncomputed_tokens > 1 for r in self._running)
-        if not draft.wide and self.wake_at is None:
-            head = self._waiting.peek()
-            draft.wide = not self._running or (
-                head is not None
-                and len(self._running) < self.config.max_num_seqs
-                and self.kv.shortfall(head, beside_others=True) == 0
-            )
-        draft.narrow = not draft.wide
-
-    def _displace(self) -> None:
-        """Preempt running requests that stand in the way of a better waiting one."""
-        head = self._waiting.peek()
-        if head is None or head.num_pending_tokens:
-            return
-        chosen = choose_displaced(
-            head, self._running, self.policy.displaces, self.kv, self.config.max_num_seqs
-        )
-        if chosen:
-            # nobody else takes the room that was made for it
-            head.times_bypassed = self.config.max_bypasses
-        for loser in chosen:
-            self._preempt(loser)
-
-    def _schedule_running(self, draft: _Draft) -> bool:
-        preempted = False
-        running = self._running
-        block_size = self.cache.block_size
-        index = 0
-        while index < len(running):
-            request = running[index]
-            computed = request.num_computed_tokens
-            total = request.num_tokens + request.num_pending_tokens
-            if total == computed or total >= request.max_total_tokens:
-                # nothing left to compute, or only to wait for the last token
-                index += 1
-                continue
-            if not self._takes(draft, request, total - computed):
-                index += 1
-                continue
-            reserved = len(running) - index - 1
-            num_tokens = (
-                1 if total - computed == 1 else min(total - computed, draft.budget - reserved)
-            )
-            new_block_ids: tuple[int, ...] = ()
-            if request.shares_tail or computed + num_tokens > len(request.block_ids) * block_size:
-                extension = self.kv.extend(request, num_tokens)
-                while extension is None:
-                    preempted = True
-                    if not self._drop_waiting_forks():
-                        victim = self.policy.victim(running[index:])
-                        self._preempt(victim)
-                        if victim is request:
-                            break
-                    extension = self.kv.extend(request, num_tokens)
-                if extension is None:
-                    continue
-                new_block_ids = extension.new_block_ids
-                if extension.copy is not None:
-                    draft.copies.append(extension.copy)
-            self._plan_row(draft, request, num_tokens, new_block_ids)
-            index += 1
-        return preempted
-
-    def _takes(self, draft: _Draft, request: Request, wanted: int) -> bool:
-        """Whether a running request gets a row: always, but for a policy that does not mix and
-        for best-effort requests that would make the step too long for the others."""
-        if not self.policy.mixes:
-            return draft.narrow if wanted == 1 else draft.wide
-        if not request.slo.best_effort or draft.seconds == math.inf or not draft.rows:
-            return True
-        shape = StepShape.of(draft.rows).plus(request.num_computed_tokens, 1)
-        if (
-            self.step_time.predict(shape) <= draft.seconds
-            or request.num_skipped_steps >= _MAX_SKIPPED_STEPS
-        ):
-            request.num_skipped_steps = 0
-            return True
-        request.num_skipped_steps += 1
-        return False
-
-    def _schedule_waiting(self, draft: _Draft, now: float) -> None:
-        passed: list[Request] = []
-        head: Request | None = None
-        tried = 0
-        while draft.budget > 0 and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting.pop()
-            if request is None:
-                break
-            if request.num_pending_tokens:
-                # preempted while its token was being computed: ready once that is known
-                passed.append(request)
-                continue
-            admitted = self.kv.admit(request, beside_others=bool(self._running))
-            if not admitted and not self._running and self._drop_waiting_forks():
-                admitted = self.kv.admit(request, beside_others=False)
-            if not admitted:
-                passed.append(request)
-                head = head or request
-                tried += 1
-                if (
-                    tried > self.config.bypass_window
-                    or head.times_bypassed >= self.config.max_bypasses
-                ):
-                    break
-                continue
-            self._admit(draft, request, now)
-            if head is not None:
-                head.times_bypassed += 1
-                if head.times_bypassed >= self.config.max_bypasses:
-                    break
-        for request in passed:
-            self._waiting.push(request)
-
-    def _admit(self, draft: _Draft, request: Request, now: float) -> None:
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
-        extension = self.kv.extend(request, num_tokens)
-        assert extension is not None, "admit() promised the blocks"
-        if extension.copy is not None:
-            draft.copies.append(extension.copy)
-        request.status = RequestStatus.RUNNING
-        request.times_bypassed = 0
-        self.policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
-        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
-        request.num_lost_tokens = 0
-        request.num_recomputed_tokens += recomputed
-        self._num_recomputed_tokens += recomputed
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
-        insort(self._running, request, key=_ORDER)
-        draft.new.append(
-            NewRequest(
-                request_id=request.request_id,
-                token_ids=(*request.prompt_token_ids, *request.output_token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.sampling,
-                block_ids=tuple(request.block_ids),
-            )
-        )
-        self._plan_row(draft, request, num_tokens, ())
-
-    def _plan_row(
-        self, draft: _Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
-    ) -> None:
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        samples = end == request.num_tokens + request.num_pending_tokens
-        row = (request.request_id, start, num_tokens, new_block_ids, samples)
-        draft.rows.append(_new(ScheduledRow, row))
-        draft.requests.append(request)
-        draft.budget -= num_tokens
-        draft.num_tokens += num_tokens
-        request.num_computed_tokens = end
-        if samples:
-            request.num_pending_tokens += 1
-        if end // self.cache.block_size > request.num_hashed_blocks:
-            self.kv.cache_computed(request)
-        if self._forks and end >= request.num_prompt_tokens:
-            for child in self._forks.take(request):
-                self.kv.fork(request, child)
-                draft.forked.append(child)
-
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits again at its place in the order."""
-        self._num_preemptions += 1
-        request.num_preemptions += 1
-        request.num_lost_tokens = request.num_computed_tokens
-        self._running.remove(request)
-        self.kv.free(request)
-        request.status = RequestStatus.WAITING
-        self._released.append(request.request_id)
-        self._waiting.push(request)
-
-    def _drop_waiting_forks(self) -> bool:
-        """Take shared prompt blocks back from waiting forks; True if any fork had some."""
-        forks = [request for request in self._waiting if request.block_ids]
-        for request in forks:
-            self.kv.free(request)
-        return bool(forks)
 
     # ------------------------------------------------------------------ results in
 
@@ -380,7 +250,11 @@ class Scheduler:
         step_id, requests = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         if result.elapsed > 0.0:
-            self.step_time.observe(StepShape.of(plan.rows), result.elapsed)
+            ready = self.step_time.ready
+            predicted = self.step_time.observe(StepShape.of(plan.rows), result.elapsed)
+            if ready:
+                self._predicted_seconds += predicted
+                self._actual_seconds += result.elapsed
         failed = dict(result.errors)
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
@@ -402,6 +276,8 @@ class Scheduler:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
+                if request.predicted_ttft is not None:
+                    self.forecast.learn(request.predicted_ttft, now - request.arrival_time)
             reason = None
             for count, token_id in enumerate(token_ids, 1):
                 reason = request.append_output(token_id)
@@ -416,26 +292,46 @@ class Scheduler:
                     token_ids = token_ids[:count]
                     break
             served(request, 0, len(token_ids))
-            updates.append(_update_of(request, token_ids, row_logprobs))
+            if reason is not None:
+                updates.append(_update_of(request, token_ids, row_logprobs))
+                continue
+            # what _update_of would make, without the call
+            news = (
+                request.request_id,
+                token_ids,
+                row_logprobs,
+                None,
+                None,
+                request.num_cached_tokens,
+                request.first_scheduled_time,
+                request.num_preemptions,
+                None,
+                None,
+            )
+            updates.append(_new(RequestUpdate, news))
         if ended:
-            self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
+            self._planner.running[:] = [
+                r for r in self._planner.running if r.status is RequestStatus.RUNNING
+            ]
         return tuple(updates)
 
     def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
         """End a request and free its blocks; ``prune`` takes it out of the running list too."""
         if request.status is RequestStatus.RUNNING:
-            self._released.append(request.request_id)
+            self._planner.released.append(request.request_id)
             if prune:
-                self._running.remove(request)
+                self._planner.running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
         else:
             self._forks.remove(request)
         for child in self._forks.take(request):
-            self._waiting.push(child)
+            self._waiting.enter(child, child.arrival_time)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        self.kv.free(request, forget=reason is FinishReason.ERROR)
+        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+            self._num_discarded_tokens += request.num_computed_tokens
+        self.kv.end(request, forget=reason is FinishReason.ERROR)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
@@ -454,34 +350,42 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         deferred = len(self._forks)
         return SchedulerStats(
-            num_running=len(self._running),
+            num_running=len(self._planner.running),
             num_waiting=len(self._waiting) + deferred,
             num_waiting_capacity=len(self._waiting),
             num_waiting_deferred=deferred,
             num_blocks=self.cache.num_blocks,
             num_free_blocks=self.kv.pool.num_free,
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._planner.num_preemptions,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_recomputed_tokens=self._planner.num_recomputed_tokens,
+            num_swapped_out_blocks=self.kv.num_swapped_out,
+            num_swapped_in_blocks=self.kv.num_swapped_in,
+            num_relegated=self._planner.num_relegated,
+            num_discarded_tokens=self._num_discarded_tokens,
+            refused=tuple(self._admission.refused.items()),
+            waited=tuple(zip(REASONS, self._waiting.clocks.reading(), strict=True)),
+            pressure_level=self.valve.level,
+            predicted_step_seconds=self._predicted_seconds,
+            actual_step_seconds=self._actual_seconds,
         )
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
         forks = list(self._forks)
-        known = [*self._running, *self._waiting, *forks]
+        running = self._planner.running
+        known = [*running, *self._waiting, *forks]
         assert len(known) == len(self._requests), "a request is lost or in two places"
         assert {id(r) for r in known} == {id(r) for r in self._requests.values()}
-        assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
-        assert self._running == sorted(self._running, key=_ORDER), "running is out of order"
-        for request in self._running:
+        assert len(running) <= self.config.max_num_seqs, "too many requests run"
+        assert running == sorted(running, key=lambda r: r.order), "running is out of order"
+        for request in running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens
         for request in [*self._waiting, *forks]:
             assert request.status is RequestStatus.WAITING
-            assert not request.block_ids or request.fork_of is not None, (
-                "a waiting request has blocks"
-            )
+            assert not request.block_ids or request.fork_of or request.num_swapped_tokens
         for request in known:
             flying = sum(r is request for _, requests in self._in_flight for r in requests)
             assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
@@ -510,5 +414,22 @@ def _update_of(
             request.first_scheduled_time or 0.0,
             request.num_preemptions,
             error,
+            None if request.finish_reason is None else _timeline_of(request),
         ),
+    )
+
+
+def _timeline_of(request: Request) -> Timeline:
+    return Timeline(
+        waited=tuple(
+            (reason, seconds)
+            for reason, seconds in zip(REASONS, request.waits, strict=False)
+            if seconds > 0.0
+        ),
+        num_chunks=request.num_chunks,
+        num_preemptions=request.num_preemptions,
+        num_recomputed_tokens=request.num_recomputed_tokens,
+        num_swapped_tokens=request.num_restored_tokens,
+        relegated=request.relegated,
+        predicted_ttft=request.predicted_ttft,
     )

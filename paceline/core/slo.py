@@ -37,9 +37,11 @@ class Slo:
     deadline: float | None = None
     # served from what the others leave; first to be preempted
     best_effort: bool = False
+    # seconds it may wait to be started; after that the caller has no use for it
+    queue_ttl: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tpot", "deadline"):
+        for name in ("ttft", "tpot", "deadline", "queue_ttl"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= _MAX_SECONDS:
                 raise InvalidRequestError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from operator import mul
 from typing import Final, NamedTuple
 
 from paceline.core.outputs import ScheduledRow
@@ -106,7 +107,7 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape) -> float:
         """Expected seconds; 0.0 before the first observation."""
-        return sum(w * x for w, x in zip(self._weights, shape.features(), strict=True))
+        return sum(map(mul, self._weights, shape.features()))
 
     def quantile(self, q: float) -> float:
         """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
@@ -119,15 +120,17 @@ class StepTimeModel:
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Learn from one measured step. Returns what had been predicted for it."""
         features = shape.features()
-        predicted = sum(w * x for w, x in zip(self._weights, features, strict=True))
+        predicted = sum(map(mul, self._weights, features))
         if self.ready and predicted > 0.0:
             self._ratios.append(seconds / predicted)
         weight = 1.0 / max(seconds, 1e-6) ** 2
+        keep = self._forgetting
         for i, x_i in enumerate(features):
-            row = self._gram[i]
-            for j, x_j in enumerate(features):
-                row[j] = row[j] * self._forgetting + weight * x_i * x_j
-            self._moment[i] = self._moment[i] * self._forgetting + weight * x_i * seconds
+            share = weight * x_i
+            self._gram[i] = [
+                g * keep + share * x for g, x in zip(self._gram[i], features, strict=True)
+            ]
+            self._moment[i] = self._moment[i] * keep + share * seconds
         self.num_observations += 1
         if self.num_observations <= 64 or self.num_observations % 8 == 0:
             self._solve()
@@ -144,5 +147,5 @@ class StepTimeModel:
                 diagonal = row[i] + ridge
                 if diagonal <= 0.0:
                     continue
-                rest = sum(g * w for g, w in zip(row, weights, strict=True)) - row[i] * weights[i]
+                rest = sum(map(mul, row, weights)) - row[i] * weights[i]
                 weights[i] = max(0.0, (moment[i] - rest) / diagonal)

@@ -1,9 +1,15 @@
 """How many tokens the next step may compute.
 
-``FixedTokenBudget`` always says ``max_num_batched_tokens``. ``AdaptiveTokenBudget`` spends the
-slack the running requests leave (the dynamic chunk of Niyama, arXiv 2503.22562): the next token of
-a paced request is due at a known time, so a step may take until the earliest of these, and no
-longer. Requests that are ahead of their schedule thereby lend their time to prompts that wait.
+``FixedTokenBudget`` always says ``max_num_batched_tokens``. ``AdaptiveTokenBudget`` asks the
+step-time model:
+
+* The knee: steps are made no larger than it takes for the fixed part of a step's time to be a small
+  share. Beyond that a larger step computes no more tokens a second, and every token in it, and
+  every request that arrives meanwhile, waits for its end.
+* The slack of those running (the dynamic chunk of Niyama, arXiv 2503.22562): the next token of a
+  paced request is due at a known time, so a step may take until the earliest of these, and no
+  longer. Requests that are ahead of their schedule thereby lend their time to prompts that wait.
+* Best-effort work that runs alone is cut into short steps, so that whoever arrives is served soon.
 
 This module does not know the queue, memory or the clock.
 """
@@ -16,8 +22,13 @@ from typing import NamedTuple, Protocol
 
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.work import WorkEstimator
 
 __all__ = ["AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
+
+
+# observations between two looks at where the knee is
+_REFIT = 16
 
 
 class Allowance(NamedTuple):
@@ -48,16 +59,17 @@ class FixedTokenBudget:
 
 
 class AdaptiveTokenBudget:
-    """The largest chunk whose predicted time fits the slack of those running.
-
-    Without targets among the running requests it says ``max_num_batched_tokens``, like a fixed one.
+    """See the module.
 
     Args:
         max_num_batched_tokens: never more than this.
+        work: how many tokens requests are predicted to have.
+        best_effort_step_s: seconds of a step in which all that runs is best effort.
         tile: chunks are multiples of it, where the matrix kernels are efficient.
         floor: a chunk of this size is allowed however late the running requests are, or new
             requests would starve.
         quantile: of actual / predicted time that must fit; 0.9 is late once in ten steps.
+        overhead: share of the fixed part in the time of the largest step.
     """
 
     def __init__(
@@ -65,12 +77,20 @@ class AdaptiveTokenBudget:
         model: StepTimeModel,
         max_num_batched_tokens: int,
         *,
+        work: WorkEstimator,
+        best_effort_step_s: float,
         tile: int = 32,
         floor: int = 32,
         quantile: float = 0.9,
+        overhead: float = 0.03,
     ) -> None:
         self._model = model
         self._most = max_num_batched_tokens
+        self._work = work
+        self._best_effort_step = best_effort_step_s
+        self._overhead = overhead
+        self._known_at = -1
+        self._tiles = 1
         self._tile = tile
         self._floor = floor
         self._quantile = quantile
@@ -81,38 +101,74 @@ class AdaptiveTokenBudget:
         due = math.inf
         narrow_rows = narrow_keys = 0
         wide_start = 0
+        best_effort = bool(running)
+        urgent = False
         for request in running:
+            slo = request.slo
             if request.num_uncomputed_tokens > 1:
                 wide_start = max(wide_start, request.num_computed_tokens)
+                if not slo.best_effort:
+                    best_effort = False
+                    urgent = urgent or slo.ttft is not None
                 continue
-            if request.slo.best_effort:
+            if slo.best_effort:
                 continue
+            best_effort = False
             narrow_rows += 1
             narrow_keys += request.num_computed_tokens
-            if request.slo.tpot is not None and request.first_token_time is not None:
-                num_output = request.num_tokens - request.num_prompt_tokens
-                due = min(
-                    due,
-                    request.slo.next_token_due(
-                        request.arrival_time,
-                        request.first_token_time,
-                        num_output + request.num_pending_tokens,
-                    ),
-                )
-        if due == math.inf:
-            return Allowance(self._most)
-        allowed = (due - now) / max(1.0, self._model.quantile(self._quantile))
+            if slo.tpot is not None and request.first_token_time is not None:
+                due = min(due, self._due(request, slo.tpot, request.first_token_time, now))
         base = StepShape(0, 0.0, narrow_rows, narrow_keys)
-        low = self._floor // self._tile
-        high = max(low, (self._most - len(running)) // self._tile)
-        if self._model.predict(base.plus(wide_start, high * self._tile)) <= allowed:
-            return Allowance(self._most, allowed)
+        if best_effort:
+            allowed = self._best_effort_step
+        elif due == math.inf:
+            # a prompt with a target is not kept waiting for best-effort rows
+            allowed = 0.0 if urgent else math.inf
+            return Allowance(self._total(self._knee(), running), allowed)
+        else:
+            allowed = (due - now) / max(1.0, self._model.quantile(self._quantile))
+        tokens = self._total(self._within(base, wide_start, allowed), running)
+        return Allowance(tokens, 0.0 if urgent else allowed)
+
+    def _due(self, request: Request, tpot: float, first_token: float, now: float) -> float:
+        """When its next token is due. One that is too far behind to catch up while it lasts is only
+        kept from falling back further: it has missed, others need not miss for it."""
+        num_output = request.num_tokens - request.num_prompt_tokens
+        due = request.slo.next_token_due(
+            request.arrival_time, first_token, num_output + request.num_pending_tokens
+        )
+        if due < now:
+            left = self._work.output_tokens(request) - num_output
+            if now - due > 0.5 * left * tpot:
+                return now + tpot
+        return due
+
+    def _knee(self) -> int:
+        """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
+        if self._known_at != self._model.num_observations // _REFIT:
+            self._known_at = self._model.num_observations // _REFIT
+            tile = self._tile
+            one, two = (self._model.predict(StepShape().plus(0, n * tile)) for n in (1, 2))
+            each = two - one
+            # fixed <= overhead * (fixed + each * tiles)
+            most = max(1, self._most // tile)
+            fixed = max(0.0, one - each)
+            wanted = fixed * (1.0 / self._overhead - 1.0)
+            self._tiles = most if wanted >= each * most else max(1, math.ceil(wanted / each))
+        return min(self._most, self._tiles * self._tile)
+
+    def _within(self, base: StepShape, wide_start: int, allowed: float) -> int:
+        """Tokens of the largest chunk that is predicted to take ``allowed`` seconds at most."""
+        tile = self._tile
+        low, high = 0, self._knee() // tile
         while low < high:
             middle = (low + high + 1) // 2
-            if self._model.predict(base.plus(wide_start, middle * self._tile)) <= allowed:
+            if self._model.predict(base.plus(wide_start, middle * tile)) <= allowed:
                 low = middle
             else:
                 high = middle - 1
-        return Allowance(
-            min(self._most, len(running) + max(low * self._tile, self._floor)), allowed
-        )
+        return low * tile
+
+    def _total(self, tokens: int, running: Sequence[Request]) -> int:
+        """A chunk of prompt and one token for each of those running."""
+        return min(self._most, len(running) + max(tokens, self._floor))

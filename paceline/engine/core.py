@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from paceline.core.admission import Expired
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
@@ -45,6 +46,11 @@ class EngineCore:
                 f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
                 f"the backend has {info.num_blocks} of {info.block_size}"
             )
+        if cache.num_host_blocks > info.num_host_blocks:
+            raise ConfigError(
+                f"the scheduler wants {cache.num_host_blocks} host blocks to swap to, the backend "
+                f"has {info.num_host_blocks}"
+            )
         if pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")
         self.scheduler = Scheduler(scheduler, cache)
@@ -52,6 +58,8 @@ class EngineCore:
         self._depth = pipeline_depth
         self._clock = clock
         self._in_flight: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        # a step's result came in since the last plan, so what the policy said then is out of date
+        self._has_news = False
         self.num_steps = 0
         self.last_step_tokens = 0
 
@@ -67,11 +75,15 @@ class EngineCore:
     def wake_at(self) -> float | None:
         """When a step that returned nothing is worth trying again: the policy holds requests
         back until then. None: it does not."""
-        return None if self._in_flight else self.scheduler.wake_at
+        return None if self._in_flight or self._has_news else self.scheduler.wake_at
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises a RequestError when it is refused."""
         self.scheduler.add_request(request)
+
+    def take_expired(self) -> tuple[Expired, ...]:
+        """Requests that were dropped before they were started, once each."""
+        return self.scheduler.take_expired()
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End requests and free their blocks at once; unknown ids are ignored."""
@@ -87,6 +99,7 @@ class EngineCore:
         """
         while len(self._in_flight) < self._depth:
             plan = self.scheduler.schedule(self._clock())
+            self._has_news = False
             if not plan.rows:
                 break
             self._in_flight.append((plan, self._backend.execute(plan)))
@@ -99,6 +112,7 @@ class EngineCore:
             result = future.result()
         except Exception as error:
             raise EngineDeadError(f"step {plan.step_id} failed: {error!r}") from error
+        self._has_news = True
         self.num_steps += 1
         self.last_step_tokens = plan.num_tokens
         return self.scheduler.update(plan, result, self._clock())

@@ -1,1 +1,1 @@
-"""Simulation: the scheduler that serves, driven by a virtual clock. Knows no tensors and no HTTP."""
+"""Simulation: the scheduler that serves, driven by a virtual clock. No tensors, no HTTP."""

@@ -13,11 +13,14 @@ from functools import lru_cache
 from paceline.core.errors import ConfigError
 from paceline.sim.arrival import Arrival
 
-__all__ = ["PromptMaker"]
+__all__ = ["VOCABULARY", "PromptMaker"]
 
-# identities are spread over the 63 bits that a hashed token id may have
+# ids below this are prompts' own, those above belong to shared pieces, whose identities are spread
+# over as many again (Fibonacci hashing)
+_HALF = 1 << 61
 _SPREAD = 0x9E37_79B9_7F4A_7C15
-_RANGE = 1 << 62
+# all ids are below this
+VOCABULARY = 2 * _HALF
 
 
 @lru_cache(maxsize=8192)
@@ -48,9 +51,8 @@ class PromptMaker:
         for identity in arrival.prefix:
             if len(tokens) >= length:
                 break
-            first = identity * _SPREAD % _RANGE
+            first = _HALF + identity * _SPREAD % (_HALF - self._block)
             tokens += range(first, first + min(self._block, length - len(tokens)))
-        # negative ids are nobody's prefix
-        first = -((number + 1) << 24)
+        first = number << 24
         tokens += range(first, first + length - len(tokens))
         return tokens

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError, RequestError
@@ -37,6 +38,7 @@ __all__ = ["Delays", "Job", "Replica", "ReplicaConfig", "slo_of"]
 # token ids that simulated steps sample: an ordinary one, and the one that ends an output
 _TOKEN = (0,)
 _END = 1
+_SAMPLES = itemgetter(4)
 _SAMPLED: dict[int, tuple[tuple[int, ...], ...]] = {}
 
 
@@ -197,7 +199,8 @@ class Replica:
         arrival = job.arrival
         output = job.output_tokens
         most = self.config.max_tokens
-        request_id = str(job.number)
+        # the live engine's name for the first choice of a request
+        request_id = f"{job.number}/0"
         prompt = self._prompts.tokens(arrival, job.number)
         try:
             request = Request(
@@ -255,7 +258,7 @@ class Replica:
         """What the step samples, row by row."""
         if self.config.max_tokens is None:
             rows = plan.rows
-            if rows[-1].samples and all([row[4] for row in rows]):
+            if rows[-1].samples and all(map(_SAMPLES, rows)):
                 return _sampled(len(rows))
             return tuple([_TOKEN if row[4] else () for row in rows])
         sampled: list[tuple[int, ...]] = []
@@ -324,7 +327,9 @@ _PARAMS: dict[int, SamplingParams] = {}
 
 def _sampling(output_tokens: int, max_tokens: int | None) -> SamplingParams:
     if max_tokens is not None:
-        return SamplingParams(max_tokens=max(max_tokens, output_tokens), eos_token_ids=frozenset({_END}))
+        return SamplingParams(
+            max_tokens=max(max_tokens, output_tokens), eos_token_ids=frozenset({_END})
+        )
     params = _PARAMS.get(output_tokens)
     if params is None:
         params = _PARAMS[output_tokens] = SamplingParams(max_tokens=output_tokens)

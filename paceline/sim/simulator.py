@@ -21,7 +21,15 @@ from paceline.sim.replica import Job, Replica, ReplicaConfig
 from paceline.sim.routing import LeastOutstanding, Router
 from paceline.sim.step_times.base import StepTimes
 
-__all__ = ["Disaggregation", "KVTransfer", "PlanObserver", "Pool", "ReplicaSpec", "Simulator", "Totals"]
+__all__ = [
+    "Disaggregation",
+    "KVTransfer",
+    "PlanObserver",
+    "Pool",
+    "ReplicaSpec",
+    "Simulator",
+    "Totals",
+]
 
 # (replica, plan, when it was made, when its step starts, when it ends)
 PlanObserver = Callable[[int, SchedulerOutput, float, float, float], None]

@@ -32,9 +32,9 @@ def trained() -> StepTimeModel:
 
 
 def forecast_of(forecast: FirstTokenForecast, **ahead: int) -> float:
-    load = {"tokens_ahead": 0, "requests_ahead": 0, "free_slots": 4, "tokens_per_step": 100}
     running = [make_request(f"r{i}", 4, 50 * (i + 1)) for i in range(2)]
-    seconds = forecast.seconds(make_request("new", 100), running=running, **(load | ahead))
+    forecast.look(running, free_places=ahead.pop("free_places", 4), tokens_per_step=100)
+    seconds = forecast.seconds(100, **({"tokens_ahead": 0, "requests_ahead": 0} | ahead))
     assert seconds is not None
     return seconds
 
@@ -46,16 +46,15 @@ def test_forecasts_count_tokens_ahead_and_ends_of_running_requests() -> None:
     assert 0.018 < forecast_of(forecast) < 0.022
     assert 0.11 < forecast_of(forecast, tokens_ahead=500) < 0.13
     # no slot: the shorter of the two running requests ends after 50 steps of 10 ms
-    assert 0.50 < forecast_of(forecast, free_slots=0) < 0.54
-    assert 1.00 < forecast_of(forecast, free_slots=0, requests_ahead=1) < 1.04
+    assert 0.50 < forecast_of(forecast, free_places=0) < 0.54
+    assert 1.00 < forecast_of(forecast, free_places=0, requests_ahead=1) < 1.04
 
 
 def test_nothing_is_predicted_before_anything_was_measured() -> None:
     model = StepTimeModel()
     forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
-    request = make_request("new", 100)
-    load = {"tokens_ahead": 0, "requests_ahead": 0, "free_slots": 4, "tokens_per_step": 100}
-    assert forecast.seconds(request, running=[], **load) is None
+    forecast.look([], free_places=4, tokens_per_step=100)
+    assert forecast.seconds(100, tokens_ahead=0, requests_ahead=0) is None
 
 
 def test_a_bias_corrects_itself() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
+from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import StepResult
 from paceline.core.request import Request, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.token_budget import AdaptiveTokenBudget
+from paceline.core.work import WorkEstimator
 from tests.driving import Driver, make_request
 
 
@@ -30,6 +33,11 @@ def trained() -> StepTimeModel:
     return model
 
 
+def budget_of(model: StepTimeModel, **options: Any) -> AdaptiveTokenBudget:
+    work = WorkEstimator(model, LengthHistory())
+    return AdaptiveTokenBudget(model, 512, work=work, **({"best_effort_step_s": 0.05} | options))
+
+
 def running(tpot: float | None, first_token: float = 0.0, num_output: int = 1) -> Request:
     request = make_request("r", 10, 500, slo=Slo(tpot=tpot))
     request.status = RequestStatus.RUNNING
@@ -41,37 +49,68 @@ def running(tpot: float | None, first_token: float = 0.0, num_output: int = 1) -
 
 
 def test_without_targets_it_is_a_fixed_budget() -> None:
-    budget = AdaptiveTokenBudget(trained(), 512)
+    budget = budget_of(trained())
     assert budget.allow([], 0.0).tokens == 512
     assert budget.allow([running(None)], 0.0).tokens == 512
 
 
 @pytest.mark.parametrize(("tpot", "expected"), [(0.030, 193), (0.020, 97), (0.050, 385)])
 def test_the_chunk_fits_the_slack(tpot: float, expected: int) -> None:
-    budget = AdaptiveTokenBudget(trained(), 512)
+    budget = budget_of(trained())
     # next token due at 0.0 + 1 * tpot: (tpot - 10 ms) / 0.1 ms tokens, tile-aligned, + 1 running
     assert budget.allow([running(tpot)], 0.0).tokens == expected
 
 
 def test_a_request_ahead_of_schedule_lends_its_slack() -> None:
-    budget = AdaptiveTokenBudget(trained(), 512)
+    budget = budget_of(trained())
     on_time, ahead = running(0.020, num_output=1), running(0.020, num_output=3)
     assert budget.allow([on_time], 0.0).tokens == 97
-    assert budget.allow([ahead], 0.0).tokens == 512
+    assert budget.allow([ahead], 0.0).tokens == 481
 
 
 def test_the_tightest_request_decides() -> None:
-    budget = AdaptiveTokenBudget(trained(), 512)
+    budget = budget_of(trained())
     assert budget.allow([running(0.050), running(0.020)], 0.0).tokens == 2 + 96
 
 
 def test_late_requests_leave_the_floor_so_prompts_never_starve() -> None:
-    budget = AdaptiveTokenBudget(trained(), 512, floor=64)
-    assert budget.allow([running(0.020)], now=9.0).tokens == 1 + 64
+    budget = budget_of(trained(), floor=64)
+    assert budget.allow([running(0.020)], now=0.5).tokens == 1 + 64
+
+
+def test_a_request_too_late_to_catch_up_is_paced_from_now_on() -> None:
+    """9 s late with at most 499 tokens of 20 ms to go: prompts need not suffer for that."""
+    assert budget_of(trained()).allow([running(0.020)], now=9.0).tokens == 97
+
+
+def test_steps_are_no_larger_than_it_takes_to_be_efficient() -> None:
+    """10 ms are 3 % of a step of 3,233 tokens, and 25 % of one of 300."""
+    assert budget_of(trained(), overhead=0.03).allow([], 0.0).tokens == 512
+    assert budget_of(trained(), overhead=0.25).allow([], 0.0).tokens == 320
+    assert budget_of(trained(), overhead=0.25).allow([running(None)], 0.0).tokens == 321
+
+
+def batch(request: Request) -> Request:
+    request.slo = Slo(best_effort=True)
+    return request
+
+
+def test_best_effort_alone_runs_in_short_steps() -> None:
+    """10 ms and 0.1 ms a token: 30 ms are 192 tokens."""
+    budget = budget_of(trained(), best_effort_step_s=0.030)
+    assert budget.allow([batch(running(None))], 0.0) == (1 + 192, 0.030)
+    assert budget.allow([batch(running(None)), running(None)], 0.0).tokens == 512
+
+
+def test_a_prompt_with_a_target_keeps_best_effort_rows_out() -> None:
+    prompt = make_request("p", 300, slo=Slo(ttft=1.0))
+    assert budget_of(trained()).allow([prompt, batch(running(None))], 0.0).seconds == 0.0
+    patient = make_request("p", 300)
+    assert budget_of(trained()).allow([patient, batch(running(None))], 0.0).seconds > 1.0
 
 
 def test_an_untrained_model_is_not_trusted() -> None:
-    assert AdaptiveTokenBudget(StepTimeModel(), 512).allow([running(0.011)], 0.0).tokens == 512
+    assert budget_of(StepTimeModel()).allow([running(0.011)], 0.0).tokens == 512
 
 
 def longest_gap(adaptive: bool) -> float:

@@ -13,7 +13,8 @@ from hypothesis.stateful import (
 )
 
 from paceline.backends.null import expected_tokens
-from paceline.core.errors import NeverFitsError
+from paceline.core.config import PREEMPTION_MODES
+from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.policies import POLICIES
 from paceline.core.request import FinishReason
 from paceline.core.slo import Slo
@@ -36,6 +37,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.1]),
         bypass_window=st.integers(0, 3),
         max_bypasses=st.integers(0, 3),
+        future_memory_check=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 3, 40]),
+        preemption=st.sampled_from(PREEMPTION_MODES),
+        pressure_threshold=st.sampled_from([0.5, 0.88, 1.0]),
+        max_num_waiting=st.sampled_from([None, 4]),
+        queue_timeout_s=st.sampled_from([None, 6.0]),
     )
     def start(
         self,
@@ -49,6 +56,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: float,
         bypass_window: int,
         max_bypasses: int,
+        future_memory_check: bool,
+        num_host_blocks: int,
+        preemption: str,
+        pressure_threshold: float,
+        max_num_waiting: int | None,
+        queue_timeout_s: float | None,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -65,6 +78,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             coalesce_window_s=3.0,
             coalesce_size=3,
             best_effort_delay_s=10.0,
+            future_memory_check=future_memory_check,
+            num_host_blocks=num_host_blocks,
+            preemption=preemption,
+            swap_block_seconds=0.01,
+            pressure_threshold=pressure_threshold,
+            max_num_waiting=max_num_waiting,
+            queue_timeout_s=queue_timeout_s,
             seconds=(lambda shape: 0.5 + 0.1 * shape.wide_tokens) if paced else None,
         )
         self.asked: dict[str, tuple[list[int], int, frozenset[int]]] = {}
@@ -119,6 +139,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert needed > self.driver.cache.num_blocks
                 self.refused += 1
                 return
+            except QueueFullError as error:
+                assert error.retry_after > 0.0
+                self.refused += 1
+                return
+            except InvalidRequestError:
+                # a fork of a parent that expired or was refused
+                assert index > 0
+                return
             self.asked[request.request_id] = (prompt, max_tokens, stop)
 
     @rule()
@@ -154,7 +182,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.driver._flying:
             self.driver.settle()
         self.driver.run()
+        expired = {each.request_id for each in self.driver.expired}
         for request_id, (prompt, max_tokens, stop) in self.asked.items():
+            if request_id in expired:
+                assert request_id not in self.driver.finished
+                assert not self.driver.tokens[request_id], "it had been started"
+                continue
             update = self.driver.finished[request_id]
             expected = expected_tokens(prompt, max_tokens, VOCAB)
             ends = [i for i, token in enumerate(expected) if token in stop]

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from paceline.core.errors import QueueFullError
+from paceline.core.slo import NO_SLO, Slo
 from tests.driving import Driver, make_request
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -25,6 +27,18 @@ CASES: dict[str, dict[str, Any]] = {
     "fcfs-tight": {"num_blocks": 60, "watermark": 0.02},
     "fcfs-planned-ahead": {"num_blocks": 60, "depth": 2},
     "priority-tight": {"num_blocks": 60, "policy": "priority", "priority_ageing_s": 20.0},
+    "everything-on": {
+        "num_blocks": 60,
+        "depth": 2,
+        "policy": "deadline",
+        "future_memory_check": True,
+        "num_host_blocks": 40,
+        "swap_block_seconds": 1e-4,
+        "pressure_threshold": 0.88,
+        "max_num_waiting": 300,
+        "seconds": lambda shape: 0.05 + 0.01 * shape.wide_tokens + 0.02 * shape.narrow_rows,
+    },
+    "swapping": {"num_blocks": 60, "num_host_blocks": 60, "preemption": "swap"},
     "no-prefix-caching": {"num_blocks": 60, "enable_prefix_caching": False},
 }
 
@@ -42,7 +56,13 @@ def decision_log(case: dict[str, Any]) -> tuple[int, str]:
             parent = make_request(
                 name, prompt, rng.randint(1, 40), arrival=driver.now, priority=rng.randrange(3)
             )
-            driver.add(parent)
+            if "seconds" in case:
+                parent.slo = rng.choice((NO_SLO, Slo(ttft=20.0, tpot=1.0), Slo(best_effort=True)))
+            try:
+                driver.add(parent)
+            except QueueFullError:
+                waiting -= 1
+                continue
             if rng.random() < 0.1:
                 driver.add(
                     make_request(f"{name}-fork", prompt, 9, arrival=driver.now, fork_of=name)

@@ -41,8 +41,10 @@ class SchedulingPolicy(Protocol):
         """Smaller runs sooner; equal keys run in order of arrival. Called once, when added."""
         ...
 
-    def victim(self, candidates: Sequence[Request]) -> Request:
-        """Who gives blocks up when the pool is empty. ``candidates`` is not empty and in order."""
+    def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
+        """Those that should give blocks up before the others when the pool is empty, in order; who
+        of them does is decided by the work it would lose. ``candidates`` is not empty and in order,
+        and neither is the answer."""
         ...
 
     def displaces(self, waiting: Request, running: Request) -> bool:

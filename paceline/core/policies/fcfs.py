@@ -12,7 +12,7 @@ __all__ = ["FcfsPolicy"]
 
 
 class FcfsPolicy:
-    """First come, first served; the youngest gives way. The base of the others.
+    """First come, first served. The base of the others.
 
     Wins: predictable, nothing starves. Loses: short requests wait behind long ones.
     """
@@ -33,8 +33,8 @@ class FcfsPolicy:
         late = self._context.config.best_effort_delay_s if request.slo.best_effort else 0.0
         return request.arrival_time + late
 
-    def victim(self, candidates: Sequence[Request]) -> Request:
-        return candidates[-1]
+    def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
+        return [r for r in candidates if r.slo.best_effort] or candidates
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.core.policies.fcfs import FcfsPolicy
 from paceline.core.request import Request
 
@@ -21,6 +23,11 @@ class PriorityPolicy(FcfsPolicy):
 
     def key(self, request: Request) -> float:
         return request.priority + self._arrival(request) / self._context.config.priority_ageing_s
+
+    def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
+        last = super().expendable(candidates)
+        worst = max(request.priority for request in last)
+        return [request for request in last if request.priority == worst]
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return super().displaces(waiting, running) or (

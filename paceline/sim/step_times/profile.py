@@ -9,11 +9,14 @@ A folder holds, for a prefix such as ``GPU-Model-bf16-tp1``, the files::
     *-meta.yaml              "model:", at the left margin, names the model
 
 the output of LLMServingSim's profiler (casys-kaist/LLMServingSim). A step is the sum of its
-operators, once per layer or once per step, plus the all-reduces of tensor parallelism and one
-constant for what the host adds. Where rows of one token differ in length the attention lies
-between that of their mean and that of the longest::
+operators, once per layer or once per step, plus the all-reduces of tensor parallelism and, when no
+captured graph covers the step, one constant for what the host adds.
 
-    t = t(mean) + alpha * (t(max) - t(mean))
+The attention table knows decoding rows of one length only. Rows that differ are first replaced by
+rows of two lengths with the same mean, spread and skewness, which is what the skew table measured;
+their attention lies between that of the mean and that of the longer ones::
+
+    t = t(mean) + alpha * (t(longer) - t(mean))
 
 This module does not know who scheduled the step.
 """
@@ -21,6 +24,8 @@ This module does not know who scheduled the step.
 from __future__ import annotations
 
 import csv
+import math
+import operator
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -95,8 +100,8 @@ class ProfileStepTimes:
         folder: where the tables are.
         prefix: their common beginning; None takes the only one there is.
         model: None looks up the one that the meta file names.
-        host_seconds: added to every step: launches, sampling's readback, bookkeeping that the
-            GPU waits for.
+        host_seconds: added to every step that is larger than the captured graphs: launches and
+            bookkeeping that the GPU waits for.
         num_tokens: largest step that is tabulated; larger ones are computed one by one.
     """
 
@@ -119,6 +124,7 @@ class ProfileStepTimes:
         if host_seconds < 0:
             raise ConfigError(f"host_seconds must be 0 or more, got {host_seconds}")
         self._host = host_seconds
+        self._captured = padding.sizes[-1] if padding.sizes else 0
         self._attention = AttentionTable(
             (int(a), int(b), int(c), int(d), float(e))
             for a, b, c, d, e in _rows(folder / f"{prefix}-attention.csv", 5)
@@ -148,40 +154,52 @@ class ProfileStepTimes:
         self._skew = _SkewTable(_rows(path, 7)) if path.exists() else None
 
     def seconds(self, plan: SchedulerOutput) -> float:
-        wide_tokens = narrow_rows = narrow_keys = longest = samples = 0
-        shortest = 1 << 60
+        wide_tokens = samples = 0
         wide_keys = 0.0
+        keys: list[int] = []
         for _, start, num_tokens, _, sampled in plan.rows:
             samples += sampled
             if num_tokens == 1:
-                keys = start + 1
-                narrow_rows += 1
-                narrow_keys += keys
-                if keys > longest:
-                    longest = keys
-                if keys < shortest:
-                    shortest = keys
+                keys.append(start + 1)
             else:
                 wide_tokens += num_tokens
                 wide_keys += num_tokens * (start + 0.5 * num_tokens)
         history = wide_keys / wide_tokens - 0.5 * wide_tokens if wide_tokens else 0.0
-        mean = narrow_keys / narrow_rows if narrow_rows else 0.0
-        if longest == mean:
-            (attention,) = self._attention.at(wide_tokens, history, narrow_rows, (mean,))
-        else:
-            attention, worst = self._attention.at(
-                wide_tokens, history, narrow_rows, (mean, longest)
-            )
-            if self._skew is not None:
-                share = (mean - shortest) / (longest - shortest)
-                alpha = self._skew.alpha(wide_tokens, narrow_rows, share, longest, history)
-                attention += alpha * (worst - attention)
+        attention = self._attention_at(wide_tokens, history, keys)
         num_tokens = plan.num_tokens
         dense = (
             self._dense[num_tokens] if num_tokens < len(self._dense) else self._dense_at(num_tokens)
         )
         head = self._heads[samples] if samples < len(self._heads) else self._head_at(samples)
-        return self._host + dense + head + self._layers * attention * _MICRO
+        host = self._host if num_tokens > self._captured else 0.0
+        return host + dense + head + self._layers * attention * _MICRO
+
+    def _attention_at(self, chunk: int, history: float, keys: list[int]) -> float:
+        """Microseconds of one layer."""
+        rows = len(keys)
+        if self._skew is None or rows < 2:
+            return self._attention.at(chunk, history, rows, (sum(keys) / max(1, rows),))[0]
+        mean, share, longer = two_point(keys)
+        if longer <= mean:
+            return self._attention.at(chunk, history, rows, (mean,))[0]
+        even, worst = self._attention.at(chunk, history, rows, (mean, longer))
+        return even + self._skew.alpha(chunk, rows, share, longer, history) * (worst - even)
+
+
+def two_point(keys: Sequence[int]) -> tuple[float, float, float]:
+    """The distribution on two lengths with the same mean, spread and skewness as ``keys``: its
+    mean, the share of the longer ones, and their length (the mean where all are equal)."""
+    rows = len(keys)
+    mean = sum(keys) / rows
+    distances = [k - mean for k in keys]
+    squares = [d * d for d in distances]
+    spread = math.sqrt(sum(squares) / rows)
+    if spread < 1e-3 * mean:
+        return mean, 0.5, mean
+    skewness = sum(map(operator.mul, squares, distances)) / (rows * spread**3)
+    # p(1 - p) = 1 / (4 + skewness^2), the smaller share on the side of the tail
+    share = 0.5 * (1.0 - skewness / math.sqrt(4.0 + skewness * skewness))
+    return mean, share, mean + spread * math.sqrt((1.0 - share) / share)
 
 
 class _SkewTable:
@@ -211,18 +229,12 @@ class _SkewTable:
         # where nothing was measured
         self._default = total / weight if weight else 0.0
 
-    def alpha(
-        self, chunk: int, rows: int, share: float, longest: float, history: float
-    ) -> float:
+    def alpha(self, chunk: int, rows: int, share: float, longest: float, history: float) -> float:
         """0: as if all were of mean length; 1: as if all were as long as the longest."""
-        index = bisect_left(self._chunks, chunk)
-        if index == len(self._chunks):
-            index -= 1
-        elif index and chunk - self._chunks[index - 1] < self._chunks[index] - chunk:
-            index -= 1
+        nearest = min(self._chunks, key=lambda known: abs(known - chunk))
         values = (rows, 100.0 * share, longest, max(0.0, history))
         buckets = [bisect_left(b, value) for b, value in zip(self._bounds, values, strict=True)]
-        return self._alphas.get((self._chunks[index], *buckets), self._default)
+        return self._alphas.get((nearest, *buckets), self._default)
 
 
 def find_profile(folder: Path) -> str:

@@ -1,0 +1,78 @@
+"""The null backend's tokens in modelled time: an executor that sleeps.
+
+Every step takes the seconds a function of its plan says, one after another as on one accelerator:
+a step starts when it was handed over or when the one before it ended. Who asks for a result sleeps
+until the step's end; clock and sleep are arguments, so the time may be virtual.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from paceline.backends.null import NullBackend
+from paceline.core.backend import BackendInfo
+from paceline.core.outputs import SchedulerOutput, StepResult
+
+__all__ = ["SimulatedBackend"]
+
+
+class _Sleeper(Future[StepResult]):
+    """Known at once, told late."""
+
+    def __init__(self, result: StepResult, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+        self.set_result(result)
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self._wait()
+        return super().result(timeout)
+
+
+class SimulatedBackend:
+    """See the module.
+
+    Args:
+        backend: whose tokens and limits these are; owned from here on.
+        seconds: of a step, by its plan.
+        clock: seconds, monotonic.
+        sleep: returns once ``clock`` has moved on by its argument.
+    """
+
+    def __init__(
+        self,
+        backend: NullBackend,
+        seconds: Callable[[SchedulerOutput], float],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._backend = backend
+        self._info = replace(backend.info, name="simulated")
+        self._seconds = seconds
+        self._clock = clock
+        self._sleep = sleep
+        # when the last step handed over ends
+        self._free = clock()
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        seconds = self._seconds(plan)
+        end = self._free = max(self._clock(), self._free) + seconds
+        result = replace(self._backend.execute(plan).result(), elapsed=seconds)
+
+        def wait() -> None:
+            left = end - self._clock()
+            if left > 0:
+                self._sleep(left)
+
+        return _Sleeper(result, wait)
+
+    def close(self) -> None:
+        self._backend.close()

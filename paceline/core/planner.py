@@ -1,0 +1,387 @@
+"""One step's rows: who runs, who is let in, who has to go.
+
+The stages are told in ``scheduler``. State lives in what the planner is given; it keeps none of its
+own from one step to the next but counters.
+
+This module does not know how requests come and end, nor what a step brings.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import replace
+from operator import attrgetter
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.displacement import choose_displaced
+from paceline.core.draft import Draft
+from paceline.core.forecast import MemoryOutlook
+from paceline.core.forks import Forks
+from paceline.core.kv_cache import KVCacheManager
+from paceline.core.outputs import NewRequest, ScheduledRow
+from paceline.core.pace import pace_allows
+from paceline.core.policies import SchedulingPolicy
+from paceline.core.preemption import Preemption
+from paceline.core.pressure import Pressure
+from paceline.core.request import Request, RequestStatus
+from paceline.core.step_time import StepTimeModel
+from paceline.core.waiting import WaitingRoom
+from paceline.core.waits import Reason
+from paceline.core.work import WorkEstimator
+
+__all__ = ["Planner"]
+
+_ORDER = attrgetter("order")
+# see draft.py
+_new = tuple.__new__
+# requests found to be late and passed over in one step at most
+_MAX_RELEGATED = 64
+
+
+class Planner:
+    """Fills drafts. Owned by the scheduler, with whom it shares everything it is given."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        kv: KVCacheManager,
+        policy: SchedulingPolicy,
+        waiting: WaitingRoom,
+        forks: Forks,
+        step_time: StepTimeModel,
+        work: WorkEstimator,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._kv = kv
+        self._policy = policy
+        self._waiting = waiting
+        self._forks = forks
+        self._step_time = step_time
+        self._work = work
+        self._preemption = Preemption(config, cache, kv, work)
+        # sorted by order
+        self.running: list[Request] = []
+        # requests whose backend state is to be dropped by the next plan
+        self.released: list[str] = []
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.num_relegated = 0
+
+    def fill(self, draft: Draft, now: float, *, held: bool, pressure: Pressure) -> Reason | None:
+        """Plan rows.
+
+        Args:
+            held: the policy lets nobody in for now.
+            pressure: the memory valve's level.
+
+        Returns:
+            What holds the head of the queue up; None if nothing does.
+        """
+        if not held:
+            self._displace(now)
+        if not self._policy.mixes:
+            self._choose_kind(draft, held)
+        running = self.running
+        ordinary = [r for r in running if not r.slo.best_effort]
+        others = len(running) - len(ordinary)
+        if pressure >= Pressure.PREEMPT_BEST_EFFORT and ordinary and others:
+            self._preempt([r for r in running if r.slo.best_effort][-1], now)
+            others -= 1
+        preempted = self._run(draft, ordinary, others, now)
+        held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
+        if held_by is None and preempted and running:
+            held_by = Reason.MEMORY
+        if held_by is None:
+            draft.budget -= others
+            held_by = self._let_in(draft, now, pressure, best_effort=False)
+            draft.budget += others
+        if others:
+            late = self._run(draft, [r for r in running if r.slo.best_effort], 0, now)
+            if held_by is None and late and running:
+                held_by = Reason.MEMORY
+        head = self._waiting.peek()
+        if held_by is None and head is not None:
+            held_by = self._let_in(draft, now, pressure, best_effort=True)
+        if not draft.rows and not draft.narrow:
+            # no wide row could be had after all (memory): do not waste the step
+            draft.narrow = True
+            self._run(draft, list(running), 0, now)
+        for child in draft.forked:
+            self._waiting.enter(child, now)
+        return held_by
+
+    # ------------------------------------------------------------------ those running
+
+    def _choose_kind(self, draft: Draft, held: bool) -> None:
+        """For a policy that does not mix: wide rows while there are any to compute."""
+        draft.wide = any(r.num_uncomputed_tokens > 1 for r in self.running)
+        if not draft.wide and not held:
+            head = self._waiting.peek()
+            draft.wide = not self.running or (
+                head is not None
+                and len(self.running) < self._config.max_num_seqs
+                and self._kv.shortfall(head, beside_others=True) == 0
+            )
+        draft.narrow = not draft.wide
+
+    def _run(self, draft: Draft, running: list[Request], others: int, now: float) -> bool:
+        """Rows for ``running``, in order, leaving a token for each of ``others``. Whoever has to
+        give way is taken out of the list. Returns whether anybody had to."""
+        preempted = False
+        block_size = self._cache.block_size
+        rows, requests = draft.rows, draft.requests
+        plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
+        index = 0
+        while index < len(running):
+            request = running[index]
+            computed = request.num_computed_tokens
+            total = request.num_tokens + request.num_pending_tokens
+            if (
+                plain
+                and total - computed == 1
+                and total < request.max_total_tokens
+                and computed < len(request.block_ids) * block_size
+                and not request.shares_tail
+            ):
+                # what most rows of most steps are, by the shortest way: the rest of this loop would
+                # do the same
+                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, (), True)))
+                requests.append(request)
+                draft.budget -= 1
+                draft.num_tokens += 1
+                request.num_computed_tokens = total
+                request.num_pending_tokens += 1
+                if total // block_size > request.num_hashed_blocks:
+                    self._kv.cache_computed(request)
+                index += 1
+                continue
+            if (
+                # nothing left to compute, or only to wait for the last token
+                total == computed
+                or total >= request.max_total_tokens
+                or not self._takes(draft, request, total - computed)
+            ):
+                index += 1
+                continue
+            reserved = len(running) - index - 1 + others
+            num_tokens = (
+                1 if total - computed == 1 else min(total - computed, draft.budget - reserved)
+            )
+            new_block_ids: tuple[int, ...] = ()
+            if request.shares_tail or computed + num_tokens > len(request.block_ids) * block_size:
+                extension = self._kv.extend(request, num_tokens)
+                while extension is None:
+                    preempted = True
+                    if not self._waiting.drop_blocks():
+                        victim = self._victim(running, index)
+                        self._preempt(victim, now)
+                        if victim in running:
+                            running.remove(victim)
+                        if victim is request:
+                            break
+                    extension = self._kv.extend(request, num_tokens)
+                if extension is None:
+                    continue
+                new_block_ids = extension.new_block_ids
+                if extension.copy is not None:
+                    draft.copies.append(extension.copy)
+            self._add_row(draft, request, num_tokens, new_block_ids)
+            index += 1
+        return preempted
+
+    def _takes(self, draft: Draft, request: Request, wanted: int) -> bool:
+        """Whether a running request gets a row: always, but for a policy that does not mix and
+        for best-effort requests that would make the step too long for the others."""
+        if not self._policy.mixes:
+            return draft.narrow if wanted == 1 else draft.wide
+        return not request.slo.best_effort or draft.spares(request, self._step_time)
+
+    def _victim(self, running: list[Request], index: int) -> Request:
+        """Who gives blocks up for ``running[index]``: nobody who has a row already."""
+        candidates = running[index:]
+        if not running[index].slo.best_effort:
+            candidates += [r for r in self.running if r.slo.best_effort]
+        return self._preemption.victim(candidates, self._policy.expendable)
+
+    def _preempt(self, request: Request, now: float) -> None:
+        """Take a running request's blocks; it waits again at its place in the order."""
+        self.num_preemptions += 1
+        self._preemption.release(request)
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        self.running.remove(request)
+        self.released.append(request.request_id)
+        self._waiting.enter(request, now)
+
+    def _displace(self, now: float) -> None:
+        """Preempt running requests that stand in the way of a better waiting one."""
+        head = self._waiting.peek()
+        if head is None or head.num_pending_tokens:
+            return
+        chosen = choose_displaced(
+            head, self.running, self._policy.displaces, self._kv, self._config.max_num_seqs
+        )
+        if chosen:
+            # nobody else takes the room that was made for it
+            head.times_bypassed = self._config.max_bypasses
+        for loser in chosen:
+            self._preempt(loser, now)
+
+    def relegate_late(self, running: Iterable[Request], now: float) -> None:
+        """Running requests whose first token is late whatever happens make way for the others."""
+        for request in running:
+            if self._is_late(request, now):
+                self.running.remove(request)
+                self._relegate(request)
+                insort(self.running, request, key=_ORDER)
+
+    def _is_late(self, request: Request, now: float) -> bool:
+        """Whether not even computing nothing else would meet its TTFT target any more."""
+        slo = request.slo
+        return (
+            slo.ttft is not None
+            and not slo.best_effort
+            and self._config.relegate_late
+            and request.first_token_time is None
+            and not request.num_pending_tokens
+            and self._step_time.ready
+            and now + self._work.prompt_seconds(request.num_uncomputed_tokens)
+            > request.arrival_time + slo.ttft
+        )
+
+    def _relegate(self, request: Request) -> None:
+        request.slo = replace(request.slo, best_effort=True)
+        request.relegated = True
+        request.order = (self._policy.key(request), request.order[1])
+        self.num_relegated += 1
+
+    # ------------------------------------------------------------------ those waiting
+
+    def _let_in(
+        self, draft: Draft, now: float, pressure: Pressure, *, best_effort: bool
+    ) -> Reason | None:
+        """Admit in order until something is short, and return what; without ``best_effort``, only
+        up to the first that is."""
+        passed: list[Request] = []
+        head: Request | None = None
+        tried = num_late = 0
+        outlook: MemoryOutlook | None = None
+        held_by: Reason | None = None
+        while (request := self._waiting.peek()) is not None:
+            if request.slo.best_effort and not best_effort:
+                break
+            if draft.budget <= 0 or num_late >= _MAX_RELEGATED:
+                held_by = held_by or Reason.BUDGET
+                break
+            if len(self.running) >= self._config.max_num_seqs:
+                held_by = held_by or Reason.SLOTS
+                break
+            if request.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT and self.running:
+                held_by = held_by or Reason.PRESSURE
+                break
+            self._waiting.pop()
+            if request.num_pending_tokens:
+                # preempted while its token was being computed: ready once that is known
+                passed.append(request)
+                continue
+            if self._is_late(request, now):
+                self._relegate(request)
+                self._waiting.push(request)
+                num_late += 1
+                continue
+            if outlook is None and self._config.future_memory_check and self.running:
+                outlook = self._outlook(best_effort)
+            num_shared = 0 if outlook is None else self._kv.num_in_use(request)
+            obstacle = self._obstacle(request, outlook, num_shared)
+            if obstacle is not None:
+                passed.append(request)
+                held_by = held_by or obstacle
+                head = head or request
+                tried += 1
+                if (
+                    tried > self._config.bypass_window
+                    or head.times_bypassed >= self._config.max_bypasses
+                ):
+                    break
+                continue
+            if outlook is not None:
+                outlook.add(request, num_shared)
+            self._admit(draft, request, now)
+            if head is not None:
+                head.times_bypassed += 1
+                if head.times_bypassed >= self._config.max_bypasses:
+                    break
+        for request in passed:
+            self._waiting.push(request)
+        return held_by
+
+    def _outlook(self, best_effort: bool) -> MemoryOutlook:
+        """The running requests' memory; best effort makes way, so others need not count it."""
+        return MemoryOutlook(
+            [r for r in self.running if best_effort or not r.slo.best_effort],
+            self._work,
+            num_blocks=self._cache.num_blocks,
+            num_held_blocks=self._cache.num_blocks - self._kv.pool.num_free,
+            block_size=self._cache.block_size,
+        )
+
+    def _obstacle(
+        self, request: Request, outlook: MemoryOutlook | None, num_shared: int
+    ) -> Reason | None:
+        """What keeps a waiting request out; None: nothing does, and it has its blocks now."""
+        if not self.running:
+            if self._kv.admit(request, beside_others=False):
+                return None
+            if self._waiting.drop_blocks() and self._kv.admit(request, beside_others=False):
+                return None
+            return Reason.MEMORY
+        if self._config.pace_admission and not pace_allows(request, self.running, self._step_time):
+            return Reason.PACE
+        if outlook is not None and not outlook.admits(request, num_shared):
+            return Reason.MEMORY
+        return None if self._kv.admit(request, beside_others=True) else Reason.MEMORY
+
+    def _admit(self, draft: Draft, request: Request, now: float) -> None:
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
+        extension = self._kv.extend(request, num_tokens)
+        assert extension is not None, "admit() promised the blocks"
+        if extension.copy is not None:
+            draft.copies.append(extension.copy)
+        request.status = RequestStatus.RUNNING
+        request.times_bypassed = 0
+        self._policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
+        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        request.num_lost_tokens = 0
+        request.num_recomputed_tokens += recomputed
+        self.num_recomputed_tokens += recomputed
+        self._waiting.leave(request, now)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+        insort(self.running, request, key=_ORDER)
+        draft.new.append(
+            NewRequest(
+                request_id=request.request_id,
+                token_ids=(*request.prompt_token_ids, *request.output_token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=request.sampling,
+                block_ids=tuple(request.block_ids),
+            )
+        )
+        self._add_row(draft, request, num_tokens, ())
+
+    def _add_row(
+        self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
+    ) -> None:
+        draft.add(request, num_tokens, new_block_ids)
+        end = request.num_computed_tokens
+        if end // self._cache.block_size > request.num_hashed_blocks:
+            self._kv.cache_computed(request)
+        if self._forks and end >= request.num_prompt_tokens:
+            for child in self._forks.take(request):
+                self._kv.fork(request, child)
+                draft.forked.append(child)

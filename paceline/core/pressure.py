@@ -1,0 +1,58 @@
+"""The memory-pressure valve: what to give up, in which order, as the KV cache fills.
+
+::
+
+    use     0.88        0.91             0.94              0.97
+    level   1           2                3                 4
+            smaller     best effort is   best effort is    no request is
+            chunks      not admitted     preempted         taken in (while others wait)
+
+A level is left once use is ``HYSTERESIS`` below where it began, so the valve does not flutter.
+This module does not know requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+__all__ = ["HYSTERESIS", "STEP", "Pressure", "PressureValve"]
+
+STEP: Final = 0.03
+HYSTERESIS: Final = 0.05
+
+
+class Pressure(enum.IntEnum):
+    """How far the valve is open; each level includes those below."""
+
+    CLOSED = 0
+    SMALL_CHUNKS = 1
+    HOLD_BEST_EFFORT = 2
+    PREEMPT_BEST_EFFORT = 3
+    REFUSE = 4
+
+
+class PressureValve:
+    """Opens at ``threshold`` (a share of the cache in use); at 1.0 it stays closed."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self.level = Pressure.CLOSED
+        # times it opened from closed
+        self.num_openings = 0
+
+    def update(self, usage: float) -> Pressure:
+        """Take in the present use, 0 to 1, and return the level."""
+        if self._threshold >= 1.0:
+            return self.level
+        level = self.level
+        # a threshold near 1 leaves less room: the levels then share what there is
+        step = min(STEP, (1.0 - self._threshold) / Pressure.REFUSE)
+        while level < Pressure.REFUSE and usage >= self._threshold + level * step:
+            level = Pressure(level + 1)
+        while level > Pressure.CLOSED and usage < self._threshold + (level - 1) * step - HYSTERESIS:
+            level = Pressure(level - 1)
+        if level and not self.level:
+            self.num_openings += 1
+        self.level = level
+        return level

@@ -1,0 +1,51 @@
+"""A log of decisions as one digest: two drivers that plan alike have the same.
+
+What is hashed of a plan is everything but the values of sampled tokens, which a simulation does
+not know: when it was made, rows, block tables, copies, releases, and who came in with what prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from paceline.core.outputs import SchedulerOutput
+
+__all__ = ["DecisionLog"]
+
+
+class DecisionLog:
+    """Fed with every plan, in order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.num_plans = 0
+
+    def add(self, plan: SchedulerOutput, now: float) -> None:
+        """``now``: what the scheduler was told when it made the plan; hashed to the microsecond,
+        since a clock that is moved by differences is off by the last bit."""
+        self.num_plans += 1
+        new = [
+            (
+                entry.request_id,
+                len(entry.token_ids),
+                entry.token_ids[: entry.num_prompt_tokens],
+                entry.block_ids,
+                entry.sampling.max_tokens,
+            )
+            for entry in plan.new_requests
+        ]
+        rows = [tuple(row) for row in plan.rows]
+        decided = (
+            plan.step_id,
+            f"{now:.6f}",
+            rows,
+            new,
+            plan.block_copies,
+            plan.released,
+            plan.num_tokens,
+        )
+        self._hash.update(repr(decided).encode())
+
+    def digest(self) -> str:
+        """Of everything so far."""
+        return self._hash.hexdigest()

@@ -1,0 +1,142 @@
+"""The live engine in virtual time: the real ``EngineLoop`` and ``EngineCore`` over a backend that
+sleeps on a clock of ours. What the simulator must agree with, decision by decision.
+
+This module does not know the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+from paceline.backends.null import NullBackend
+from paceline.backends.simulated import SimulatedBackend
+from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.request import SamplingParams
+from paceline.engine.core import EngineCore
+from paceline.engine.loop import EngineLoop
+from paceline.engine.messages import Add, ClientMessage, EngineMessage, Outputs, Shutdown
+from paceline.engine.types import GenerationRequest
+from paceline.sim.arrival import Arrival
+from paceline.sim.decisions import DecisionLog
+from paceline.sim.prompts import VOCABULARY, PromptMaker
+from paceline.sim.replica import ReplicaConfig, slo_of
+from paceline.sim.step_times.base import StepTimes
+
+__all__ = ["run_live"]
+
+
+class _Clock:
+    """Moved by whoever sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class _Inbox:
+    """Delivers arrivals when their time has come, then a shutdown once everything is answered."""
+
+    def __init__(
+        self, clock: _Clock, workload: Iterable[Arrival], config: ReplicaConfig, prefix_block: int
+    ) -> None:
+        self._clock = clock
+        self._prompts = PromptMaker(
+            distinct=config.cache.enable_prefix_caching, prefix_block=prefix_block
+        )
+        self._arrivals = iter(workload)
+        self._next = next(self._arrivals, None)
+        self._number = 0
+        self.num_open = 0
+
+    def receive(self, timeout: float) -> Sequence[ClientMessage]:
+        if timeout > 0:
+            until = self._clock.now + timeout
+            if self._next is not None:
+                until = min(until, max(self._clock.now, self._next.at))
+            elif not self.num_open:
+                return [Shutdown("")]
+            self._clock.now = until
+        messages: list[ClientMessage] = []
+        while self._next is not None and self._next.at <= self._clock.now:
+            messages.append(Add(self._request(self._next)))
+            self.num_open += 1
+            self._next = next(self._arrivals, None)
+        return messages
+
+    def _request(self, arrival: Arrival) -> GenerationRequest:
+        number = self._number
+        self._number += 1
+        return GenerationRequest(
+            request_id=str(number),
+            prompt_token_ids=self._prompts.tokens(arrival, number),
+            sampling=SamplingParams(max_tokens=arrival.output_tokens),
+            arrival_time=arrival.at,
+            priority=arrival.priority,
+            slo=slo_of(arrival),
+            tenant=arrival.tenant,
+        )
+
+
+class _Logged(SimulatedBackend):
+    """Notes every plan it is handed, and when."""
+
+    def __init__(
+        self, backend: NullBackend, step_times: StepTimes, clock: _Clock, log: DecisionLog
+    ) -> None:
+        super().__init__(backend, step_times.seconds, clock=clock, sleep=clock.sleep)
+        self._time = clock
+        self._log = log
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        self._log.add(plan, self._time.now)
+        return super().execute(plan)
+
+
+def run_live(
+    workload: Iterable[Arrival],
+    config: ReplicaConfig,
+    step_times: StepTimes,
+    *,
+    prefix_block: int = 512,
+) -> DecisionLog:
+    """Serve a workload with the live engine; ``config.delays`` must be zero and
+    ``config.max_tokens`` None. Returns its decisions."""
+    clock = _Clock()
+    log = DecisionLog()
+    backend = _Logged(
+        NullBackend(
+            vocab_size=VOCABULARY,
+            num_blocks=config.cache.num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=config.scheduler.max_model_len,
+        ),
+        step_times,
+        clock,
+        log,
+    )
+    core = EngineCore(
+        backend,
+        config.scheduler,
+        config.cache,
+        pipeline_depth=config.pipeline_depth,
+        clock=clock,
+    )
+    inbox = _Inbox(clock, workload, config, prefix_block)
+
+    def send(message: EngineMessage) -> None:
+        if isinstance(message, Outputs):
+            inbox.num_open -= sum(u.finish_reason is not None for u in message.updates)
+        else:
+            inbox.num_open -= 1
+
+    try:
+        EngineLoop(core, inbox, send, clock).run()
+    finally:
+        core.close()
+    return log

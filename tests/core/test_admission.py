@@ -1,0 +1,159 @@
+"""Refusals that say when to come back, limits on waiting, relegation, and memory looked ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError, QueueFullError
+from paceline.core.slo import Slo
+from paceline.core.step_time import StepShape
+from tests.driving import Driver, make_request
+
+
+def seconds(shape: StepShape) -> float:
+    """1 s a step and 0.1 s a prompt token; the driver's clock moves 1 s a step."""
+    return 1.0 + 0.1 * shape.wide_tokens
+
+
+def warm(**options: object) -> Driver:
+    """A driver whose step-time model is ready."""
+    driver = Driver(seconds=seconds, num_blocks=400, enable_prefix_caching=False, **options)
+    for index in range(20):
+        driver.add(make_request(f"warm{index}", 5 + index, 2))
+        driver.run()
+    return driver
+
+
+def test_the_queue_is_bounded() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=2)
+    driver.add(make_request("a", 4))
+    driver.step()
+    driver.add(make_request("b", 4), make_request("c", 4))
+    with pytest.raises(QueueFullError, match="2 requests wait already, the limit is 2") as error:
+        driver.add(make_request("d", 4))
+    assert error.value.reason == "queue-full"
+    driver.run()
+    assert set(driver.finished) == {"a", "b", "c"}
+    assert dict(driver.scheduler.stats().refused) == {"queue-full": 1}
+
+
+def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> None:
+    driver = warm(max_num_seqs=1, max_predicted_wait_s=30.0)
+    driver.add(make_request("a", 4, 20))
+    driver.step()
+    driver.add(make_request("b", 4, 50))
+    with pytest.raises(QueueFullError, match="limit is 30 s") as error:
+        for index in range(9):
+            driver.add(make_request(f"c{index}", 4, 50))
+    predicted = driver.scheduler._predict_ttft(make_request("d", 4, 50))
+    assert predicted is not None
+    assert error.value.retry_after == pytest.approx(predicted - 30.0)
+    assert error.value.reason == "predicted-wait"
+    driver.run()
+
+
+def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
+    driver = warm(max_num_seqs=1, max_num_waiting=1)
+    driver.add(make_request("a", 4, 40))
+    driver.step()
+    driver.add(make_request("b", 4, 40))
+    with pytest.raises(QueueFullError) as error:
+        driver.add(make_request("c", 4, 40))
+    assert error.value.retry_after == driver.scheduler._predict_ttft(make_request("d", 4, 40))
+    driver.run()
+
+
+@pytest.mark.parametrize("by", ["request", "server"])
+def test_expired_work_is_dropped_before_it_is_started(by: str) -> None:
+    driver = Driver(max_num_seqs=1, queue_timeout_s=5.0 if by == "server" else None)
+    ttl = Slo(queue_ttl=5.0) if by == "request" else Slo()
+    driver.add(make_request("a", 4, 12, slo=ttl))
+    driver.add(make_request("b", 4, 12, slo=ttl), make_request("c", 4, 12, slo=ttl, arrival=8.0))
+    driver.run()
+    assert [expired.request_id for expired in driver.expired] == ["b"]
+    error = driver.expired[0].error
+    assert error.reason == "expired" and "5.0 s" in str(error)
+    planned = {row.request_id for plan in driver.plans for row in plan.rows}
+    assert planned == {"a", "c"}, "what was started in time is finished, however long it takes"
+    assert len(driver.tokens["a"]) == 12
+
+
+def test_a_preempted_request_does_not_expire() -> None:
+    driver = Driver(num_blocks=12, queue_timeout_s=3.0, max_num_seqs=2)
+    driver.add(make_request("a", 16, 20), make_request("b", range(50, 66), 20))
+    driver.run()
+    assert not driver.expired
+    assert driver.scheduler.stats().num_preemptions > 0
+
+
+def test_a_request_that_cannot_be_on_time_lets_the_others_pass() -> None:
+    driver = warm(max_num_seqs=1)
+    start = driver.now
+    # 3 s for its 20 tokens alone
+    driver.add(make_request("hopeless", 20, 4, arrival=start, slo=Slo(ttft=2.0)))
+    driver.add(make_request("fine", 4, 4, arrival=start, slo=Slo(ttft=30.0)))
+    driver.run()
+    first = {i: driver.finished[i].first_scheduled_time for i in ("hopeless", "fine")}
+    assert first["fine"] < first["hopeless"]
+    timeline = driver.finished["hopeless"].timeline
+    assert timeline is not None and timeline.relegated
+    assert driver.scheduler.stats().num_relegated == 1
+
+
+def test_relegation_can_be_turned_off() -> None:
+    driver = warm(max_num_seqs=1, relegate_late=False)
+    start = driver.now
+    driver.add(make_request("hopeless", 20, 4, arrival=start, slo=Slo(ttft=2.0)))
+    driver.add(make_request("fine", 4, 4, arrival=start, slo=Slo(ttft=30.0)))
+    driver.run()
+    first = {i: driver.finished[i].first_scheduled_time for i in ("hopeless", "fine")}
+    assert first["hopeless"] < first["fine"]
+
+
+def preemptions(*, future_memory_check: bool) -> int:
+    driver = Driver(num_blocks=40, max_num_seqs=16, future_memory_check=future_memory_check)
+    for index in range(16):
+        driver.add(make_request(f"r{index}", range(9 * index + 1, 9 * index + 9), 32))
+    driver.run()
+    assert len(driver.finished) == 16
+    return driver.scheduler.stats().num_preemptions
+
+
+def test_looking_ahead_at_memory_saves_preemptions() -> None:
+    assert preemptions(future_memory_check=False) >= 8
+    assert preemptions(future_memory_check=True) == 0
+
+
+def test_shared_blocks_are_counted_once_when_looking_ahead() -> None:
+    """Eight requests share 64 of their 68 tokens: together they need 16 + 8 * 3 blocks, and each
+    alone 19."""
+    driver = Driver(num_blocks=60, max_num_seqs=8, future_memory_check=True)
+    prompt = list(range(1, 65))
+    driver.add(make_request("first", [*prompt, 900, 901, 902, 903], 8))
+    driver.step()
+    driver.step()
+    for index in range(7):
+        driver.add(make_request(f"r{index}", [*prompt, *range(100 * index, 100 * index + 4)], 8))
+    driver.step()
+    assert driver.scheduler.stats().num_running == 8
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_num_waiting": 0},
+        {"queue_timeout_s": -1.0},
+        {"max_predicted_wait_s": 0.0},
+        {"preemption": "drop"},
+        {"pressure_threshold": 0.0},
+        {"best_effort_step_s": 0.0},
+    ],
+)
+def test_settings_are_checked(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        SchedulerConfig(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_host_blocks"):
+        CacheConfig(block_size=4, num_blocks=4, num_host_blocks=-1)

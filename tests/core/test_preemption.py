@@ -1,0 +1,184 @@
+"""Preemption that keeps what was computed: victims, swapping, prefetching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.backends.null import expected_tokens
+from paceline.core.slo import Slo
+from tests.driving import Driver, make_request
+
+
+def pressed(num_requests: int = 10, **options: Any) -> Driver:
+    """Requests that together need three times the memory there is; all must come out right."""
+    driver = Driver(**({"num_blocks": 30, "max_num_seqs": 10} | options))
+    prompts = {f"r{i}": list(range(20 * i + 1, 20 * i + 13)) for i in range(num_requests)}
+    for name, prompt in prompts.items():
+        driver.add(make_request(name, prompt, 24, arrival=driver.now))
+    driver.run()
+    for name, prompt in prompts.items():
+        assert driver.tokens[name] == expected_tokens(prompt, 24, 997)
+    return driver
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_swapping_loses_no_token_and_computes_none_twice(depth: int) -> None:
+    driver = pressed(num_host_blocks=100, preemption="swap", depth=depth)
+    stats = driver.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_recomputed_tokens == 0
+    assert stats.num_swapped_out_blocks > 0
+    restored = [update.timeline for update in driver.finished.values() if update.timeline]
+    assert sum(timeline.num_swapped_tokens for timeline in restored) > 0
+
+
+def test_recompute_mode_never_swaps() -> None:
+    stats = pressed(
+        num_host_blocks=100, preemption="recompute", enable_prefix_caching=False
+    ).scheduler.stats()
+    assert stats.num_swapped_out_blocks == 0
+    assert stats.num_recomputed_tokens > 0
+
+
+def test_host_memory_that_is_full_means_recompute() -> None:
+    stats = pressed(
+        num_host_blocks=4, preemption="swap", enable_prefix_caching=False
+    ).scheduler.stats()
+    assert stats.num_swapped_out_blocks > 0
+    assert stats.num_recomputed_tokens > 0
+
+
+@pytest.mark.parametrize(("swap_block_seconds", "swaps"), [(0.0001, True), (1.0, False)])
+def test_auto_does_what_takes_less_time(swap_block_seconds: float, swaps: bool) -> None:
+    """0.1 s a token: computing a block of 4 again takes 0.4 s, moving it twice 0.2 ms or 2 s."""
+    driver = pressed(
+        num_host_blocks=100,
+        swap_block_seconds=swap_block_seconds,
+        seconds=lambda shape: 0.01 + 0.1 * (shape.wide_tokens + shape.narrow_rows),
+    )
+    stats = driver.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert bool(stats.num_swapped_out_blocks) is swaps
+
+
+def test_partial_release_loses_only_the_tail_that_was_needed() -> None:
+    """A victim's blocks stay findable until others take them, last ones first."""
+    driver = Driver(num_blocks=20, max_num_seqs=2)
+    # 10 blocks each when they are half done
+    driver.add(make_request("a", range(1, 33), 16), make_request("b", range(100, 132), 16))
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert stats.num_preemptions >= 1
+    lost = stats.num_recomputed_tokens / stats.num_preemptions
+    assert lost <= 12, "of more than 36 tokens that the victim had computed"
+
+
+def test_the_first_in_order_is_never_the_victim() -> None:
+    driver = pressed(num_host_blocks=0)
+    timeline = driver.finished["r0"].timeline
+    assert timeline is not None and timeline.num_preemptions == 0
+
+
+def test_best_effort_gives_way_first() -> None:
+    driver = Driver(num_blocks=20, max_num_seqs=3, best_effort_delay_s=0.0)
+    driver.add(make_request("batch", range(1, 17), 20, slo=Slo(best_effort=True)))
+    driver.add(make_request("a", range(100, 116), 20), make_request("b", range(200, 216), 20))
+    driver.run()
+    preempted = {name: update.num_preemptions for name, update in driver.finished.items()}
+    assert preempted["batch"] >= 1
+    assert preempted["a"] == preempted["b"] == 0 or preempted["batch"] >= max(preempted.values())
+
+
+def test_swapped_blocks_are_fetched_before_their_request_runs() -> None:
+    driver = Driver(
+        num_blocks=100,
+        max_num_seqs=2,
+        policy="priority",
+        num_host_blocks=50,
+        preemption="swap",
+        max_num_batched_tokens=64,
+    )
+    driver.add(make_request("low", range(1, 21), 12, priority=9))
+    driver.add(make_request("mid", range(50, 60), 12, priority=5))
+    driver.step()
+    driver.step()
+    # takes low's place, not its memory: there is room to bring its blocks back meanwhile
+    driver.add(make_request("high", range(80, 90), 6, arrival=driver.now))
+    driver.run()
+    prefetched = [i for i, plan in enumerate(driver.plans) if plan.prefetches]
+    assert prefetched, "low was swapped out for its slot"
+    back = [
+        i
+        for i, plan in enumerate(driver.plans)
+        if any(n.request_id == "low" for n in plan.new_requests)
+    ][-1]
+    assert prefetched[-1] < back
+    assert not driver.plans[back].swaps, "nothing was left to move when it ran again"
+    assert driver.tokens["low"] == expected_tokens(range(1, 21), 12, 997)
+    assert driver.scheduler.stats().num_recomputed_tokens == 0
+
+
+def test_prefetched_blocks_are_given_back_when_others_need_them() -> None:
+    driver = Driver(
+        num_blocks=24,
+        max_num_seqs=2,
+        policy="priority",
+        num_host_blocks=50,
+        preemption="swap",
+    )
+    driver.add(make_request("low", range(1, 21), 12, priority=9))
+    driver.add(make_request("mid", range(50, 60), 40, priority=5))
+    driver.step()
+    driver.step()
+    driver.add(make_request("high", range(80, 90), 40, arrival=driver.now))
+    driver.run()
+    assert any(plan.prefetches for plan in driver.plans)
+    for name, prompt, count in (
+        ("low", range(1, 21), 12), ("mid", range(50, 60), 40), ("high", range(80, 90), 40)
+    ):  # fmt: skip
+        assert driver.tokens[name] == expected_tokens(prompt, count, 997)
+
+
+def test_an_aborted_request_gives_its_host_memory_back() -> None:
+    driver = Driver(
+        num_blocks=100, max_num_seqs=1, policy="priority", num_host_blocks=50, preemption="swap"
+    )
+    driver.add(make_request("low", range(1, 21), 12, priority=9))
+    driver.step()
+    driver.add(make_request("high", range(80, 90), 6, arrival=driver.now))
+    driver.step()
+    assert driver.scheduler.kv.num_free_host_blocks < 50
+    driver.abort("low")
+    assert driver.scheduler.kv.num_free_host_blocks == 50
+    driver.run()
+
+
+def wasted_and_tokens(**options: Any) -> tuple[int, dict[str, list[int]]]:
+    """Tokens computed twice, and all outputs, at about 30 % of the memory needed."""
+    driver = Driver(
+        num_blocks=options.pop("num_blocks", 60),
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=128,
+        seconds=lambda shape: 0.01 + 1e-3 * shape.wide_tokens + 1e-3 * shape.narrow_rows,
+        **options,
+    )
+    for index in range(48):
+        prompt = range(30 * index, 30 * index + 10 + index % 15)
+        driver.add(make_request(f"r{index}", prompt, 20 + index % 30, arrival=0.01 * index))
+    driver.run()
+    return driver.scheduler.stats().num_recomputed_tokens, dict(driver.tokens)
+
+
+def test_pressure_changes_no_token_and_little_is_computed_twice() -> None:
+    roomy, expected = wasted_and_tokens(num_blocks=2000)
+    newest_first, tokens = wasted_and_tokens(preemption="recompute")
+    looking_ahead, same = wasted_and_tokens(
+        future_memory_check=True, num_host_blocks=60, swap_block_seconds=1e-4
+    )
+    assert roomy == 0
+    assert expected == tokens == same
+    assert newest_first > 100
+    assert 2 * looking_ahead <= newest_first
