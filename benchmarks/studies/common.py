@@ -19,19 +19,19 @@ from typing import Any
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival
-from paceline.sim.plan import MODELS, kv_bytes_per_token, num_parameters
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report import Metrics, StepWatcher
 from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator, Totals
 from paceline.sim.step_times.base import StepTimes
+from paceline.sim.step_times.models import ModelShape
 
 __all__ = ["GPU", "KV_BYTES", "Machine", "Run", "Study", "replica", "serve"]
 
-_MODEL = MODELS["llama-3.1-8b"]
-_PARAMETERS = num_parameters(_MODEL)
+_MODEL = ModelShape.named("Llama-3.1-8B")
+_PARAMETERS = _MODEL.num_parameters
 # of one token, in bfloat16
-KV_BYTES = kv_bytes_per_token(_MODEL)
+KV_BYTES = _MODEL.kv_bytes_per_token()
 BLOCK_SIZE = 16
 
 

@@ -15,10 +15,11 @@ from benchmarks.studies.common import Run, Study, replica, serve
 from paceline.core.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival
-from paceline.sim.plan import MODELS, PRESETS, kv_bytes_per_token, num_parameters, plan_memory
+from paceline.sim.plan import PRESETS, plan_memory
 from paceline.sim.plan.memory import MemoryPlan
 from paceline.sim.report import text_table
 from paceline.sim.step_times.base import FixedStepTimes
+from paceline.sim.step_times.models import ModelShape
 from paceline.sim.workload import Lognormal
 
 __all__ = ["STUDY"]
@@ -38,14 +39,14 @@ class _Scale:
 
 def _scales() -> tuple[_Scale, ...]:
     exercise = PRESETS["80gb-40gb"]
-    small, large = MODELS["llama-3.1-8b"], MODELS["llama-3.1-70b"]
+    small, large = ModelShape.named("Llama-3.1-8B"), ModelShape.named("Llama-3.1-70B")
     chat = (Lognormal(300, 0.7), Lognormal(120, 0.7))
     return (
         _Scale(
             "8B on 24 GB",
             24e9,
-            2.0 * num_parameters(small),
-            kv_bytes_per_token(small),
+            2.0 * small.num_parameters,
+            small.kv_bytes_per_token(),
             4096,
             *chat,
         ),
@@ -61,8 +62,8 @@ def _scales() -> tuple[_Scale, ...]:
         _Scale(
             "70B on 4 x 80 GB",
             320e9,
-            2.0 * num_parameters(large),
-            kv_bytes_per_token(large),
+            2.0 * large.num_parameters,
+            large.kv_bytes_per_token(),
             8192,
             Lognormal(600, 0.7),
             Lognormal(240, 0.7),

@@ -26,6 +26,7 @@ WORKLOAD = (
 MAX_TOKENS = 4096
 # too few: requests queue for them, not for the GPU
 SLOTS = 64
+SLOWER = ",speedup=0.8"
 
 
 @cache
@@ -33,7 +34,7 @@ def _run(policy: str, known: bool, slots: int = 256) -> Run:
     spec = replica(policy=policy, max_num_seqs=slots, num_blocks=25_000, max_model_len=65_536)
     if not known:
         spec = replace(spec, config=replace(spec.config, max_tokens=MAX_TOKENS))
-    return serve(open_workload(WORKLOAD, seed=1), spec)
+    return serve(open_workload(WORKLOAD + (SLOWER if slots == SLOTS else ""), seed=1), spec)
 
 
 def _rows(known: bool, slots: int = 256) -> list[list[str]]:

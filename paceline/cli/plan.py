@@ -103,15 +103,14 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _run_memory(args: argparse.Namespace) -> int:
-    from paceline.sim.plan import PRESETS, find_model, kv_bytes_per_token, num_parameters
-    from paceline.sim.plan.memory import plan_memory
+    from paceline.sim.plan import PRESETS, find_model, plan_memory
 
     preset = PRESETS[args.preset] if args.preset else None
-    config = find_model(args.model) if args.model else None
+    model = find_model(args.model) if args.model else None
     weights, per_token = args.weights, args.kv_per_token
-    if config is not None:
-        weights = weights or num_parameters(config) * _BYTES[args.weight_dtype]
-        per_token = per_token or kv_bytes_per_token(config, _BYTES[args.kv_dtype])
+    if model is not None:
+        weights = weights or model.num_parameters * _BYTES[args.weight_dtype]
+        per_token = per_token or model.kv_bytes_per_token(_BYTES[args.kv_dtype])
     values: dict[str, float | None] = {
         "memory": args.memory and args.memory * args.gpus,
         "weights": weights,

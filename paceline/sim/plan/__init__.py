@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from paceline.sim.plan.batching import BatchingEstimate, estimate_batching, expected_longest
 from paceline.sim.plan.memory import PRESETS, MemoryPlan, Preset, plan_memory
-from paceline.sim.plan.models import MODELS, find_model, kv_bytes_per_token, num_parameters
+from paceline.sim.plan.models import find_model
 from paceline.sim.plan.search import Found, Target, highest_rate, smallest_fleet
 from paceline.sim.plan.split import SplitEstimate, estimate_split
 
 __all__ = [
-    "MODELS",
     "PRESETS",
     "BatchingEstimate",
     "Found",
@@ -22,8 +21,6 @@ __all__ = [
     "expected_longest",
     "find_model",
     "highest_rate",
-    "kv_bytes_per_token",
-    "num_parameters",
     "plan_memory",
     "smallest_fleet",
 ]
