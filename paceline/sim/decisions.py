@@ -1,7 +1,8 @@
 """A log of decisions as one digest: two drivers that plan alike have the same.
 
 What is hashed of a plan is everything but the values of sampled tokens, which a simulation does
-not know: when it was made, rows, block tables, copies, releases, and who came in with what prompt.
+not know: when it was made, rows, block tables, copies, swaps, releases, and who came in with what
+prompt.
 """
 
 from __future__ import annotations
@@ -35,15 +36,8 @@ class DecisionLog:
             for entry in plan.new_requests
         ]
         rows = [tuple(row) for row in plan.rows]
-        decided = (
-            plan.step_id,
-            f"{now:.6f}",
-            rows,
-            new,
-            plan.block_copies,
-            plan.released,
-            plan.num_tokens,
-        )
+        moved = (plan.block_copies, plan.swaps, plan.prefetches, plan.released)
+        decided = (plan.step_id, f"{now:.6f}", rows, new, moved, plan.num_tokens)
         self._hash.update(repr(decided).encode())
 
     def digest(self) -> str:

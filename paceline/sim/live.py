@@ -115,6 +115,7 @@ def run_live(
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
             max_model_len=config.scheduler.max_model_len,
+            num_host_blocks=config.cache.num_host_blocks,
         ),
         step_times,
         clock,

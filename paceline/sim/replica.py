@@ -180,6 +180,9 @@ class Replica:
                 if not plan.rows:
                     break
                 self._execute(plan, now)
+            for expired in scheduler.take_expired():
+                job = self._jobs.pop(expired.request_id)
+                self._on_end(self, job, False, now)
         if steps:
             self.due = steps[0].end
         else:
@@ -246,6 +249,8 @@ class Replica:
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
         seconds = self._times.seconds(plan)
+        if plan.swaps:
+            seconds += self.config.cache.swap_block_seconds * len(plan.swaps)
         start = max(now, self._backend_free)
         end = self._backend_free = start + seconds
         self._steps.append(_Step(plan, self._sample(plan), end, seconds))

@@ -159,7 +159,12 @@ def predict(run: VllmRun, profiles: Path, *, host_seconds: float = HOST_SECONDS)
             max_num_batched_tokens=run.max_num_batched_tokens,
             max_num_seqs=run.max_num_seqs,
             max_model_len=longest,
+            # what vLLM does not do
             adaptive_token_budget=False,
+            future_memory_check=False,
+            pace_admission=False,
+            relegate_late=False,
+            preemption="recompute",
         ),
         cache=CacheConfig(block_size=_BLOCK, num_blocks=run.num_blocks, watermark=0.0),
         pipeline_depth=2,
