@@ -124,7 +124,9 @@ def choose_max_model_len(
 
 def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     """A loaded engine, ready to step, and its description. The caller closes the core."""
+    from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
+    from paceline.engine.grammar import GrammarCompiler
     from paceline.engine.loop import engine_info
 
     # settings that contradict each other are refused before a model is loaded for them
@@ -141,7 +143,17 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
             enable_prefix_caching=settings.enable_prefix_caching,
             watermark=settings.watermark,
         )
-        core = EngineCore(backend, scheduler, cache, pipeline_depth=settings.pipeline_depth)
+        matchers = None
+        if isinstance(backend, ConstrainedBackend):
+            # loads the tokenizer when the first grammar comes
+            matchers = GrammarCompiler(lambda: build_tokenizer(settings))
+        core = EngineCore(
+            backend,
+            scheduler,
+            cache,
+            pipeline_depth=settings.pipeline_depth,
+            matchers=matchers,
+        )
     except BaseException:
         backend.close()
         raise

@@ -90,6 +90,7 @@ async def _start(
         options,
         max_model_len=max_model_len,
         default_max_tokens=None if default is None else int(default),
+        bad_words=await service.prompts.bad_words(options.bad_words),
     )
     engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
     return prompt, service.run((engine_request,))

@@ -7,7 +7,7 @@ up the tokens of everybody else; short ones are quicker done on the spot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -67,6 +67,19 @@ class PromptMaker:
         size = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
         return await self._run(encode, size)
 
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to keep from being completed: each word at the start of a line and
+        after a space, as the tokenizer spells them, without doubles."""
+        if not words:
+            return ()
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            spelt = (text for word in words for text in (word, f" {word.lstrip()}"))
+            ids = (tuple(self._tokenizer.encode(t, add_special_tokens=False)) for t in spelt)
+            return tuple(dict.fromkeys(ids))
+
+        return await self._run(encode, sum(map(len, words)))
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return await self._run(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
@@ -105,6 +118,7 @@ def sampling_for(
     *,
     max_model_len: int,
     default_max_tokens: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The request's sampling with its real ``max_tokens`` for this prompt.
 
@@ -135,4 +149,4 @@ def sampling_for(
             "Please shorten the prompt or lower max_tokens.",
             "max_tokens",
         )
-    return replace(options.sampling, max_tokens=wanted)
+    return replace(options.sampling, max_tokens=wanted, bad_words=bad_words)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, UnknownModelError
-from paceline.core.request import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from paceline.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.server.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.messages import parse_messages, parse_tools
+from paceline.server.structured import parse_structured
 from paceline.server.targets import parse_slo
 from paceline.server.unserved import (
     REFUSED_IN_CHAT,
@@ -99,6 +100,8 @@ class GenerationOptions:
     truncation_side: str
     return_token_ids: bool
     return_tokens_as_token_ids: bool
+    # not to be said; tokenised with the prompt
+    bad_words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +333,7 @@ def _options(
         truncation_side=_truncation_side(fields),
         return_token_ids=fields.boolean("return_token_ids", False),
         return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
+        bad_words=_bad_words(fields.array("bad_words") or []),
     )
 
 
@@ -358,6 +362,13 @@ def _sampling(
             "stop_token_ids",
         )
     ignore_eos = fields.boolean("ignore_eos", False)
+    grammar = parse_structured(fields)
+    if grammar is not None and ignore_eos:
+        raise InvalidRequestError(
+            f"ignore_eos cannot go with {grammar.field}: the output ends where the grammar does",
+            "ignore_eos",
+        )
+    allowed = fields.token_ids("allowed_token_ids", rules.vocab_size)
     return SamplingParams(
         max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
         temperature=_or(fields.number("temperature"), default.get("temperature", 1.0)),
@@ -375,6 +386,8 @@ def _sampling(
         stop_token_ids=frozenset(stop_token_ids),
         eos_token_ids=frozenset() if ignore_eos else rules.eos_token_ids,
         min_tokens=min_tokens,
+        grammar=grammar,
+        allowed_token_ids=None if allowed is None else frozenset(allowed),
     )
 
 
@@ -408,6 +421,14 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(values) > _MAX_STOPS:
         raise InvalidRequestError(f"stop may hold {_MAX_STOPS} strings, got {len(values)}", "stop")
     return tuple(check_string(item, "stop", 1, _MAX_STOP_CHARS) for item in values)
+
+
+def _bad_words(values: list[Any]) -> tuple[str, ...]:
+    if len(values) > MAX_BAD_WORDS[0] // 2:
+        raise InvalidRequestError(
+            f"bad_words may hold {MAX_BAD_WORDS[0] // 2} strings, got {len(values)}", "bad_words"
+        )
+    return tuple(check_string(value, "bad_words", 1, _MAX_STOP_CHARS) for value in values)
 
 
 def _request_id(fields: Fields) -> str | None:

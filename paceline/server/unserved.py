@@ -32,23 +32,16 @@ def _given(value: Any) -> bool:
 
 
 _EVERYWHERE: Final[RefusedFields] = {
-    "response_format": (
-        lambda v: v is not None and not (type(v) is dict and v.get("type") == "text"),
-        "structured output",
-    ),
-    "structured_outputs": (_given, "structured output"),
-    "guided_json": (_given, "structured output"),
-    "guided_regex": (_given, "structured output"),
-    "guided_choice": (_given, "structured output"),
-    "guided_grammar": (_given, "structured output"),
-    "guided_decoding_backend": (_given, "structured output"),
+    "guided_json": (_given, "the older names of structured_outputs"),
+    "guided_regex": (_given, "the older names of structured_outputs"),
+    "guided_choice": (_given, "the older names of structured_outputs"),
+    "guided_grammar": (_given, "the older names of structured_outputs"),
+    "guided_decoding_backend": (_given, "the older names of structured_outputs"),
     "use_beam_search": (_given, "beam search"),
     "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
     "prompt_logprobs": (lambda v: v is not None, "log-probabilities of the prompt"),
     "prompt_embeds": (_given, "a prompt of embeddings"),
     "logprob_token_ids": (_given, "log-probabilities of chosen ids"),
-    "allowed_token_ids": (_given, "a list of allowed ids"),
-    "bad_words": (_given, "a list of banned words"),
     "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
     "spaces_between_special_tokens": (lambda v: v is False, "joining special tokens"),
     "kv_transfer_params": (_given, "KV transfer"),
