@@ -97,6 +97,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="render chat templates that requests bring along",
     )
     group.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        default=None,
+        help="how the model writes tool calls; default: as its chat template says, else hermes",
+    )
+    group.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
     )
     add_engine_options(parser)
@@ -125,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             max_body_bytes=args.max_body_size,
             default_sampling=default_sampling(settings),
             trust_request_chat_template=args.trust_request_chat_template,
+            tool_call_parser=args.tool_call_parser,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))

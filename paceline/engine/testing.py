@@ -55,6 +55,11 @@ class ByteTokenizer:
     def special_token_ids(self) -> frozenset[int]:
         return frozenset(self.SPECIAL)
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """None: what it does is code."""
+        return None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = [self.BOS] if add_special_tokens else []
         for part in self._pattern.split(text):

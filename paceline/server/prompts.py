@@ -16,6 +16,7 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.request import SamplingParams
 from paceline.engine.protocol import Tokenizer
 from paceline.server.protocol import CompletionRequest, GenerationOptions, TemplateOptions
+from paceline.server.tool_calls import with_tools
 
 __all__ = ["PromptMaker", "sampling_for", "truncated"]
 
@@ -31,17 +32,25 @@ class PromptMaker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        # a template that never says "tools" would leave them out
+        source = tokenizer.chat_template_source
+        self._shows_tools = source is None or "tools" in source
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
         """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
 
+        messages = template.messages
+        tools = None if template.tools is None else template.tools.tools
+        if tools and template.chat_template is None and not self._shows_tools:
+            messages, tools = with_tools(messages, tools), None
+
         def render() -> list[int]:
             text = self._tokenizer.render_chat(
-                template.messages,
+                messages,
                 add_generation_prompt=template.add_generation_prompt,
                 continue_final_message=template.continue_final_message,
-                tools=template.tools,
+                tools=tools,
                 chat_template=template.chat_template,
                 template_kwargs=template.template_kwargs,
             )

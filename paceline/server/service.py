@@ -21,6 +21,7 @@ from paceline.server.config import ServerConfig
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
 __all__ = ["Service", "make_service"]
 
@@ -178,6 +179,9 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             eos_token_ids=client.tokenizer.eos_token_ids,
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
+            tool_format=TOOL_FORMATS[config.tool_call_parser]
+            if config.tool_call_parser
+            else detect_format(client.tokenizer.chat_template_source),
         ),
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,

@@ -78,7 +78,6 @@ _NO_EFFECT: Final = (
     "safety_identifier",
     "prompt_cache_key",
     "session_id",
-    "parallel_tool_calls",
     "include_reasoning",
     "verbosity",
     "prediction",
