@@ -101,6 +101,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="render chat templates that requests bring along",
     )
     group.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        default=None,
+        help="how the model writes tool calls; default: as its chat template says, else hermes",
+    )
+    group.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
     )
     group.add_argument(
@@ -172,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
             slo_classes={each.slo_class: each for each in args.slo_class},
             price_per_hour=args.price_per_hour,
             trust_request_chat_template=args.trust_request_chat_template,
+            tool_call_parser=args.tool_call_parser,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))

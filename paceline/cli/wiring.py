@@ -130,7 +130,9 @@ def choose_max_model_len(
 
 def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     """A loaded engine, ready to step, and its description. The caller closes the core."""
+    from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
+    from paceline.engine.grammar import GrammarCompiler
     from paceline.engine.loop import engine_info
 
     # settings that contradict each other are refused before a model is loaded for them
@@ -149,7 +151,17 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
             num_host_blocks=info.num_host_blocks,
             swap_block_seconds=info.swap_block_seconds,
         )
-        core = EngineCore(backend, scheduler, cache, pipeline_depth=settings.pipeline_depth)
+        matchers = None
+        if isinstance(backend, ConstrainedBackend):
+            # loads the tokenizer when the first grammar comes
+            matchers = GrammarCompiler(lambda: build_tokenizer(settings))
+        core = EngineCore(
+            backend,
+            scheduler,
+            cache,
+            pipeline_depth=settings.pipeline_depth,
+            matchers=matchers,
+        )
     except BaseException:
         backend.close()
         raise

@@ -73,6 +73,8 @@ def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         "prompt": request.prompt_token_ids,
         "logit_bias": [token_id for token_id, _ in request.sampling.logit_bias],
         "stop_token_ids": request.sampling.stop_token_ids,
+        "allowed_token_ids": request.sampling.allowed_token_ids or (),
+        "bad_words": [token_id for word in request.sampling.bad_words for token_id in word],
     }
     for param, token_ids in ids.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:

@@ -89,10 +89,15 @@ async def _start(
         truncated(prompt, options, max_model_len)
         for prompt in await service.prompts.completion(request)
     ]
+    bad_words = await service.prompts.bad_words(options.bad_words)
     requests = []
     for index, prompt in enumerate(prompts):
         sampling = sampling_for(
-            prompt, options, max_model_len=max_model_len, default_max_tokens=int(default)
+            prompt,
+            options,
+            max_model_len=max_model_len,
+            default_max_tokens=int(default),
+            bad_words=bad_words,
         )
         request_id = head.engine_id(index)
         requests.append(generation_request(request_id, prompt, sampling, options, arrival))

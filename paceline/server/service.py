@@ -23,6 +23,7 @@ from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
 from paceline.server.targets import CLASSES
+from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
 __all__ = ["Service", "make_service"]
 
@@ -184,6 +185,9 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
             slo_classes=dict(CLASSES) | dict(config.slo_classes),
+            tool_format=TOOL_FORMATS[config.tool_call_parser]
+            if config.tool_call_parser
+            else detect_format(client.tokenizer.chat_template_source),
         ),
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,

@@ -15,6 +15,7 @@ from paceline.engine.types import Timeline
 
 __all__ = [
     "UNSET",
+    "CalledFunction",
     "ChatAnswer",
     "ChatChoice",
     "ChatChunk",
@@ -29,7 +30,10 @@ __all__ = [
     "CompletionChunkChoice",
     "CompletionLogprobs",
     "Explanation",
+    "FunctionDelta",
     "PromptTokensDetails",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "UnsetType",
     "Usage",
@@ -117,12 +121,24 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float]]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    # JSON text
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
     reasoning: str | None = None
-    tool_calls: tuple[()] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +163,23 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | None
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    # on the first delta of a call, with the name
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
+from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import BlockSwap, SchedulerOutput, StepResult
 
 __all__ = ["TorchBackend"]
@@ -45,6 +46,7 @@ class TorchBackend:
         self._runner: ModelRunner | None = runner
         self._info = info
         self._executor = executor
+        self._mask_thread: ThreadPoolExecutor | None = None
 
     @classmethod
     def load(
@@ -127,10 +129,17 @@ class TorchBackend:
             self._executor.submit(runner.prefetch, plan)
         return future
 
+    def constrain(self, matchers: MatcherSource) -> None:
+        assert self._runner is not None, "constrain() after close()"
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-masks")
+        self._runner.constrain(matchers, self._mask_thread)
+
     def close(self) -> None:
         # the runner goes first: a plan handed over from now on is an error, queued ones still run
         self._runner = None
         self._executor.shutdown(wait=True)
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown()
 
 
 def _build(
