@@ -41,7 +41,7 @@ class EngineSettings:
     watermark: float = 0.01
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    policy: str = "fcfs"
+    policy: str = "deadline"
     priority_ageing_s: float = 60.0
     adaptive_token_budget: bool = True
     coalesce_window_s: float = 0.05

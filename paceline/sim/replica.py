@@ -310,7 +310,8 @@ class Replica:
 
 
 def slo_of(arrival: Arrival) -> Slo:
-    """The scheduler's view of an arrival's targets; class "best-effort" is served last."""
+    """The scheduler's view of an arrival's targets; class "batch" is best effort, as in the
+    server, and so is "best-effort"."""
     if (
         arrival.slo_class == "standard"
         and arrival.ttft is None
@@ -323,7 +324,7 @@ def slo_of(arrival: Arrival) -> Slo:
         ttft=arrival.ttft,
         tpot=arrival.tpot,
         deadline=arrival.deadline,
-        best_effort=arrival.slo_class == "best-effort",
+        best_effort=arrival.slo_class in ("batch", "best-effort"),
     )
 
 
