@@ -91,7 +91,8 @@ class Recording:
         number = 0
         try:
             with path.open() as lines:
-                for number, line in enumerate(lines, 1):
+                for line in lines:
+                    number += 1
                     record: dict[str, Any] = json.loads(line)
                     if config is None:
                         config = _config(record)
