@@ -24,13 +24,15 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    # the output head is the embedding
+    tied: bool = False
     # where the numbers are published
     source: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
+            if type(value) is int and value < 1:
                 raise ConfigError(f"model {self.name}: {field.name} is {value}, must be at least 1")
 
     @property
@@ -38,6 +40,12 @@ class ModelShape:
         """Weights of the matrices of one layer."""
         attention = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.hidden_size * (attention + 3 * self.intermediate_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights but norms and biases, which are less than a thousandth."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self.num_layers * self.layer_parameters + embeddings
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
         """Keys and values of one token over all layers."""

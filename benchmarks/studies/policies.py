@@ -1,0 +1,84 @@
+"""Policies and tail latency: who is served first, and who pays.
+
+One GPU at about 90 % of what it can do, bursty arrivals (cv 3), lognormal prompts and outputs, half
+of the requests with a TTFT target and half with a deadline. *Known* lengths: a request's max_tokens
+is what it will generate. *Learned*: max_tokens says nothing, and the scheduler learns lengths per
+class as they end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from benchmarks.studies.common import Run, Study, replica, serve
+from paceline.sim.report import plot_cdfs, text_table
+from paceline.sim.workload import open_workload
+
+__all__ = ["STUDY"]
+
+POLICIES = ("fcfs", "sjf", "boost", "deadline")
+WORKLOAD = (
+    "synthetic:rate=24,cv=3,prompt=lognormal(500,1.0),output=lognormal(120,1.0),n=1500,"
+    "classes=chat(1,ttft=1,tpot=50ms)+report(1,deadline=20)"
+)
+MAX_TOKENS = 4096
+# too few: requests queue for them, not for the GPU
+SLOTS = 64
+SLOWER = ",speedup=0.8"
+
+
+@cache
+def _run(policy: str, known: bool, slots: int = 256) -> Run:
+    spec = replica(policy=policy, max_num_seqs=slots, num_blocks=25_000, max_model_len=65_536)
+    if not known:
+        spec = replace(spec, config=replace(spec.config, max_tokens=MAX_TOKENS))
+    return serve(open_workload(WORKLOAD + (SLOWER if slots == SLOTS else ""), seed=1), spec)
+
+
+def _rows(known: bool, slots: int = 256) -> list[list[str]]:
+    rows = [
+        [
+            "policy",
+            "TTFT mean",
+            "TTFT p50",
+            "TTFT p99",
+            "E2E mean",
+            "E2E p99",
+            "p99 of longest quarter",
+            "attainment %",
+        ]
+    ]
+    for policy in POLICIES:
+        run = _run(policy, known, slots).metrics.summary(policy)
+        assert run.ttft is not None and run.e2e is not None and run.e2e_p99_longest is not None
+        seconds = (
+            run.ttft.mean,
+            run.ttft.p50,
+            run.ttft.p99,
+            run.e2e.mean,
+            run.e2e.p99,
+            run.e2e_p99_longest,
+        )
+        cells = [f"{value:.2f}" for value in seconds]
+        rows.append([policy, *cells, f"{100 * run.attainment:.1f}"])
+    return rows
+
+
+def tables() -> dict[str, str]:
+    """Seconds, with known and with learned lengths, and with known ones where slots are few."""
+    return {
+        "known": text_table(_rows(True)),
+        "learned": text_table(_rows(False)),
+        "few-slots": text_table(_rows(True, SLOTS)),
+    }
+
+
+def plots(folder: Path) -> None:
+    """Distributions with known lengths."""
+    runs = {policy: _run(policy, True, SLOTS).metrics for policy in POLICIES}
+    plot_cdfs(runs, folder / "policies.png")
+
+
+STUDY = Study("policies", tables, plots)

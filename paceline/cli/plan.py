@@ -1,0 +1,230 @@
+"""``paceline plan``: how much hardware, divided how, at what price."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import asdict
+from typing import Any
+
+from paceline.cli.options import Parser, bounded_float, bounded_int, byte_count
+from paceline.core.errors import ConfigError
+
+__all__ = ["add_parser"]
+
+_EPILOG = """\
+examples:
+  paceline plan memory --preset 80gb-40gb
+  paceline plan memory --model llama-3.1-8b --memory 80GB --max-len 8192 --mean-len 1200
+  paceline plan batching --outputs 'bimodal(uniform(1,9),uniform(501,519),0.5)' --slots 16
+
+'paceline plan WHAT --help' explains each; docs/simulator.md has more.
+"""
+
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="plan memory, replicas and cost before buying them",
+        description="Plan by arithmetic where it holds and by simulation where it does not.",
+        epilog=_EPILOG,
+    )
+    plans = parser.add_subparsers(
+        title="what", metavar="WHAT", dest="what", required=True, parser_class=Parser
+    )
+    _add_memory(plans)
+    _add_batching(plans)
+
+
+def _report(args: argparse.Namespace, rows: list[tuple[str, str]], values: dict[str, Any]) -> int:
+    """A table for people, or one line of JSON for programs."""
+    if args.json:
+        print(json.dumps({"plan": args.what, **values}))
+        return 0
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        print(f"{label.ljust(width)}  {text}")
+    return 0
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
+    from paceline.sim.plan.memory import PRESETS
+
+    titles = "; ".join(f"{name}: {preset.title}" for name, preset in PRESETS.items())
+    parser = plans.add_parser(
+        "memory",
+        help="how many sequences fit, preallocated and paged",
+        description="Divide a GPU's memory into weights and keys and values, and count sequences.",
+    )
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), help=f"an exercise; flags change its numbers. {titles}"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a known model, or a checkpoint")
+    parser.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one GPU")
+    parser.add_argument(
+        "--gpus", type=bounded_int(1), default=1, metavar="N", help="that share one model"
+    )
+    parser.add_argument(
+        "--weight-dtype", choices=tuple(_BYTES), default="bfloat16", help="default bfloat16"
+    )
+    parser.add_argument(
+        "--kv-dtype", choices=tuple(_BYTES), default="bfloat16", help="default bfloat16"
+    )
+    parser.add_argument("--weights", type=byte_count, metavar="SIZE", help="instead of a model's")
+    parser.add_argument(
+        "--kv-per-token", type=byte_count, metavar="SIZE", help="instead of a model's"
+    )
+    parser.add_argument("--max-len", type=bounded_int(1), metavar="N", help="prompt and output")
+    parser.add_argument("--mean-len", type=bounded_float(1), metavar="N", help="of a mean sequence")
+    parser.add_argument(
+        "--utilization",
+        type=bounded_float(0.01, 1.0),
+        metavar="SHARE",
+        help="of memory that may be used (default 0.9)",
+    )
+    parser.add_argument(
+        "--reserve", type=byte_count, default=0, metavar="SIZE", help="for activations (default 0)"
+    )
+    parser.add_argument(
+        "--block-size", type=bounded_int(1), default=16, metavar="N", help="default 16"
+    )
+    _add_json(parser)
+    parser.set_defaults(run=_run_memory)
+
+
+def _run_memory(args: argparse.Namespace) -> int:
+    from paceline.sim.plan import PRESETS, find_model, plan_memory
+
+    preset = PRESETS[args.preset] if args.preset else None
+    model = find_model(args.model) if args.model else None
+    weights, per_token = args.weights, args.kv_per_token
+    if model is not None:
+        weights = weights or model.num_parameters * _BYTES[args.weight_dtype]
+        per_token = per_token or model.kv_bytes_per_token(_BYTES[args.kv_dtype])
+    values: dict[str, float | None] = {
+        "memory": args.memory and args.memory * args.gpus,
+        "weights": weights,
+        "kv-per-token": per_token,
+        "max-len": args.max_len,
+        "mean-len": args.mean_len,
+        "utilization": args.utilization,
+    }
+    if preset is not None:
+        defaults = (
+            preset.memory_bytes,
+            preset.weight_bytes,
+            preset.kv_bytes_per_token,
+            preset.max_len,
+            preset.mean_len,
+            preset.utilization,
+        )
+        for name, default in zip(values, defaults, strict=True):
+            values[name] = default if values[name] is None else values[name]
+    values["utilization"] = 0.9 if values["utilization"] is None else values["utilization"]
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"needs {', '.join(missing)}; --model gives weights and KV, --preset gives all"
+        )
+    known = {name: float(value) for name, value in values.items() if value is not None}
+    plan = plan_memory(
+        memory_bytes=known["memory"],
+        weight_bytes=known["weights"],
+        kv_bytes_per_token=known["kv-per-token"],
+        max_len=int(known["max-len"]),
+        mean_len=known["mean-len"],
+        utilization=known["utilization"],
+        reserve_bytes=args.reserve,
+        block_size=args.block_size,
+    )
+    rows = [
+        ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {known['utilization']:.0%} used"),
+        ("weights", f"{plan.weight_bytes / 1e9:.1f} GB"),
+        ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
+        ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB"),
+        ("  blocks", f"{plan.num_blocks} of {plan.block_size} tokens"),
+        ("preallocated", _sequences(plan.preallocated, plan.max_len, plan.preallocated_waste)),
+        ("paged", _sequences(plan.paged, plan.mean_len, plan.paged_waste)),
+        ("paged is", f"{plan.gain:.1f}x"),
+    ]
+    derived = {
+        "preallocated_waste": plan.preallocated_waste,
+        "paged_waste": plan.paged_waste,
+        "gain": plan.gain,
+    }
+    return _report(args, rows, asdict(plan) | derived)
+
+
+def _sequences(count: int, length: float, waste: float) -> str:
+    return f"{count} sequences of {length:g} tokens at once, {100 * waste:.1f} % never written"
+
+
+# ---------------------------------------------------------------------- batching
+
+
+def _add_batching(plans: argparse._SubParsersAction[Parser]) -> None:
+    parser = plans.add_parser(
+        "batching",
+        help="what continuous batching gains over static",
+        description="Compare static with continuous batching, by arithmetic on output lengths.",
+    )
+    parser.add_argument(
+        "--outputs",
+        required=True,
+        metavar="LENGTHS",
+        help="fixed(N), uniform(A,B), lognormal(MEDIAN,SIGMA), bimodal(SHORT,LONG,SHARE) or "
+        "empirical(FILE,output)",
+    )
+    parser.add_argument("--slots", type=bounded_int(1), default=32, metavar="N", help="default 32")
+    parser.add_argument(
+        "--fixed-ms",
+        type=bounded_float(0.0),
+        default=10.0,
+        metavar="MS",
+        help="of a step, whatever is in it (default 10)",
+    )
+    parser.add_argument(
+        "--row-ms",
+        type=bounded_float(0.0),
+        default=0.1,
+        metavar="MS",
+        help="of each row of a step (default 0.1)",
+    )
+    parser.add_argument(
+        "--samples", type=bounded_int(1), default=20000, metavar="N", help="lengths drawn"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
+    _add_json(parser)
+    parser.set_defaults(run=_run_batching)
+
+
+def _run_batching(args: argparse.Namespace) -> int:
+    from paceline.sim.plan import estimate_batching
+    from paceline.sim.workload import parse_lengths
+
+    lengths = parse_lengths(args.outputs)
+    rng = random.Random(args.seed)
+    drawn = [lengths.sample(rng) for _ in range(args.samples)]
+    found = estimate_batching(drawn, args.slots, fixed=args.fixed_ms / 1e3, row=args.row_ms / 1e3)
+    rows = [
+        (
+            "outputs",
+            f"{found.mean:.1f} tokens on average, longest of {args.slots} {found.longest:.1f}",
+        ),
+        ("static, padded", f"{found.padded:.0f} tokens/s"),
+        ("static, finished rows dropped", f"{found.dropped:.0f} tokens/s"),
+        ("continuous", f"{found.continuous:.0f} tokens/s, {found.gain:.2f}x"),
+        ("textbook gain, equal steps", f"{found.textbook_gain:.2f}x"),
+    ]
+    derived = {"gain": found.gain, "textbook_gain": found.textbook_gain}
+    return _report(args, rows, asdict(found) | derived)

@@ -1,0 +1,42 @@
+"""Which model is planned for: one that is here, or a known one by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.checkpoints.base import open_checkpoint
+from paceline.core.errors import ConfigError
+from paceline.sim.step_times.models import ModelShape, known_models
+
+__all__ = ["find_model"]
+
+
+def find_model(name: str) -> ModelShape:
+    """A known model (``step_times/models.json``), or the shape of a checkpoint folder or file.
+
+    Raises:
+        ConfigError: neither; the message lists the known ones.
+        CheckpointError: a checkpoint that cannot be read.
+    """
+    path = Path(name)
+    if not path.exists():
+        try:
+            return ModelShape.named(name)
+        except ConfigError:
+            known = ", ".join(shape.name.split("/")[-1].lower() for shape in known_models())
+            raise ConfigError(
+                f"{name!r} is neither a checkpoint nor a known model; known are {known}"
+            ) from None
+    config = open_checkpoint(path).config
+    return ModelShape(
+        name=name,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        source=str(path),
+    )

@@ -1,0 +1,99 @@
+"""Plots of runs: latency distributions, goodput against rate. matplotlib is the extra ``plots``.
+
+Drawn without pyplot: no state outside the figure, no display. The suffix of the path decides the
+format: png, svg or pdf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.sim.report.metrics import Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_cdfs", "plot_curves"]
+
+_FORMATS = (".png", ".svg", ".pdf")
+# steps of a curve drawn at most; a screen shows no more
+_MAX_POINTS = 2000
+
+
+def plot_cdfs(runs: Mapping[str, Metrics], path: Path) -> None:
+    """Share of requests below each TTFT, TPOT and E2E; one curve per run. Time is logarithmic.
+
+    Raises:
+        ConfigError: no matplotlib, an unknown suffix, or the file cannot be written.
+    """
+    figure = _figure(path, width=12.0)
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, metric in zip(axes, ("ttft", "tpot", "e2e"), strict=True):
+        for name, metrics in runs.items():
+            values = np.sort(metrics.values(metric)) * 1e3
+            if not len(values):
+                continue
+            at = np.unique(np.linspace(0, len(values) - 1, _MAX_POINTS).astype(int))
+            # a log axis has no zero
+            axis.step(np.maximum(values[at], 1e-3), (at + 1) / len(values), label=name)
+        axis.set_xscale("log")
+        axis.set_xlabel(f"{metric.upper()} (ms)")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of requests")
+    axes[-1].legend(loc="lower right")
+    _save(figure, path)
+
+
+def plot_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    *,
+    x: str,
+    y: str,
+    decorate: Callable[[Axes], None] | None = None,
+) -> None:
+    """Lines through (x, y) points, for instance goodput against rate.
+
+    Args:
+        x, y: what the axes are, with units.
+        decorate: adds to the axes before they are saved.
+    """
+    figure = _figure(path, width=6.0)
+    axis = figure.subplots()
+    for name, points in curves.items():
+        axis.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=name)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    if decorate is not None:
+        decorate(axis)
+    _save(figure, path)
+
+
+def _figure(path: Path, width: float) -> Figure:
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"{path}: plots are written as {', '.join(_FORMATS)}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'paceline[plots]'") from None
+    return Figure(figsize=(width, 4.0), layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    import matplotlib
+
+    # without the date and with fixed ids an unchanged plot is an unchanged file
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    try:
+        with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
+            figure.savefig(path, dpi=120, metadata=metadata)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from error

@@ -1,0 +1,90 @@
+"""Runs side by side, for people: one row per figure, one column per run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.sim.report.metrics import Distribution, Summary
+
+__all__ = ["side_by_side", "text_table"]
+
+_Cell = Callable[[Summary], str]
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right. The first row is the head.
+
+    A Markdown table too, so that one text serves terminal and page.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+        if number == 0:
+            rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+            lines.append(f"| {' | '.join(rule)} |")
+    return "\n".join(lines)
+
+
+def side_by_side(runs: Sequence[Summary]) -> str:
+    """The table of ``paceline simulate``. Figures that no run has are left out."""
+    rows = [["", *(run.name for run in runs)]]
+    for label, cell in _rows(runs):
+        cells = [cell(run) for run in runs]
+        if any(text != "-" for text in cells):
+            rows.append([label, *cells])
+    return text_table(rows)
+
+
+def _rows(runs: Sequence[Summary]) -> list[tuple[str, _Cell]]:
+    rows: list[tuple[str, _Cell]] = [
+        ("requests", lambda run: str(run.requests)),
+        ("refused", lambda run: str(run.refused)),
+        ("preemptions", lambda run: str(run.preemptions)),
+        ("seconds", lambda run: f"{run.duration:.1f}"),
+        ("requests/s", lambda run: f"{run.request_rate:.2f}"),
+        ("output tokens/s", lambda run: f"{run.token_rate:.0f}"),
+        ("prompt tokens cached %", _cached),
+    ]
+    for label, name in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2e")):
+        for statistic in ("mean", "p50", "p90", "p99"):
+            rows.append((f"{label} {statistic} ms", _milliseconds(name, statistic)))
+    rows += [
+        ("E2E p99 of longest quarter ms", _longest),
+        ("goodput requests/s", lambda run: f"{run.goodput:.2f}"),
+        ("attainment %", lambda run: f"{100 * run.attainment:.1f}"),
+    ]
+    names = sorted({name for run in runs for name in run.by_class})
+    if len(names) > 1:
+        rows += [(f"attainment {name} %", _attainment(name)) for name in names]
+    rows += [
+        ("tokens of missed requests %", lambda run: f"{100 * run.wasted_tokens:.1f}"),
+        ("cost per million tokens", lambda run: "-" if run.cost is None else f"{run.cost:.2f}"),
+    ]
+    return rows
+
+
+def _cached(run: Summary) -> str:
+    return f"{100 * run.cached_tokens / run.prompt_tokens:.1f}" if run.prompt_tokens else "-"
+
+
+def _milliseconds(name: str, statistic: str) -> _Cell:
+    def cell(run: Summary) -> str:
+        values: Distribution | None = getattr(run, name)
+        return "-" if values is None else f"{1e3 * getattr(values, statistic):.1f}"
+
+    return cell
+
+
+def _longest(run: Summary) -> str:
+    return "-" if run.e2e_p99_longest is None else f"{1e3 * run.e2e_p99_longest:.1f}"
+
+
+def _attainment(name: str) -> _Cell:
+    def cell(run: Summary) -> str:
+        entry = run.by_class.get(name)
+        return "-" if entry is None else f"{100 * entry.attainment:.1f}"
+
+    return cell

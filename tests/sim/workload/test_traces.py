@@ -1,0 +1,163 @@
+"""Every format is recognised and read, and a bad row says where it is and what was expected."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from paceline.sim.arrival import Arrival
+from paceline.sim.workload import WorkloadError, open_trace, read_lengths
+
+SAMPLES = Path(__file__).parents[4] / "shared/traces"
+needs_samples = pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"no trace samples in {SAMPLES}")
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "trace"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def read(path: Path) -> list[Arrival]:
+    return list(open_trace(path).arrivals())
+
+
+@pytest.mark.parametrize(
+    "stamps",
+    [
+        # 2023: local times with seven digits; 2024: a zone
+        ("2023-11-16 18:01:51.9216270", "2023-11-16 18:01:53.4216270"),
+        ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:01.509930+00:00"),
+        ("17.25", "18.75"),
+    ],
+)
+def test_azure(tmp_path: Path, stamps: tuple[str, str]) -> None:
+    path = write(
+        tmp_path,
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        f"{stamps[0]},4808,10",
+        f"{stamps[1]},7,1",
+    )
+    assert open_trace(path).format == "azure"
+    first, second = read(path)
+    assert (first.at, first.prompt_tokens, first.output_tokens) == (0.0, 4808, 10)
+    assert second.at == pytest.approx(1.5)
+
+
+def test_burstgpt_leaves_failed_requests_out(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+        "5,ChatGPT,472,18,490,Conversation log",
+        "45,GPT-4,1087,0,1087,API log",
+        "118,GPT-4,417,276,693,Conversation log",
+    )
+    assert open_trace(path).format == "burstgpt"
+    assert read(path) == [
+        Arrival(0.0, 472, 18, model="ChatGPT"),
+        Arrival(113.0, 417, 276, model="GPT-4"),
+    ]
+
+
+def test_arena_clients_are_tenants(tmp_path: Path) -> None:
+    path = write(tmp_path, "arrived_at_s,client,prompt_tokens,output_tokens", "0.5,7,13,199")
+    assert read(path) == [Arrival(0.0, 13, 199, tenant="7")]
+
+
+def test_lengths_have_no_times(tmp_path: Path) -> None:
+    path = write(tmp_path, "num_prefill_tokens,num_decode_tokens,total", "3772,54,3826", "1,2,3")
+    trace = open_trace(path)
+    assert (trace.format, trace.timeless) == ("lengths", True)
+    assert read_lengths(path) == [(3772, 54), (1, 2)]
+
+
+def test_mooncake_hashes_are_the_prefix(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 3000, "input_length": 1030, "output_length": 6, "hash_ids": [4, 9, 11]},
+        {"timestamp": 6000, "input_length": 512, "output_length": 1, "hash_ids": [4]},
+    ]
+    trace = open_trace(write(tmp_path, *map(json.dumps, rows)))
+    assert (trace.format, trace.prefix_block) == ("mooncake", 512)
+    assert list(trace.arrivals()) == [
+        Arrival(0.0, 1030, 6, prefix=(4, 9, 11)),
+        Arrival(3.0, 512, 1, prefix=(4,)),
+    ]
+
+
+AZURE = "arrived_at_s,prompt_tokens,output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ((AZURE, "0,1,1", "1,two,3"), "trace:3: prompt_tokens is 'two', expected a whole number"),
+        ((AZURE, "0,1,1", "1,2.5,3"), "trace:3: prompt_tokens is '2.5', expected a whole number"),
+        ((AZURE, "0,1,-4"), "trace:2: output_tokens is '-4', expected a whole number"),
+        ((AZURE, "0,nan,4"), "trace:2: prompt_tokens is 'nan'"),
+        ((AZURE, "0,1,1", "1,2"), "trace:3: has 2 columns, expected 3"),
+        ((AZURE, "noon,1,1"), "trace:2: arrived_at_s is 'noon', expected seconds or a date"),
+        ((AZURE, "inf,1,1"), "trace:2: arrived_at_s is 'inf', expected finite seconds"),
+        ((AZURE, "5,1,1", "4,1,1"), "trace:3: -1.000000 s after the first row"),
+        (("a,b",), "trace:1: not a known trace: the columns are a, b"),
+        (('{"a": 1}',), "trace:1: not a known trace: the fields are a"),
+        (
+            ('{"timestamp": 0, "input_length": 9, "output_length": 1}', "{"),
+            "trace:2: not JSON",
+        ),
+        (('{"timestamp": 0, "input_length": 9}',), "output_length is None"),
+        (
+            ('{"timestamp": "x", "input_length": 9, "output_length": 1}',),
+            "timestamp is 'x', expected milliseconds",
+        ),
+        (
+            ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1, 2]}',),
+            "2 hash_ids, but 9 tokens are at most 1 pieces of 512",
+        ),
+        (
+            ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ["a"]}',),
+            "expected a list of whole numbers",
+        ),
+    ],
+)
+def test_malformed_rows_say_where(tmp_path: Path, lines: tuple[str, ...], said: str) -> None:
+    with pytest.raises(WorkloadError) as caught:
+        read(write(tmp_path, *lines))
+    assert said in str(caught.value)
+
+
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        open_trace(tmp_path / "none.csv")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x9f")
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        open_trace(tmp_path / "binary")
+
+
+@needs_samples
+def test_public_samples() -> None:
+    """Row counts, medians and burstiness about as published for the whole traces."""
+    code = read(SAMPLES / "azure2023_code_20min.csv")
+    conv = read(SAMPLES / "azure2023_conv_20min.csv")
+    assert (len(code), len(conv)) == (3628, 5000)
+    assert statistics.median(a.prompt_tokens for a in conv) == pytest.approx(1020, rel=0.03)
+    assert statistics.median(a.output_tokens for a in code) == 13
+    gaps = [b.at - a.at for a, b in itertools.pairwise(code)]
+    assert statistics.pstdev(gaps) / statistics.mean(gaps) > 10
+    arena = read(SAMPLES / "vtc_arena_27clients_10min.csv")
+    assert len({a.tenant for a in arena}) == 27
+    assert len(read_lengths(SAMPLES / "vidur_arxiv_lengths_5000.csv")) == 5000
+
+
+@needs_samples
+def test_mooncake_sample_has_its_published_reuse() -> None:
+    seen: set[int] = set()
+    pieces = hits = 0
+    for arrival in read(SAMPLES / "mooncake_synthetic_trace_20min.jsonl"):
+        pieces += len(arrival.prefix)
+        hits += sum(piece in seen for piece in arrival.prefix)
+        seen.update(arrival.prefix)
+    assert hits / pieces == pytest.approx(0.640, abs=0.01)
