@@ -134,6 +134,7 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     from paceline.engine.core import EngineCore
     from paceline.engine.grammar import GrammarCompiler
     from paceline.engine.loop import engine_info
+    from paceline.engine.recorder import FileRecorder
 
     # settings that contradict each other are refused before a model is loaded for them
     _scheduler_config(settings, settings.max_model_len or 1)
@@ -155,12 +156,17 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
         if isinstance(backend, ConstrainedBackend):
             # loads the tokenizer when the first grammar comes
             matchers = GrammarCompiler(lambda: build_tokenizer(settings))
+        depth = settings.pipeline_depth
+        recorder = None
+        if settings.record is not None:
+            recorder = FileRecorder(Path(settings.record), scheduler, cache, depth)
         core = EngineCore(
             backend,
             scheduler,
             cache,
-            pipeline_depth=settings.pipeline_depth,
+            pipeline_depth=depth,
             matchers=matchers,
+            recorder=recorder,
         )
     except BaseException:
         backend.close()
