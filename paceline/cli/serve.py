@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import (
@@ -97,6 +99,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="render chat templates that requests bring along",
     )
     group.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write every step and every request's timeline to FILE, one JSON object a line, for "
+        "'paceline simulate'",
+    )
+    group.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
     )
     add_engine_options(parser)
@@ -112,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
     # a taken port is found before a model is fetched and loaded
     with bind(args.host, args.port) as listener:
         settings = engine_settings(args, log_level=args.log_level)
+        if args.record is not None:
+            settings = replace(settings, record=os.path.abspath(args.record))
 
         import asyncio
 

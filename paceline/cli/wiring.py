@@ -126,6 +126,7 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     """A loaded engine, ready to step, and its description. The caller closes the core."""
     from paceline.engine.core import EngineCore
     from paceline.engine.loop import engine_info
+    from paceline.engine.recorder import FileRecorder
 
     # settings that contradict each other are refused before a model is loaded for them
     _scheduler_config(settings, settings.max_model_len or 1)
@@ -141,7 +142,11 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
             enable_prefix_caching=settings.enable_prefix_caching,
             watermark=settings.watermark,
         )
-        core = EngineCore(backend, scheduler, cache, pipeline_depth=settings.pipeline_depth)
+        depth = settings.pipeline_depth
+        recorder = None
+        if settings.record is not None:
+            recorder = FileRecorder(Path(settings.record), scheduler, cache, depth)
+        core = EngineCore(backend, scheduler, cache, pipeline_depth=depth, recorder=recorder)
     except BaseException:
         backend.close()
         raise

@@ -107,7 +107,8 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape) -> float:
         """Expected seconds; 0.0 before the first observation."""
-        return sum(map(mul, self._weights, shape.features()))
+        seconds: float = sum(map(mul, self._weights, shape.features()))
+        return seconds
 
     def quantile(self, q: float) -> float:
         """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
@@ -120,7 +121,7 @@ class StepTimeModel:
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Learn from one measured step. Returns what had been predicted for it."""
         features = shape.features()
-        predicted = sum(map(mul, self._weights, features))
+        predicted: float = sum(map(mul, self._weights, features))
         if self.ready and predicted > 0.0:
             self._ratios.append(seconds / predicted)
         weight = 1.0 / max(seconds, 1e-6) ** 2

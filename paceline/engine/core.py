@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, SchedulerStats, StepResult
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
+from paceline.engine.recorder import Recorder
 
 __all__ = ["EngineCore"]
 
@@ -29,6 +30,7 @@ class EngineCore:
         pipeline_depth: steps handed to the backend at once. 1 plans a step when the one before
             is done; 2 plans step N+1 while step N runs.
         clock: seconds, monotonic.
+        recorder: told of every request and step; owned from here on.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class EngineCore:
         *,
         pipeline_depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         info = backend.info
         if cache.block_size != info.block_size or cache.num_blocks > info.num_blocks:
@@ -57,7 +60,9 @@ class EngineCore:
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock
-        self._in_flight: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        self._recorder = recorder
+        # plan, when it was made, its result
+        self._in_flight: deque[tuple[SchedulerOutput, float, Future[StepResult]]] = deque()
         # a step's result came in since the last plan, so what the policy said then is out of date
         self._has_news = False
         self.num_steps = 0
@@ -80,14 +85,22 @@ class EngineCore:
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises a RequestError when it is refused."""
         self.scheduler.add_request(request)
+        if self._recorder is not None:
+            self._recorder.added(request, self._clock())
 
     def take_expired(self) -> tuple[Expired, ...]:
         """Requests that were dropped before they were started, once each."""
-        return self.scheduler.take_expired()
+        expired = self.scheduler.take_expired()
+        if expired and self._recorder is not None:
+            self._recorder.ended([entry.request_id for entry in expired], self._clock())
+        return expired
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End requests and free their blocks at once; unknown ids are ignored."""
-        return self.scheduler.abort(request_ids)
+        updates = self.scheduler.abort(request_ids)
+        if updates and self._recorder is not None:
+            self._recorder.ended([update.request_id for update in updates], self._clock())
+        return updates
 
     def step(self) -> tuple[RequestUpdate, ...]:
         """Keep the backend fed, wait for its oldest step, return what it brought.
@@ -98,16 +111,17 @@ class EngineCore:
             EngineDeadError: the backend broke; the engine cannot go on.
         """
         while len(self._in_flight) < self._depth:
-            plan = self.scheduler.schedule(self._clock())
+            now = self._clock()
+            plan = self.scheduler.schedule(now)
             self._has_news = False
             if not plan.rows:
                 break
-            self._in_flight.append((plan, self._backend.execute(plan)))
+            self._in_flight.append((plan, now, self._backend.execute(plan)))
         if not self._in_flight:
             if self.scheduler.has_unfinished and self.wake_at is None:
                 raise EngineDeadError("the scheduler holds requests but plans nothing")
             return ()
-        plan, future = self._in_flight.popleft()
+        plan, planned, future = self._in_flight.popleft()
         try:
             result = future.result()
         except Exception as error:
@@ -115,7 +129,11 @@ class EngineCore:
         self._has_news = True
         self.num_steps += 1
         self.last_step_tokens = plan.num_tokens
-        return self.scheduler.update(plan, result, self._clock())
+        done = self._clock()
+        updates = self.scheduler.update(plan, result, done)
+        if self._recorder is not None:
+            self._recorder.stepped(plan, planned, done, result.elapsed, updates)
+        return updates
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
@@ -127,5 +145,7 @@ class EngineCore:
     def close(self) -> None:
         """Wait for running steps and close the backend. Idempotent."""
         while self._in_flight:
-            self._in_flight.popleft()[1].exception()
+            self._in_flight.popleft()[2].exception()
         self._backend.close()
+        if self._recorder is not None:
+            self._recorder.close()

@@ -1,0 +1,240 @@
+"""What an engine did, written to a file while it runs: every step, every request.
+
+One JSON object a line. The first is a header, the last counts what was left out::
+
+    {"paceline_recording": 1, "scheduler": {...}, "cache": {...}, "pipeline_depth": 2}
+    {"step": 7, "planned": 3.1, "done": 3.2, "seconds": 0.08,
+     "rows": [[start, tokens], ...], "narrow": [rows, keys, longest], "samples": 5}
+    {"request": "id/0", "arrival": 2.9, "taken": 3.0, "scheduled": 3.1, "first_token": 3.2,
+     "last_token": 4.0, "prompt_tokens": 512, "output_tokens": 64, "cached_tokens": 0,
+     "preemptions": 0, "end": "length", "max_tokens": 64, "slo": {...}, "tenant": "", "priority": 0}
+    {"end": true, "steps": 900, "requests": 40, "dropped": 0}
+
+Times are seconds of the engine's clock. ``rows`` lists rows of several tokens; rows of one token are
+counted, with the positions before them summed and the most of one row. The step loop only puts
+references on a bounded queue; a thread formats and writes. When the queue is full a record is
+dropped, and counted.
+
+This module does not know models or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, TextIO
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import RequestUpdate, SchedulerOutput
+from paceline.core.request import Request
+
+__all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder"]
+
+RECORDING_VERSION: Final = 1
+# records that may wait for the writer; a step is one
+_CAPACITY: Final = 10_000
+_log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Told by ``EngineCore`` what happens. Must not block or raise."""
+
+    def added(self, request: Request, now: float) -> None:
+        """A request was queued."""
+        ...
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned: float,
+        done: float,
+        seconds: float,
+        updates: Sequence[RequestUpdate],
+    ) -> None:
+        """A step's result was taken in. ``seconds``: what the backend says it took."""
+        ...
+
+    def ended(self, request_ids: Sequence[str], now: float) -> None:
+        """Requests ended outside a step: aborted, or dropped before they were started. Some may
+        have ended before."""
+        ...
+
+    def close(self) -> None:
+        """Nothing follows. Idempotent."""
+        ...
+
+
+class _Added(NamedTuple):
+    request: Request
+    now: float
+
+
+class _Stepped(NamedTuple):
+    plan: SchedulerOutput
+    planned: float
+    done: float
+    seconds: float
+    updates: Sequence[RequestUpdate]
+
+
+class _Ended(NamedTuple):
+    request_ids: Sequence[str]
+    now: float
+
+
+class FileRecorder:
+    """Writes to a file of its own, which is replaced.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        pipeline_depth: int,
+        *,
+        capacity: int = _CAPACITY,
+    ) -> None:
+        try:
+            self._file: TextIO = path.open("w")
+        except OSError as error:
+            raise ConfigError(f"--record: cannot write {path}: {error}") from error
+        header = {
+            "paceline_recording": RECORDING_VERSION,
+            "scheduler": asdict(scheduler),
+            "cache": asdict(cache),
+            "pipeline_depth": pipeline_depth,
+        }
+        self._write(header)
+        self._queue: queue.Queue[_Added | _Stepped | _Ended | None] = queue.Queue(capacity)
+        self.num_dropped = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def added(self, request: Request, now: float) -> None:
+        self._put(_Added(request, now))
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned: float,
+        done: float,
+        seconds: float,
+        updates: Sequence[RequestUpdate],
+    ) -> None:
+        self._put(_Stepped(plan, planned, done, seconds, updates))
+
+    def ended(self, request_ids: Sequence[str], now: float) -> None:
+        self._put(_Ended(tuple(request_ids), now))
+
+    def close(self) -> None:
+        """Write what waits, and the last line."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+    def _put(self, record: _Added | _Stepped | _Ended) -> None:
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+    # ------------------------------------------------------------------ the writer's thread
+
+    def _run(self) -> None:
+        open_requests: dict[str, _Added] = {}
+        steps = requests = 0
+        try:
+            with self._file:
+                while (record := self._queue.get()) is not None:
+                    if isinstance(record, _Added):
+                        open_requests[record.request.request_id] = record
+                        continue
+                    if isinstance(record, _Stepped):
+                        self._write(_step(record))
+                        steps += 1
+                        now = record.done
+                        ended = [u.request_id for u in record.updates if u.finish_reason]
+                    else:
+                        now, ended = record.now, list(record.request_ids)
+                    for request_id in ended:
+                        added = open_requests.pop(request_id, None)
+                        if added is not None:
+                            self._write(_request(added, now))
+                            requests += 1
+                    if self._queue.empty():
+                        self._file.flush()
+                self._write(
+                    {
+                        "end": True,
+                        "steps": steps,
+                        "requests": requests,
+                        "dropped": self.num_dropped,
+                    }
+                )
+        except OSError as error:
+            # the disk is full or gone: serving goes on
+            _log.error("recording stopped: %s", error)
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._queue.get() is not None:
+            self.num_dropped += 1
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def _step(record: _Stepped) -> dict[str, Any]:
+    wide = []
+    rows = keys = longest = samples = 0
+    for _, start, num_tokens, _, sampled in record.plan.rows:
+        samples += sampled
+        if num_tokens == 1:
+            rows += 1
+            keys += start
+            longest = max(longest, start)
+        else:
+            wide.append((start, num_tokens))
+    return {
+        "step": record.plan.step_id,
+        "planned": record.planned,
+        "done": record.done,
+        "seconds": record.seconds,
+        "rows": wide,
+        "narrow": (rows, keys, longest),
+        "samples": samples,
+    }
+
+
+def _request(added: _Added, now: float) -> dict[str, Any]:
+    request = added.request
+    reason = request.finish_reason
+    return {
+        "request": request.request_id,
+        "arrival": request.arrival_time,
+        "taken": added.now,
+        "scheduled": request.first_scheduled_time,
+        "first_token": request.first_token_time,
+        "last_token": now,
+        "prompt_tokens": request.num_prompt_tokens,
+        "output_tokens": len(request.output_token_ids),
+        "cached_tokens": request.num_cached_tokens,
+        "preemptions": request.num_preemptions,
+        "end": None if reason is None else reason.value,
+        "max_tokens": request.sampling.max_tokens,
+        "slo": asdict(request.slo),
+        "tenant": request.tenant,
+        "priority": request.priority,
+    }

@@ -1,0 +1,177 @@
+"""Reads what ``paceline serve --record`` wrote: steps, requests, and the workload they were.
+
+The layout is in ``engine.recorder``, which writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError
+from paceline.engine.recorder import RECORDING_VERSION
+from paceline.sim.arrival import Arrival
+from paceline.sim.replica import ReplicaConfig
+
+__all__ = ["RecordedRequest", "RecordedStep", "Recording"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step; times in seconds of the engine's clock."""
+
+    planned: float
+    done: float
+    # what the backend says it took
+    seconds: float
+    # (start, tokens) of rows of several tokens
+    wide: tuple[tuple[int, int], ...]
+    narrow_rows: int
+    # positions before rows of one token, summed, and the most of one row
+    narrow_keys: int
+    longest: int
+    # rows that sampled a token
+    samples: int
+
+    @property
+    def wide_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.wide)
+
+    @property
+    def wide_keys(self) -> float:
+        """Keys that wide rows attend to, summed over their tokens."""
+        return sum(tokens * (start + tokens / 2) for start, tokens in self.wide)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request's timeline in seconds of the engine's clock; None: it did not come to that."""
+
+    request_id: str
+    arrival: float
+    # when the engine's loop read it
+    taken: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    end: str
+    slo: dict[str, Any]
+    tenant: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A whole file."""
+
+    # the recorded engine's settings
+    config: ReplicaConfig
+    steps: tuple[RecordedStep, ...]
+    # in order of arrival
+    requests: tuple[RecordedRequest, ...]
+    # records that the engine had no room for; 0 in a complete recording
+    num_dropped: int
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Raises ConfigError, with file and line, for anything that the engine did not write. A
+        recording without its last line (the engine was killed) is read as far as it goes."""
+        steps: list[RecordedStep] = []
+        requests: list[RecordedRequest] = []
+        config: ReplicaConfig | None = None
+        dropped = 0
+        number = 0
+        try:
+            with path.open() as lines:
+                for line in lines:
+                    number += 1
+                    record: dict[str, Any] = json.loads(line)
+                    if config is None:
+                        config = _config(record)
+                    elif "step" in record:
+                        steps.append(_step(record))
+                    elif "request" in record:
+                        requests.append(_request(record))
+                    elif "end" in record:
+                        dropped = int(record["dropped"])
+                    else:
+                        raise KeyError("step, request or end")
+        except OSError as error:
+            raise ConfigError(f"cannot read the recording: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number} is not a line of a recording: {error!r}") from error
+        if config is None:
+            raise ConfigError(f"{path} is empty, not a recording")
+        requests.sort(key=lambda request: request.arrival)
+        return cls(config, tuple(steps), tuple(requests), dropped)
+
+    def workload(self) -> Iterator[Arrival]:
+        """The requests that were answered, from the first arrival on."""
+        begin = self.requests[0].arrival if self.requests else 0.0
+        for request in self.requests:
+            if request.output_tokens < 1:
+                continue
+            slo = request.slo
+            yield Arrival(
+                at=request.arrival - begin,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=request.output_tokens,
+                slo_class="best-effort" if slo.get("best_effort") else slo["slo_class"],
+                ttft=slo["ttft"],
+                tpot=slo["tpot"],
+                deadline=slo["deadline"],
+                tenant=request.tenant,
+                priority=request.priority,
+            )
+
+
+def _config(record: dict[str, Any]) -> ReplicaConfig:
+    version = record.get("paceline_recording")
+    if version != RECORDING_VERSION:
+        raise ValueError(f"version {version!r} of the format, this reads {RECORDING_VERSION}")
+    return ReplicaConfig(
+        scheduler=SchedulerConfig(**record["scheduler"]),
+        cache=CacheConfig(**record["cache"]),
+        pipeline_depth=int(record["pipeline_depth"]),
+    )
+
+
+def _step(record: dict[str, Any]) -> RecordedStep:
+    rows, keys, longest = record["narrow"]
+    return RecordedStep(
+        planned=float(record["planned"]),
+        done=float(record["done"]),
+        seconds=float(record["seconds"]),
+        wide=tuple((int(start), int(tokens)) for start, tokens in record["rows"]),
+        narrow_rows=int(rows),
+        narrow_keys=int(keys),
+        longest=int(longest),
+        samples=int(record["samples"]),
+    )
+
+
+def _request(record: dict[str, Any]) -> RecordedRequest:
+    return RecordedRequest(
+        request_id=str(record["request"]),
+        arrival=float(record["arrival"]),
+        taken=float(record["taken"]),
+        scheduled=record["scheduled"],
+        first_token=record["first_token"],
+        last_token=float(record["last_token"]),
+        prompt_tokens=int(record["prompt_tokens"]),
+        output_tokens=int(record["output_tokens"]),
+        cached_tokens=int(record["cached_tokens"]),
+        preemptions=int(record["preemptions"]),
+        end=str(record["end"]),
+        slo=dict(record["slo"]),
+        tenant=str(record["tenant"]),
+        priority=int(record["priority"]),
+    )

@@ -1,0 +1,146 @@
+"""Analytic step times: what the arithmetic and the memory traffic of a step must take at least.
+
+Each operator takes the longer of its arithmetic and its traffic (the roofline of Williams et al.,
+CACM 2009), at the shares of the peaks that good kernels reach (``HardwareCard``)::
+
+    matrices    2 * weights * T FLOP                     weights + activations, once per step
+    attention   4 * layers * heads * head_dim * keys     keys and values of every row's context
+    head        2 * hidden * vocabulary * samples        its weights
+
+plus one launch overhead per step, and two all-reduces per layer for tensor parallelism.
+
+This module does not know the scheduler or any kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import SchedulerOutput
+from paceline.sim.step_times.models import ModelShape
+from paceline.sim.step_times.profile import Interconnect
+
+__all__ = ["HardwareCard", "RooflineStepTimes", "known_hardware"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareCard:
+    """One accelerator, by its maker's figures."""
+
+    name: str
+    # dense 16-bit FLOP/s
+    flops: float
+    # bytes per second of its memory
+    bandwidth: float
+    # bytes of its memory
+    memory: float
+    # bytes per second of one device's link to its peers, one direction; 0: none but the host
+    link_bandwidth: float
+    # shares of the peaks that good kernels reach on large problems
+    flops_efficiency: float = 0.7
+    bandwidth_efficiency: float = 0.8
+    # seconds of a step that computes nothing
+    step_overhead: float = 0.001
+    # where the numbers are published
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.bandwidth, self.memory) <= 0:
+            raise ConfigError(f"hardware {self.name}: flops, bandwidth, memory must be above 0")
+        if not (0 < self.flops_efficiency <= 1 and 0 < self.bandwidth_efficiency <= 1):
+            raise ConfigError(f"hardware {self.name}: efficiencies must be in (0, 1]")
+
+    @classmethod
+    def named(cls, name: str) -> HardwareCard:
+        """A card of ``hardware.json``. Raises ConfigError, listing them, for another name."""
+        cards = known_hardware()
+        for card in cards:
+            if card.name.lower() == name.lower():
+                return card
+        raise ConfigError(
+            f"no card for hardware {name!r}; known: {', '.join(card.name for card in cards)}"
+        )
+
+
+def known_hardware() -> tuple[HardwareCard, ...]:
+    """Every card of ``hardware.json``."""
+    data: list[dict[str, Any]] = json.loads(
+        files("paceline.sim.step_times").joinpath("hardware.json").read_text()
+    )
+    return tuple(HardwareCard(**entry) for entry in data)
+
+
+class RooflineStepTimes:
+    """See the module.
+
+    Args:
+        degree: devices that share every matrix (tensor parallelism).
+        weight_bytes, kv_bytes: per value.
+    """
+
+    def __init__(
+        self,
+        card: HardwareCard,
+        model: ModelShape,
+        *,
+        degree: int = 1,
+        weight_bytes: float = 2.0,
+        kv_bytes: float = 2.0,
+    ) -> None:
+        if degree < 1:
+            raise ConfigError(f"degree must be at least 1 device, got {degree}")
+        if degree > 1 and card.link_bandwidth <= 0:
+            raise ConfigError(f"{card.name} has no link to its peers: degree must be 1")
+        self.card = card
+        self.model = model
+        self.degree = degree
+        flops = degree * card.flops * card.flops_efficiency
+        bandwidth = degree * card.bandwidth * card.bandwidth_efficiency
+        layers = model.num_layers * model.layer_parameters
+        head = model.hidden_size * model.vocab_size
+        self._overhead = card.step_overhead
+        self._matrix_compute = 2.0 * layers / flops
+        self._matrix_read = layers * weight_bytes / bandwidth
+        self._head_compute = 2.0 * head / flops
+        self._head_read = head * weight_bytes / bandwidth
+        # each token writes and reads its activations a few times per layer
+        width = 2 * model.hidden_size + 3 * model.intermediate_size
+        self._activation = 2.0 * model.num_layers * width * 2.0 / bandwidth
+        self._attend = 4.0 * model.num_layers * model.num_heads * model.head_dim / flops
+        self._read = model.kv_bytes_per_token(kv_bytes) / bandwidth
+        link = Interconnect(degree, card.link_bandwidth, 5e-6) if degree > 1 else Interconnect()
+        self._reduces = 2 * model.num_layers
+        self._link = link
+        weights = (layers + 2 * head) * weight_bytes
+        # bytes left for keys and values when a tenth of the memory is kept free
+        self.kv_capacity_bytes = 0.9 * degree * card.memory - weights
+        if self.kv_capacity_bytes <= 0:
+            raise ConfigError(
+                f"{model.name} needs {weights / 2**30:.1f} GiB for its weights, {degree} x "
+                f"{card.name} has {degree * card.memory / 2**30:.1f} GiB"
+            )
+        self._kv_bytes_per_token = model.kv_bytes_per_token(kv_bytes)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that fit beside the weights."""
+        return max(1, int(self.kv_capacity_bytes / (block_size * self._kv_bytes_per_token)))
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        tokens = plan.num_tokens
+        samples = 0
+        context = 0
+        compute = 0.0
+        for _, start, num_tokens, _, sampled in plan.rows:
+            samples += sampled
+            end = start + num_tokens
+            context += end
+            compute += num_tokens * (start + 0.5 * num_tokens)
+        matrices = max(self._matrix_compute * tokens, self._matrix_read + self._activation * tokens)
+        attention = max(self._attend * compute, self._read * context)
+        head = max(self._head_compute * samples, self._head_read) if samples else 0.0
+        reduced = self._reduces * self._link.all_reduce(2.0 * tokens * self.model.hidden_size)
+        return self._overhead + matrices + attention + head + reduced
