@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.studies.common import PLAIN, Run, Study, replica, serve
 from paceline.sim.report import plot_cdfs, text_table
@@ -33,7 +34,7 @@ SLOWER = ",speedup=0.8"
 
 @cache
 def _run(policy: str, known: bool, slots: int = 256) -> Run:
-    settings = dict.fromkeys(PLAIN, policy == DEFAULTS)
+    settings: dict[str, Any] = dict.fromkeys(PLAIN, policy == DEFAULTS)
     spec = replica(
         policy=policy.removesuffix(", defaults"),
         max_num_seqs=slots,

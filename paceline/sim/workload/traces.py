@@ -15,7 +15,8 @@ lengths  prompt_tokens, output_tokens, or num_prefill_tokens,         Vidur (MLS
 ======== ============================================================ ===================
 
 JSON lines: ``mooncake`` has timestamp (milliseconds), input_length, output_length and hash_ids,
-one for each 512 tokens of prompt (Mooncake, FAST'25); equal ids are equal tokens.
+one for each 512 tokens of prompt (Mooncake, FAST'25); equal ids are equal tokens. ``recording`` is
+what ``paceline serve --record`` wrote: the requests that it answered (read whole, not streamed).
 
 Rows with 0 prompt or output tokens are requests that failed; they are left out. Times start at the
 first row's. Stamps that go backwards are an error: a stream cannot be sorted.
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.sim.arrival import Arrival
+from paceline.sim.recording import Recording
 from paceline.sim.workload.base import WorkloadError
 
 __all__ = ["MOONCAKE_BLOCK", "Trace", "open_trace", "read_lengths"]
@@ -45,7 +47,7 @@ MOONCAKE_BLOCK = 512
 class Trace:
     """A trace file whose format was recognised; ``arrivals`` reads it from the start."""
 
-    # "azure", "burstgpt", "arena", "lengths" or "mooncake"
+    # "azure", "burstgpt", "arena", "lengths", "mooncake" or "recording"
     format: str
     prefix_block: int
     # no times: ``at`` is 0 in every arrival
@@ -111,10 +113,16 @@ def _json_trace(path: Path, first: str) -> Trace:
     row = _parse_json(first, f"{path}:1")
     if "input_length" in row:
         return Trace("mooncake", MOONCAKE_BLOCK, False, partial(_read_mooncake, path))
+    if "paceline_recording" in row:
+        return Trace("recording", MOONCAKE_BLOCK, False, partial(_read_recording, path))
     raise WorkloadError(
         f"{path}:1: not a known trace: the fields are {', '.join(map(str, row))}; known are "
-        "mooncake: timestamp, input_length, output_length, hash_ids"
+        "mooncake: timestamp, input_length, output_length, hash_ids; recording: paceline_recording"
     )
+
+
+def _read_recording(path: Path) -> Iterator[Arrival]:
+    return Recording.read(path).workload()
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
