@@ -7,6 +7,7 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
+#   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -18,6 +19,7 @@ PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
 QUICK ?=
+VLLM_RUNS ?=
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
@@ -26,9 +28,10 @@ QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/check
 	tests/test_public.py
 STAMP := $(VENV)/.installed
 
-export QUICK
+export QUICK VLLM_RUNS
 
-.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler
+.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler \
+	bench-sim
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -59,6 +62,9 @@ bench-batching: $(STAMP) model
 
 bench-scheduler: $(STAMP)
 	@$(BIN)/python -m benchmarks.scheduler
+
+bench-sim: $(STAMP) model
+	@$(BIN)/python -m benchmarks.sim $(VLLM_RUNS)
 
 venv: $(STAMP)
 

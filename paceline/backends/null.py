@@ -9,16 +9,21 @@ the vocabulary::
     then   [3, 5, 13, 52]:     52 + 52*4 = 260 % 100   -> 60
 
 So a wrong block, a missed copy or a reused slot shows as a wrong number, not as a plausible text.
-Greedy and sampled requests get the same tokens; logit_bias of 100 or more forces a token.
+Greedy and sampled requests get the same tokens; logit_bias of 100 or more forces a token. A token
+that may not be sampled (a grammar, allowed_token_ids, bad_words, min_tokens) gives way to the next
+one that may, counting up and around.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from paceline.backends.constraint import OutputConstraint, allows
 from paceline.core.backend import BackendInfo
+from paceline.core.errors import PacelineError, RequestFailedError
+from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     BlockSwap,
     NewRequest,
@@ -50,6 +55,7 @@ class _State:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.sampling = new.sampling
         self.block_ids = list(new.block_ids)
+        self.constraint: OutputConstraint | None = None
         # it failed; rows planned before that was known are left out
         self.failed = False
 
@@ -89,10 +95,14 @@ class NullBackend:
         self._host = [[0] * block_size for _ in range(num_host_blocks)]
         self._states: dict[str, _State] = {}
         self._executor = ThreadPoolExecutor(max_workers=1) if step_time > 0 else None
+        self._matchers: MatcherSource | None = None
 
     @property
     def info(self) -> BackendInfo:
         return self._info
+
+    def constrain(self, matchers: MatcherSource) -> None:
+        self._matchers = matchers
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         if self._executor is not None:
@@ -113,7 +123,9 @@ class NullBackend:
             self._states.pop(request_id, None)
         self._swap(plan.swaps)
         for new in plan.new_requests:
-            self._states[new.request_id] = _State(new)
+            state = self._states[new.request_id] = _State(new)
+            if new.sampling.grammar is not None and self._matchers is not None:
+                state.constraint = OutputConstraint(self._matchers, new.sampling.grammar)
         for copy in plan.block_copies:
             self._cache[copy.dst] = list(self._cache[copy.src])
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
@@ -132,7 +144,12 @@ class NullBackend:
                 sampled.append(())
                 logprobs.append(None)
                 continue
-            token = self._sample(row, state) if row.samples else None
+            try:
+                token = self._sample(row, state) if row.samples else None
+            except PacelineError as error:
+                state.failed = True
+                errors.append((row.request_id, str(error)))
+                token = None
             sampled.append(() if token is None else (token,))
             if token is not None:
                 state.tokens.append(token)
@@ -174,13 +191,39 @@ class NullBackend:
         total = sum(sum(self._cache[block_id]) for block_id in state.block_ids[:full])
         if rest:
             total += sum(self._cache[state.block_ids[full]][:rest])
-        banned: frozenset[int] = frozenset()
-        if length - state.num_prompt_tokens < state.sampling.min_tokens:
-            banned = state.sampling.eos_token_ids | state.sampling.stop_token_ids
+        vocab = self._info.vocab_size
+        may = self._choosable(state)
         for token, bias in state.sampling.logit_bias:
-            if bias >= 100.0 and token not in banned:
+            if bias >= 100.0 and may(token):
                 return token
-        token = total % self._info.vocab_size
-        while token in banned:
-            token = (token + 1) % self._info.vocab_size
-        return token
+        token = total % vocab
+        for step in range(vocab):
+            if may((token + step) % vocab):
+                return (token + step) % vocab
+        raise RequestFailedError("no token is left to choose: this request forbids all of them")
+
+    def _choosable(self, state: _State) -> Callable[[int], bool]:
+        """Whether a token may come next, for a request's next position."""
+        sampling = state.sampling
+        output = state.tokens[state.num_prompt_tokens :]
+        mask: bytes | None = None
+        if state.constraint is not None:
+            mask = state.constraint.mask(output[state.constraint.num_read :])
+        banned: set[int] = {
+            word[-1]
+            for word in sampling.bad_words
+            if output[max(0, len(output) - len(word) + 1) :] == list(word[:-1])
+        }
+        ending = sampling.eos_token_ids | sampling.stop_token_ids
+        vocab = range(self._info.vocab_size)
+        if len(output) < sampling.min_tokens and (
+            # a grammar that is at its end knows better than min_tokens
+            mask is None or any(allows(mask, t) for t in vocab if t not in ending)
+        ):
+            banned |= ending
+        only = sampling.allowed_token_ids
+        return lambda token: (
+            token not in banned
+            and (only is None or token in only)
+            and (mask is None or allows(mask, token))
+        )

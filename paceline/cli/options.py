@@ -12,11 +12,13 @@ from typing import NoReturn
 
 from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
+from paceline.core.config import PREEMPTION_MODES
 from paceline.core.errors import ConfigError
 
 __all__ = [
     "DEFAULT_MODEL",
     "Parser",
+    "add_admission_options",
     "add_engine_options",
     "add_model_argument",
     "bounded_float",
@@ -134,6 +136,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
     default = EngineSettings(model_name="", model_path=None, backend="null")
     _add_model_options(parser, default)
     _add_cache_options(parser, default)
+    # for callers that do not ``add_admission_options``
+    parser.set_defaults(
+        max_queue=0, max_wait=0.0, queue_timeout=0.0, pressure_threshold=default.pressure_threshold
+    )
     if scheduling:
         _add_scheduling_options(parser, default)
         return
@@ -150,6 +156,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
         coalesce_window_ms=default.coalesce_window_s * 1e3,
         coalesce_size=default.coalesce_size,
         best_effort_delay=default.best_effort_delay_s,
+        best_effort_step_ms=default.best_effort_step_s * 1e3,
+        future_memory_check=default.future_memory_check,
+        pace_admission=default.pace_admission,
+        relegate_late=default.relegate_late,
+        preemption=default.preemption,
+        swap_space=default.swap_bytes,
     )
 
 
@@ -263,7 +275,8 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         "--adaptive-token-budget",
         action=argparse.BooleanOptionalAction,
         default=default.adaptive_token_budget,
-        help="size each step to the slack that requests with TPOT targets leave (default on)",
+        help="size each step by its predicted time: the slack that requests with targets leave, "
+        "and no more than makes it efficient (default on)",
     )
     group.add_argument(
         "--coalesce-window-ms",
@@ -288,6 +301,48 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         metavar="SECONDS",
         help="best-effort requests (slo class batch) are treated as come this much later "
         f"(default {default.best_effort_delay_s:g})",
+    )
+    group.add_argument(
+        "--best-effort-step-ms",
+        type=bounded_float(0.1),
+        default=default.best_effort_step_s * 1e3,
+        metavar="MS",
+        help="a step in which all is best effort takes about so long at most, or the next arrival "
+        f"would wait for it (default {default.best_effort_step_s * 1e3:g})",
+    )
+    group.add_argument(
+        "--relegate-late",
+        action=argparse.BooleanOptionalAction,
+        default=default.relegate_late,
+        help="requests that can no longer meet their TTFT target let the others pass (default on)",
+    )
+    group.add_argument(
+        "--pace-admission",
+        action=argparse.BooleanOptionalAction,
+        default=default.pace_admission,
+        help="let nobody in while one more would make running requests miss their TPOT targets "
+        "(default on)",
+    )
+    group.add_argument(
+        "--future-memory-check",
+        action=argparse.BooleanOptionalAction,
+        default=default.future_memory_check,
+        help="let a request in only if memory is predicted to last until those running end, "
+        "instead of when it fits now (default on)",
+    )
+    group.add_argument(
+        "--preemption",
+        choices=PREEMPTION_MODES,
+        default=default.preemption,
+        help="what becomes of a preempted request's KV blocks: swap keeps a copy in host memory, "
+        "recompute drops them, auto does what is predicted to take less time (default auto)",
+    )
+    group.add_argument(
+        "--swap-space",
+        type=byte_count,
+        metavar="SIZE",
+        help="host memory for swapped KV blocks; default: half the KV cache's size, taken as it "
+        "is used",
     )
     group.add_argument(
         "--priority-ageing",
@@ -320,6 +375,43 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         metavar="N",
         help="steps handed to the backend at once: 2 plans a step while the last one runs, 1 "
         f"waits for it (default {default.pipeline_depth})",
+    )
+
+
+def add_admission_options(parser: argparse.ArgumentParser) -> None:
+    """What a server refuses; offline work refuses nothing."""
+    group = parser.add_argument_group("admission")
+    group.add_argument(
+        "--max-queue",
+        type=bounded_int(0),
+        default=2048,
+        metavar="N",
+        help="requests waiting at once; beyond that the answer is 429 with a predicted "
+        "Retry-After; 0: no limit (default 2048)",
+    )
+    group.add_argument(
+        "--max-wait",
+        type=bounded_float(0.0),
+        default=0.0,
+        metavar="SECONDS",
+        help="refuse a request (429) whose first token is predicted to take longer; 0: never "
+        "(default 0)",
+    )
+    group.add_argument(
+        "--queue-timeout",
+        type=bounded_float(0.0),
+        default=0.0,
+        metavar="SECONDS",
+        help="drop a request (429) that waited so long without being started; 0: never (default 0)",
+    )
+    group.add_argument(
+        "--pressure-threshold",
+        type=bounded_float(0.01, 1.0),
+        default=0.88,
+        metavar="SHARE",
+        help="share of the KV cache in use at which the memory-pressure valve begins to open: "
+        "smaller chunks, then no new best-effort work, then its preemption, then 429; 1: never "
+        "(default 0.88)",
     )
 
 
@@ -369,6 +461,16 @@ def engine_settings(args: argparse.Namespace, *, log_level: str = "info") -> Eng
         coalesce_window_s=args.coalesce_window_ms / 1e3,
         coalesce_size=args.coalesce_size,
         best_effort_delay_s=args.best_effort_delay,
+        best_effort_step_s=args.best_effort_step_ms / 1e3,
+        future_memory_check=args.future_memory_check,
+        pace_admission=args.pace_admission,
+        relegate_late=args.relegate_late,
+        max_num_waiting=args.max_queue or None,
+        max_predicted_wait_s=args.max_wait or None,
+        queue_timeout_s=args.queue_timeout or None,
+        preemption=args.preemption,
+        swap_bytes=args.swap_space,
+        pressure_threshold=args.pressure_threshold,
         bypass_window=args.bypass_window,
         max_bypasses=args.max_bypasses,
         pipeline_depth=args.pipeline_depth,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.options import (
     LOG_LEVELS,
     Parser,
+    add_admission_options,
     add_engine_options,
     add_model_argument,
     bounded_float,
@@ -19,6 +21,8 @@ from paceline.cli.options import (
     byte_count,
     engine_settings,
 )
+from paceline.core.errors import InvalidRequestError
+from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
     import socket
@@ -105,10 +109,57 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "'paceline simulate'",
     )
     group.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        default=None,
+        help="how the model writes tool calls; default: as its chat template says, else hermes",
+    )
+    group.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
     )
+    group.add_argument(
+        "--slo-class",
+        type=slo_class,
+        action="append",
+        default=[],
+        metavar="NAME=TARGETS",
+        help="what a class of requests needs, such as interactive=ttft:500,tpot:50, in "
+        "milliseconds; targets are ttft, tpot, deadline and queue_ttl, best-effort makes way for "
+        "all others; may be given several times, and redefines interactive, standard and batch",
+    )
+    group.add_argument(
+        "--price-per-hour",
+        type=bounded_float(0.0),
+        default=0.0,
+        metavar="PRICE",
+        help="what the machine costs, for the metric paceline:cost_per_million_tokens",
+    )
     add_engine_options(parser)
+    add_admission_options(parser)
     parser.set_defaults(run=run)
+
+
+def slo_class(text: str) -> Slo:
+    """``NAME=ttft:MS,tpot:MS,deadline:MS,queue_ttl:MS,best-effort``, all targets optional."""
+    name, _, targets = text.partition("=")
+    if not re.fullmatch(r"[\w-]{1,64}", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, - and _")
+    seconds: dict[str, float] = {}
+    best_effort = False
+    for part in filter(None, targets.split(",")):
+        if part == "best-effort":
+            best_effort = True
+            continue
+        target, colon, value = part.partition(":")
+        if target not in ("ttft", "tpot", "deadline", "queue_ttl") or not colon:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is none of ttft:MS, tpot:MS, deadline:MS, queue_ttl:MS, best-effort"
+            )
+        seconds[target] = bounded_float(0.001)(value) / 1e3
+    try:
+        return Slo(slo_class=name, best_effort=best_effort, **seconds)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,7 +185,10 @@ def run(args: argparse.Namespace) -> int:
             drain_timeout=args.drain_timeout,
             max_body_bytes=args.max_body_size,
             default_sampling=default_sampling(settings),
+            slo_classes={each.slo_class: each for each in args.slo_class},
+            price_per_hour=args.price_per_hour,
             trust_request_chat_template=args.trust_request_chat_template,
+            tool_call_parser=args.tool_call_parser,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))

@@ -49,6 +49,18 @@ class EngineSettings:
     best_effort_delay_s: float = 60.0
     bypass_window: int = 8
     max_bypasses: int = 64
+    best_effort_step_s: float = 0.05
+    future_memory_check: bool = True
+    pace_admission: bool = True
+    relegate_late: bool = True
+    # None: unlimited, as suits work that is all at hand (paceline generate)
+    max_num_waiting: int | None = None
+    max_predicted_wait_s: float | None = None
+    queue_timeout_s: float | None = None
+    preemption: str = "auto"
+    # host memory for swapped KV blocks; None: half the KV cache's size
+    swap_bytes: int | None = None
+    pressure_threshold: float = 1.0
     pipeline_depth: int = 2
     # processor threads of the backend; None: as many as this process may use
     threads: int | None = None

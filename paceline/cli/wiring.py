@@ -73,6 +73,11 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         block_size=settings.block_size,
         max_model_len=_NULL_MODEL_LEN,
         step_time=settings.null_step_time,
+        num_host_blocks=(
+            num_blocks // 2
+            if settings.swap_bytes is None
+            else settings.swap_bytes // (8 * settings.block_size)
+        ),
     )
 
 
@@ -91,6 +96,7 @@ def _torch_backend(settings: EngineSettings) -> ModelBackend:
         max_num_seqs=settings.max_num_seqs,
         threads=settings.threads,
         compute=settings.compute,
+        swap_bytes=settings.swap_bytes,
     )
 
 
@@ -124,7 +130,9 @@ def choose_max_model_len(
 
 def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     """A loaded engine, ready to step, and its description. The caller closes the core."""
+    from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
+    from paceline.engine.grammar import GrammarCompiler
     from paceline.engine.loop import engine_info
     from paceline.engine.recorder import FileRecorder
 
@@ -141,12 +149,25 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
             num_blocks=info.num_blocks,
             enable_prefix_caching=settings.enable_prefix_caching,
             watermark=settings.watermark,
+            num_host_blocks=info.num_host_blocks,
+            swap_block_seconds=info.swap_block_seconds,
         )
+        matchers = None
+        if isinstance(backend, ConstrainedBackend):
+            # loads the tokenizer when the first grammar comes
+            matchers = GrammarCompiler(lambda: build_tokenizer(settings))
         depth = settings.pipeline_depth
         recorder = None
         if settings.record is not None:
             recorder = FileRecorder(Path(settings.record), scheduler, cache, depth)
-        core = EngineCore(backend, scheduler, cache, pipeline_depth=depth, recorder=recorder)
+        core = EngineCore(
+            backend,
+            scheduler,
+            cache,
+            pipeline_depth=depth,
+            matchers=matchers,
+            recorder=recorder,
+        )
     except BaseException:
         backend.close()
         raise
@@ -166,6 +187,15 @@ def _scheduler_config(settings: EngineSettings, max_model_len: int) -> Scheduler
         best_effort_delay_s=settings.best_effort_delay_s,
         bypass_window=settings.bypass_window,
         max_bypasses=settings.max_bypasses,
+        best_effort_step_s=settings.best_effort_step_s,
+        future_memory_check=settings.future_memory_check,
+        pace_admission=settings.pace_admission,
+        relegate_late=settings.relegate_late,
+        max_num_waiting=settings.max_num_waiting,
+        max_predicted_wait_s=settings.max_predicted_wait_s,
+        queue_timeout_s=settings.queue_timeout_s,
+        preemption=settings.preemption,
+        pressure_threshold=settings.pressure_threshold,
     )
 
 

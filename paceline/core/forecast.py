@@ -93,7 +93,7 @@ class MemoryOutlook:
         """Tokens whose place it takes now, at least, and tokens to come."""
         num_output = request.num_tokens - request.num_prompt_tokens
         if request.predicted_output <= num_output:
-            request.predicted_output = self._work.output_tokens(request, _LENGTH_QUANTILE)
+            request.predicted_output = self._work.expected_tokens(request, _LENGTH_QUANTILE)
         now = request.num_tokens + self._block_size - 1
         return now - now % self._block_size, request.predicted_output - num_output
 

@@ -17,6 +17,10 @@ from collections.abc import Hashable
 __all__ = ["LengthHistory"]
 
 
+# tokens of an output of which nothing is known
+_PRIOR = 256
+
+
 class _Window:
     """The last ``size`` values, sorted."""
 
@@ -57,6 +61,17 @@ class LengthHistory:
 
         Always in ``(num_output, max_tokens]``, and ``max_tokens`` while nothing is known.
         """
+        known = self._quantile(label, num_output, max_tokens, q)
+        return max_tokens if known is None else known
+
+    def expect(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int:
+        """Like ``predict``, but where nothing is known, or nothing so long was ever seen, twice
+        what there is: few callers who allow thousands of tokens get them, and memory kept for all
+        who might would lie idle."""
+        known = self._quantile(label, num_output, max_tokens, q)
+        return min(max_tokens, max(_PRIOR, 2 * num_output)) if known is None else known
+
+    def _quantile(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int | None:
         window = self._labels.get(label)
         if window is None or len(window.values) < self._min_samples:
             window = self._all
@@ -64,6 +79,6 @@ class LengthHistory:
         first = bisect_right(values, num_output)
         longer = len(values) - first
         if len(values) < self._min_samples or longer == 0:
-            return max_tokens
+            return None
         value = values[first + min(int(q * longer), longer - 1)]
         return min(max(value, num_output + 1), max_tokens)

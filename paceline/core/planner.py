@@ -275,7 +275,7 @@ class Planner:
         while (request := self._waiting.peek()) is not None:
             if request.slo.best_effort and not best_effort:
                 break
-            if draft.budget <= 0 or num_late >= _MAX_RELEGATED:
+            if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
                 break
             if len(self.running) >= self._config.max_num_seqs:

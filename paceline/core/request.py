@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import Grammar
 from paceline.core.slo import NO_SLO, Slo
 
 __all__ = [
+    "MAX_BAD_WORDS",
     "MAX_LOGPROBS",
     "MAX_STOP_TOKENS",
     "FinishReason",
@@ -30,6 +32,8 @@ __all__ = [
 
 MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 128
+# token sequences, and tokens of all of them together
+MAX_BAD_WORDS: Final = (256, 4096)
 _SEED_RANGE: Final = 2**63
 
 
@@ -91,6 +95,14 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
     # stop and eos ids cannot be sampled before this many output tokens
     min_tokens: int = 0
+    # what the output must look like
+    grammar: Grammar | None = None
+    # nothing else is sampled, not even what ends the output; None: everything may be
+    allowed_token_ids: frozenset[int] | None = None
+    # the last token of such a sequence is not sampled after its others
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    # None: none; k: of each prompt token its own and the k likeliest tokens' log-probabilities
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         finite = (-1e6, 1e6)
@@ -129,6 +141,24 @@ class SamplingParams:
             f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}",
             "logprobs",
         )
+        _require(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.prompt_logprobs}",
+            "prompt_logprobs",
+        )
+        _require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids is empty: nothing could be sampled",
+            "allowed_token_ids",
+        )
+        total = sum(map(len, self.bad_words))
+        _require(
+            len(self.bad_words) <= MAX_BAD_WORDS[0] and total <= MAX_BAD_WORDS[1],
+            f"bad_words come to {len(self.bad_words)} sequences of {total} tokens; at most "
+            f"{MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} tokens together",
+            "bad_words",
+        )
+        _require(all(self.bad_words), "bad_words holds an empty word", "bad_words")
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKENS,
             f"at most {MAX_STOP_TOKENS} stop_token_ids, got {len(self.stop_token_ids)}",

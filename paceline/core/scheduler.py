@@ -190,6 +190,8 @@ class Scheduler:
     def _drop_expired(self, now: float) -> None:
         for request in self._admission.expired(now):
             if request.first_scheduled_time is None and request in self._waiting:
+                for fork in [fork for fork in self._forks if fork.fork_of == request.request_id]:
+                    self._finish(fork, FinishReason.ABORT)
                 predicted = self._predict_ttft(request)
                 self._expired.append(self._admission.expiry(request, now, predicted))
                 self._finish(request, FinishReason.ABORT)

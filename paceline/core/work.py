@@ -34,6 +34,11 @@ class WorkEstimator:
         num_output = request.num_tokens - request.num_prompt_tokens
         return self._lengths.predict(label_of(request), num_output, request.sampling.max_tokens, q)
 
+    def expected_tokens(self, request: Request, q: float) -> int:
+        """The same, less careful where nothing is known (``LengthHistory.expect``)."""
+        num_output = request.num_tokens - request.num_prompt_tokens
+        return self._lengths.expect(label_of(request), num_output, request.sampling.max_tokens, q)
+
     def prompt_seconds(self, num_tokens: int) -> float:
         """Seconds to compute that many prompt tokens in one step of their own."""
         if not self._step_time.ready:

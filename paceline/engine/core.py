@@ -14,6 +14,7 @@ from paceline.core.admission import Expired
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, SchedulerStats, StepResult
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
@@ -31,6 +32,7 @@ class EngineCore:
             is done; 2 plans step N+1 while step N runs.
         clock: seconds, monotonic.
         recorder: told of every request and step; owned from here on.
+        matchers: compiles grammars, owned from here on; None: structured output is not served.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class EngineCore:
         pipeline_depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
+        matchers: MatcherSource | None = None,
     ) -> None:
         info = backend.info
         if cache.block_size != info.block_size or cache.num_blocks > info.num_blocks:
@@ -56,6 +59,11 @@ class EngineCore:
             )
         if pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")
+        if matchers is not None:
+            if not isinstance(backend, ConstrainedBackend):
+                raise ConfigError(f"the backend {info.name} cannot apply grammars")
+            backend.constrain(matchers)
+        self.matchers = matchers
         self.scheduler = Scheduler(scheduler, cache)
         self._backend = backend
         self._depth = pipeline_depth
@@ -146,6 +154,8 @@ class EngineCore:
         """Wait for running steps and close the backend. Idempotent."""
         while self._in_flight:
             self._in_flight.popleft()[2].exception()
+        if self.matchers is not None:
+            self.matchers.close()
         self._backend.close()
         if self._recorder is not None:
             self._recorder.close()

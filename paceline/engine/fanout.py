@@ -13,13 +13,18 @@ from paceline.core.request import Request, SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.types import GenerationRequest
 
-__all__ = ["add_to_core", "choice_id", "choice_ids"]
+__all__ = ["add_to_core", "choice_id", "choice_ids", "request_of"]
 
 _SEEDS = 2**64
 
 
 def choice_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
+
+
+def request_of(choice: str) -> str:
+    """The request that a choice belongs to."""
+    return choice.rpartition("/")[0]
 
 
 def choice_ids(request: GenerationRequest) -> tuple[str, ...]:
@@ -68,6 +73,8 @@ def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         "prompt": request.prompt_token_ids,
         "logit_bias": [token_id for token_id, _ in request.sampling.logit_bias],
         "stop_token_ids": request.sampling.stop_token_ids,
+        "allowed_token_ids": request.sampling.allowed_token_ids or (),
+        "bad_words": [token_id for word in request.sampling.bad_words for token_id in word],
     }
     for param, token_ids in ids.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final
 
-from paceline.core.errors import EngineDeadError, RequestError
+from paceline.core.errors import EngineDeadError, InvalidRequestError, RequestError
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
-from paceline.engine.fanout import add_to_core
+from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
@@ -107,11 +107,27 @@ class LLM:
         except RequestError as error:
             return _refused(request, error)
         try:
+            self._compile(request)
             add_to_core(self._core, request)
         except RequestError as error:
             self._processor.discard(request.request_id)
             return _refused(request, error)
         return None
+
+    def _compile(self, request: GenerationRequest) -> None:
+        """Get a request's grammar ready; nobody else waits meanwhile, so it is done here."""
+        grammar, matchers = request.sampling.grammar, self._core.matchers
+        if grammar is None:
+            return
+        if matchers is None:
+            raise InvalidRequestError("this engine does not serve structured output", grammar.field)
+        try:
+            matchers.prepare(grammar).result(matchers.timeout)
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"{grammar.field}: the grammar was not compiled within {matchers.timeout:.1f} s",
+                grammar.field,
+            ) from None
 
     def _step(self) -> Iterator[GenerationOutput]:
         if not self._processor.num_unfinished:
@@ -120,7 +136,12 @@ class LLM:
             raise EngineDeadError(
                 f"the engine forgot {self._processor.num_unfinished} unfinished requests"
             )
-        processed = self._processor.process(self._core.step(), time.monotonic())
+        updates = self._core.step()
+        for expired in self._core.take_expired():
+            request = self._processor.request(request_of(expired.request_id))
+            self._processor.discard(request.request_id)
+            yield _refused(request, expired.error)
+        processed = self._processor.process(updates, time.monotonic())
         self._core.abort(processed.to_abort)
         yield from processed.outputs
 

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.engine.core import EngineCore
-from paceline.engine.fanout import add_to_core
+from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.messages import (
     Abort,
     Add,
@@ -29,12 +29,15 @@ from paceline.engine.messages import (
     Refused,
     Shutdown,
 )
+from paceline.engine.readiness import Readiness
 from paceline.engine.types import EngineInfo, EngineStats
 
 __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 
 # seconds between beats of an idle engine
 _BEAT: Final = 1.0
+# seconds between looks at requests that wait for their grammar, while nothing else is to be done
+_READINESS: Final = 0.002
 # quiet seconds before an idle engine looks itself over, so that no request waits for that
 _QUIET: Final = 0.05
 
@@ -66,6 +69,7 @@ class EngineLoop:
         self._inbox = inbox
         self._send = send
         self._clock = clock
+        self._readiness = Readiness(core.matchers)
         # news of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
         # steps whose token counts were not sent yet
@@ -87,9 +91,14 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     return message
                 self._handle(message)
+            if self._readiness:
+                self._admit_ready()
             if self._core.has_work:
                 checked = False
                 self._step()
+            elif self._readiness and not self._updates:
+                # soon something to do: neither a beat nor a look over
+                continue
             elif messages or checked:
                 self._flush()
             else:
@@ -99,6 +108,8 @@ class EngineLoop:
     def _patience(self, busy: bool, checked: bool) -> float:
         """Seconds to wait for a message: none while there is something to compute."""
         if not busy:
+            if self._readiness:
+                return _READINESS
             return _BEAT if checked else _QUIET
         wake_at = self._core.wake_at
         return 0.0 if wake_at is None else min(_BEAT, max(0.0, wake_at - self._clock()))
@@ -106,18 +117,31 @@ class EngineLoop:
     def _step(self) -> None:
         steps = self._core.num_steps
         self._updates += self._core.step()
+        for expired in self._core.take_expired():
+            self._send(Refused.of(request_of(expired.request_id), expired.error))
         if self._core.num_steps > steps:
             self._iteration_tokens.append(self._core.last_step_tokens)
         self._flush()
 
     def _handle(self, message: Add | Abort) -> None:
         if isinstance(message, Abort):
+            self._updates += self._readiness.abort(message.request_ids)
             self._updates += self._core.abort(message.request_ids)
             return
         try:
-            add_to_core(self._core, message.request)
+            if not self._readiness.hold(message.request, self._clock()):
+                add_to_core(self._core, message.request)
         except RequestError as error:
             self._send(Refused.of(message.request.request_id, error))
+
+    def _admit_ready(self) -> None:
+        for request, refusal in self._readiness.take(self._clock()):
+            try:
+                if refusal is not None:
+                    raise refusal
+                add_to_core(self._core, request)
+            except RequestError as error:
+                self._send(Refused.of(request.request_id, error))
 
     def _flush(self) -> None:
         stats = engine_stats(self._core, self._clock(), self._iteration_tokens)
@@ -142,6 +166,15 @@ def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) 
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,
         num_recomputed_tokens=stats.num_recomputed_tokens,
+        num_swapped_out_blocks=stats.num_swapped_out_blocks,
+        num_swapped_in_blocks=stats.num_swapped_in_blocks,
+        num_relegated=stats.num_relegated,
+        num_discarded_tokens=stats.num_discarded_tokens,
+        refused=stats.refused,
+        waited=stats.waited,
+        pressure_level=stats.pressure_level,
+        predicted_step_seconds=stats.predicted_step_seconds,
+        actual_step_seconds=stats.actual_step_seconds,
         iteration_tokens=tuple(iteration_tokens),
     )
 

@@ -88,7 +88,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """A request was refused at the door; no other message names it."""
+    """A request was refused, at the door or before it was started; no other message names it."""
 
     request_id: str
     # key of _REQUEST_ERRORS
@@ -96,16 +96,21 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
     message: str
     param: str | None
     retry_after: float
+    # of a QueueFullError
+    reason: str
 
     @classmethod
     def of(cls, request_id: str, error: RequestError) -> Refused:
-        retry_after = error.retry_after if isinstance(error, QueueFullError) else 0.0
-        return cls(request_id, type(error).__name__, str(error), error.param, retry_after)
+        retry_after, reason = 0.0, ""
+        if isinstance(error, QueueFullError):
+            retry_after, reason = error.retry_after, error.reason
+        kind = type(error).__name__
+        return cls(request_id, kind, str(error), error.param, retry_after, reason)
 
     def error(self) -> RequestError:
         """The exception the engine raised, again."""
         if self.kind == QueueFullError.__name__:
-            return QueueFullError(self.message, self.retry_after)
+            return QueueFullError(self.message, self.retry_after, self.reason)
         return _REQUEST_ERRORS.get(self.kind, RequestError)(self.message, self.param)
 
 

@@ -172,6 +172,7 @@ class _Choice:
             finish_reason=None if reason is None else reason.value,
             stop_reason=update.stop_reason if stop is None else stop,
             error=update.error,
+            timeline=update.timeline,
         )
 
 
@@ -213,6 +214,10 @@ class OutputProcessor:
         self._requests[request.request_id] = owner
         for index, choice in enumerate(ids):
             self._choices[choice] = _Choice(owner, index, self._tokenizer)
+
+    def request(self, request_id: str) -> GenerationRequest:
+        """An unfinished request. KeyError if it is not one."""
+        return self._requests[request_id].request
 
     def unfinished_choices(self, request_id: str) -> tuple[str, ...]:
         """Ids of the choices that have not ended; () for an unknown request."""

@@ -10,8 +10,8 @@ One JSON object a line. The first is a header, the last counts what was left out
      "preemptions": 0, "end": "length", "max_tokens": 64, "slo": {...}, "tenant": "", "priority": 0}
     {"end": true, "steps": 900, "requests": 40, "dropped": 0}
 
-Times are seconds of the engine's clock. ``rows`` lists rows of several tokens; rows of one token are
-counted, with the positions before them summed and the most of one row. The step loop only puts
+Times are seconds of the engine's clock. ``rows`` lists rows of several tokens; rows of one token
+are counted, with the positions before them summed and the most of one row. The step loop only puts
 references on a bounded queue; a thread formats and writes. When the queue is full a record is
 dropped, and counted.
 

@@ -17,7 +17,9 @@ from typing import Any, Final
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.engine.core import EngineCore
+from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.loop import engine_info
 from paceline.engine.protocol import Tokenizer
@@ -52,6 +54,11 @@ class ByteTokenizer:
     @property
     def special_token_ids(self) -> frozenset[int]:
         return frozenset(self.SPECIAL)
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """None: what it does is code."""
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = [self.BOS] if add_special_tokens else []
@@ -104,14 +111,19 @@ def null_core(
     *,
     pipeline_depth: int = 2,
     enable_prefix_caching: bool = True,
+    tokenizer: Tokenizer | None = None,
     **scheduler: Any,
 ) -> EngineCore:
     """An EngineCore that uses all of ``backend``.
 
     Args:
+        tokenizer: what grammars are compiled for; ByteTokenizer if there is none.
         scheduler: fields of SchedulerConfig.
     """
     info = backend.info
+    matchers: MatcherSource | None = None
+    if isinstance(backend, ConstrainedBackend):
+        matchers = GrammarCompiler(lambda: tokenizer or ByteTokenizer())
     return EngineCore(
         backend,
         SchedulerConfig(**({"max_model_len": info.max_model_len} | scheduler)),
@@ -121,6 +133,7 @@ def null_core(
             enable_prefix_caching=enable_prefix_caching,
         ),
         pipeline_depth=pipeline_depth,
+        matchers=matchers,
     )
 
 
@@ -137,7 +150,7 @@ def null_client(
     Args:
         core: arguments of ``null_core``.
     """
-    engine = null_core(backend, **core)
+    engine = null_core(backend, tokenizer=tokenizer, **core)
     return LocalEngineClient(
         engine,
         engine_info(engine, model),

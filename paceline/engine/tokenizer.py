@@ -71,6 +71,10 @@ class HFTokenizer:
         return self._special
 
     @property
+    def chat_template_source(self) -> str | None:
+        return self._template.source(has_tools=True)
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template.source(has_tools=False) is not None
 

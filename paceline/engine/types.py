@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.core.outputs import TokenLogprobs
+from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.request import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 
@@ -20,6 +20,7 @@ __all__ = [
     "GenerationOutput",
     "GenerationRequest",
     "RequestTimes",
+    "Timeline",
     "TokenLogprobs",
 ]
 
@@ -61,6 +62,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     # set with finish_reason "error"
     error: str | None = None
+    # set with any finish_reason that is the engine's
+    timeline: Timeline | None = None
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,5 +126,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_recomputed_tokens: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_relegated: int = 0
+    num_discarded_tokens: int = 0
+    # requests refused, by QueueFullError.reason
+    refused: tuple[tuple[str, int], ...] = ()
+    # seconds the head of the queue was held up, by reason
+    waited: tuple[tuple[str, float], ...] = ()
+    # of the memory-pressure valve, 0 to 4
+    pressure_level: int = 0
+    # of all steps whose time was predicted
+    predicted_step_seconds: float = 0.0
+    actual_step_seconds: float = 0.0
     # tokens computed in each step since the last snapshot
     iteration_tokens: tuple[int, ...] = ()

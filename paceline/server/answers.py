@@ -10,7 +10,7 @@ from secrets import token_hex
 from paceline.core.request import SamplingParams
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest, TokenLogprobs
 from paceline.server.protocol import GenerationOptions
-from paceline.server.wire import Usage
+from paceline.server.wire import Explanation, Usage
 
 __all__ = ["AnswerHead", "Choice", "UsageCount", "collect", "generation_request"]
 
@@ -36,10 +36,12 @@ class AnswerHead:
 
 
 class UsageCount:
-    """Token counts of an answer, over all its prompts."""
+    """Token counts of an answer, over all its prompts; and what became of its choices, if
+    ``explain`` is set."""
 
-    def __init__(self, num_prompts: int) -> None:
+    def __init__(self, num_prompts: int, *, explain: bool = False) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
+        self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
 
     def update(self, index: int, output: GenerationOutput) -> None:
         self._rows[index] = (
@@ -47,10 +49,21 @@ class UsageCount:
             output.num_output_tokens,
             output.num_cached_tokens,
         )
+        if self._timelines is None:
+            return
+        times = output.times
+        ttft = None if times is None else times.first_token - times.arrival
+        for delta in output.choices:
+            if delta.timeline is not None:
+                explained = Explanation.of(delta.timeline, ttft)
+                self._timelines[index, delta.index] = explained
 
     def usage(self) -> Usage:
         prompt, completion, cached = (sum(column) for column in zip(*self._rows, strict=True))
-        return Usage.of(prompt, completion, cached)
+        if self._timelines is None:
+            return Usage.of(prompt, completion, cached)
+        timeline = [self._timelines[key] for key in sorted(self._timelines)]
+        return Usage.of(prompt, completion, cached, timeline)
 
 
 @dataclass(slots=True)
@@ -73,11 +86,15 @@ class Choice:
 
 
 async def collect(
-    outputs: AsyncIterator[tuple[int, GenerationOutput]], num_prompts: int, n: int
+    outputs: AsyncIterator[tuple[int, GenerationOutput]],
+    num_prompts: int,
+    n: int,
+    *,
+    explain: bool,
 ) -> tuple[list[Choice], Usage]:
     """Everything to the end. Choice ``c`` of prompt ``p`` is at ``p * n + c``."""
     choices = [Choice() for _ in range(num_prompts * n)]
-    count = UsageCount(num_prompts)
+    count = UsageCount(num_prompts, explain=explain)
     async for index, output in outputs:
         count.update(index, output)
         for delta in output.choices:

@@ -21,18 +21,25 @@ from paceline.server.service import Service
 from paceline.server.sse import DONE, event
 from paceline.server.wire import (
     UNSET,
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
     UnsetType,
     Usage,
     encode,
 )
 
 __all__ = ["ChatStream", "chat_answer", "chat_events"]
+
+# a chunk that carries news other than text still has a delta with content, as ever
+_NOTHING = ChatDelta(content="")
 
 
 async def chat_events(
@@ -61,7 +68,7 @@ async def chat_answer(
     prompt, outputs = await _start(service, request, head, arrival)
     options = request.options
     async with aclosing(outputs):
-        choices, usage = await collect(outputs, 1, options.n)
+        choices, usage = await collect(outputs, 1, options.n, explain=options.explain)
     writer = _writer(request, service.client.tokenizer)
     return encode(
         ChatAnswer(
@@ -90,6 +97,7 @@ async def _start(
         options,
         max_model_len=max_model_len,
         default_max_tokens=None if default is None else int(default),
+        bad_words=await service.prompts.bad_words(options.bad_words),
     )
     engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
     return prompt, service.run((engine_request,))
@@ -111,11 +119,25 @@ def _role(request: ChatRequest) -> str:
 def _choice(index: int, choice: Choice, request: ChatRequest, writer: TokenWriter) -> ChatChoice:
     options = request.options
     wanted = options.sampling.logprobs is not None
+    content: str | None = "".join(choice.text)
+    calls: tuple[ToolCall, ...] = ()
+    reason = choice.finish_reason
+    plan = request.template.tools
+    if plan is not None and plan.calls:
+        collector = plan.collector()
+        content, _ = collector.push(content or "", last=True)
+        calls = tuple(
+            ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
+            for call in collector.calls
+        )
+        if calls and not content:
+            content = None
+        reason = plan.finish_reason(reason, called=bool(calls))
     return ChatChoice(
         index=index,
-        message=ChatMessage(role=_role(request), content="".join(choice.text)),
+        message=ChatMessage(role=_role(request), content=content, tool_calls=calls),
         logprobs=chat_logprobs(choice.logprobs, writer) if wanted else None,
-        finish_reason=choice.finish_reason,
+        finish_reason=reason,
         stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if options.return_token_ids else None,
     )
@@ -134,8 +156,11 @@ class ChatStream:
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._usage = UsageCount(1)
+        self._usage = UsageCount(1, explain=options.explain)
         self._begun = False
+        plan = request.template.tools
+        self._plan = plan if plan is not None and plan.calls else None
+        self._collectors = [self._plan.collector() for _ in range(options.n)] if self._plan else []
 
     def events(self, output: GenerationOutput) -> bytes:
         """The events of one delivery, preceded by the role chunks if it is the first one.
@@ -148,8 +173,9 @@ class ChatStream:
             self._begun = True
             data = self._begin()
         for delta in output.choices:
-            if delta.text or delta.finish_reason or self._tells_tokens(delta):
-                data += self._chunk(self._delta(delta))
+            part = self._part(delta)
+            if part is not _NOTHING or delta.finish_reason or self._tells_tokens(delta):
+                data += self._chunk(self._delta(delta, part))
         return data
 
     def end(self) -> bytes:
@@ -180,17 +206,41 @@ class ChatStream:
             self._wants_ids or self._continuous or self._writer is not None
         )
 
-    def _delta(self, delta: ChoiceDelta) -> ChatChunkChoice:
-        finished = delta.finish_reason is not None
+    def _part(self, delta: ChoiceDelta) -> ChatDelta:
+        """What a delivery adds to the message; ``_NOTHING`` where that is nothing."""
+        if self._plan is None:
+            return ChatDelta(content=delta.text) if delta.text else _NOTHING
+        collector = self._collectors[delta.index]
+        content, pieces = collector.push(delta.text, last=delta.finish_reason is not None)
+        if not pieces:
+            return ChatDelta(content=content) if content else _NOTHING
+        calls = [
+            ToolCallDelta(
+                index=piece.index,
+                id=UNSET if piece.name is None else collector.calls[piece.index].id,
+                type=UNSET if piece.name is None else "function",
+                function=FunctionDelta(
+                    name=UNSET if piece.name is None else piece.name, arguments=piece.arguments
+                ),
+            )
+            for piece in pieces
+        ]
+        return ChatDelta(content=content or UNSET, tool_calls=calls)
+
+    def _delta(self, delta: ChoiceDelta, part: ChatDelta) -> ChatChunkChoice:
+        reason = delta.finish_reason
+        if self._plan is not None:
+            called = bool(self._collectors[delta.index].calls)
+            reason = self._plan.finish_reason(reason, called=called)
         logprobs = None
         if self._writer is not None and delta.logprobs:
             logprobs = chat_logprobs(delta.logprobs, self._writer)
         return ChatChunkChoice(
             index=delta.index,
-            delta=ChatDelta(content=delta.text),
+            delta=part,
             logprobs=logprobs,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason if finished else UNSET,
+            finish_reason=reason,
+            stop_reason=delta.stop_reason if reason is not None else UNSET,
             token_ids=delta.token_ids if self._wants_ids else UNSET,
         )
 

@@ -62,7 +62,7 @@ async def completion_answer(
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
     async with aclosing(outputs):
-        choices, usage = await collect(outputs, len(prompts), n)
+        choices, usage = await collect(outputs, len(prompts), n, explain=request.options.explain)
     echoes = await _echoes(service, request, prompts)
     writer = _writer(request, service.client.tokenizer)
     return encode(
@@ -89,10 +89,15 @@ async def _start(
         truncated(prompt, options, max_model_len)
         for prompt in await service.prompts.completion(request)
     ]
+    bad_words = await service.prompts.bad_words(options.bad_words)
     requests = []
     for index, prompt in enumerate(prompts):
         sampling = sampling_for(
-            prompt, options, max_model_len=max_model_len, default_max_tokens=int(default)
+            prompt,
+            options,
+            max_model_len=max_model_len,
+            default_max_tokens=int(default),
+            bad_words=bad_words,
         )
         request_id = head.engine_id(index)
         requests.append(generation_request(request_id, prompt, sampling, options, arrival))
@@ -161,7 +166,7 @@ class CompletionStream:
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._usage = UsageCount(len(prompts))
+        self._usage = UsageCount(len(prompts), explain=request.options.explain)
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice

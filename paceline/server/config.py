@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
+from paceline.core.slo import Slo
+from paceline.server.tool_formats import TOOL_FORMATS
 
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
@@ -40,6 +42,12 @@ class ServerConfig:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     # render templates that requests bring along: a hostile one can loop for ever
     trust_request_chat_template: bool = False
+    # targets by name, beside or instead of the built-in classes
+    slo_classes: Mapping[str, Slo] = field(default_factory=dict)
+    # what the machine costs, in any currency; 0: cost is not reported
+    price_per_hour: float = 0.0
+    # how the model writes tool calls, a name of tool_formats; None: as its chat template says
+    tool_call_parser: str | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
 
@@ -54,9 +62,18 @@ class ServerConfig:
             math.isfinite(self.drain_timeout) and self.drain_timeout >= 0,
             f"drain_timeout must be 0 or more seconds, got {self.drain_timeout}",
         )
+        _require(
+            math.isfinite(self.price_per_hour) and self.price_per_hour >= 0,
+            f"price_per_hour must be 0 or more, got {self.price_per_hour}",
+        )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, got {value}")
+        _require(
+            self.tool_call_parser is None or self.tool_call_parser in TOOL_FORMATS,
+            f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
+            f"got {self.tool_call_parser!r}",
+        )
         unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})
         _require(not unknown, f"default_sampling does not know {unknown}")
         try:

@@ -73,6 +73,8 @@ class Reply:
     param: str | None = None
     # seconds for the Retry-After header
     retry_after: int | None = None
+    # why a request was dropped, for llm-d's header
+    dropped: str | None = None
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -98,7 +100,8 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
         case UnknownModelError():
             return Reply(404, str(error), error.param)
         case QueueFullError():
-            return Reply(429, str(error), retry_after=_seconds(error.retry_after))
+            wait = _seconds(error.retry_after)
+            return Reply(429, str(error), retry_after=wait, dropped=error.reason)
         case RequestError():
             return Reply(400, str(error), error.param)
         case EngineDrainingError():
@@ -130,6 +133,8 @@ def error_body(reply: Reply) -> bytes:
 
 def error_response(reply: Reply) -> Response:
     headers = {} if reply.retry_after is None else {"Retry-After": str(reply.retry_after)}
+    if reply.dropped is not None:
+        headers["x-llm-d-request-dropped-reason"] = reply.dropped
     return Response(
         error_body(reply),
         status_code=reply.status,

@@ -9,7 +9,7 @@ import msgspec
 from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import show
 
-__all__ = ["parse_messages", "parse_tools"]
+__all__ = ["parse_messages"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS: Final = {
@@ -134,16 +134,3 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             )
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
-
-
-def parse_tools(tools: list[Any]) -> list[dict[str, Any]]:
-    """Tool definitions as templates print them; checked for shape only."""
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if type(tool) is dict else None
-        if type(function) is not dict or type(function.get("name")) is not str:
-            raise InvalidRequestError(
-                f"tools[{index}] must be an object with type 'function' and function.name, "
-                f"got {show(tool)}",
-                "tools",
-            )
-    return tools

@@ -11,7 +11,8 @@ counts deliveries of tokens of one choice.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -56,14 +57,25 @@ class ServerMetrics(Collector):
         model_name: the label's value; names that callers send never become labels.
     """
 
-    def __init__(self, info: EngineInfo, stats: Callable[[], EngineStats], model_name: str) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        stats: Callable[[], EngineStats],
+        model_name: str,
+        *,
+        price_per_hour: float = 0.0,
+    ) -> None:
         self._info = info
+        self._price_per_hour = price_per_hour
+        self._started = time.monotonic()
         self._stats = stats
         self._labels = (model_name, _ENGINE)
         counts = series_1_2_5(info.max_model_len)
         # by class: requests that met every target they had
         self.goodput_requests: Counter[str] = Counter()
-        # by class and kind: "ttft", "tpot", "deadline", "unfinished"
+        # by class: all requests that ended, however
+        self.judged_requests: Counter[str] = Counter()
+        # by class and kind: "ttft", "tpot", "deadline", "unfinished", "refused"
         self.slo_violations: Counter[tuple[str, str]] = Counter()
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token_latency = Histogram(TOKEN_TIME_BUCKETS)
@@ -79,6 +91,10 @@ class ServerMetrics(Collector):
         self.request_max_num_generation_tokens = Histogram(counts)
         self.request_params_n = Histogram(N_BUCKETS)
         self.request_params_max_tokens = Histogram(counts)
+        # seconds that finished choices waited to be started, by reason
+        self.waited: defaultdict[str, float] = defaultdict(float)
+        # |predicted - actual| time to first token of requests that had a prediction
+        self.ttft_prediction_error = Histogram(TTFT_BUCKETS)
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
@@ -197,6 +213,14 @@ class ServerMetrics(Collector):
         for slo_class, count in self.goodput_requests.items():
             goodput.add_metric((*self._labels, slo_class), count)
         yield goodput
+        judged = CounterMetricFamily(
+            "paceline:slo_requests",
+            "Requests that ended, refused ones too: goodput_requests / slo_requests is attainment.",
+            labels=(*_LABELS, "slo_class"),
+        )
+        for slo_class, count in self.judged_requests.items():
+            judged.add_metric((*self._labels, slo_class), count)
+        yield judged
         violations = CounterMetricFamily(
             "paceline:slo_violations",
             "Targets missed, by class and kind.",
@@ -205,6 +229,77 @@ class ServerMetrics(Collector):
         for (slo_class, kind), count in self.slo_violations.items():
             violations.add_metric((*self._labels, slo_class, kind), count)
         yield violations
+        yield from self._scheduling(stats)
+
+    def _scheduling(self, stats: EngineStats) -> Iterator[Metric]:
+        """What the scheduler decided and why, and what it cost."""
+        for name, text, label, counts in (
+            ("requests_refused", "Requests refused or dropped.", "reason", dict(stats.refused)),
+            (
+                "queue_held_seconds",
+                "Seconds the head of the queue was held up.",
+                "reason",
+                dict(stats.waited),
+            ),
+            (
+                "request_waited_seconds",
+                "Seconds that finished choices waited to be started.",
+                "reason",
+                self.waited,
+            ),
+            (
+                "wasted_tokens",
+                "Tokens computed again after a preemption, or for nobody.",
+                "cause",
+                {
+                    "recomputed": stats.num_recomputed_tokens,
+                    "discarded": stats.num_discarded_tokens,
+                },
+            ),
+            (
+                "swapped_blocks",
+                "KV blocks moved to and from host memory.",
+                "direction",
+                {"out": stats.num_swapped_out_blocks, "in": stats.num_swapped_in_blocks},
+            ),
+            (
+                "step_seconds",
+                "Time of the steps whose time was predicted.",
+                "kind",
+                {
+                    "predicted": stats.predicted_step_seconds,
+                    "actual": stats.actual_step_seconds,
+                },
+            ),
+        ):
+            family = CounterMetricFamily(f"paceline:{name}", text, labels=(*_LABELS, label))
+            for value, count in counts.items():
+                family.add_metric((*self._labels, value), count)
+            yield family
+        relegated = CounterMetricFamily(
+            "paceline:requests_relegated",
+            "Requests that became best effort because their first token would be late.",
+            labels=_LABELS,
+        )
+        relegated.add_metric(self._labels, stats.num_relegated)
+        yield relegated
+        pressure = GaugeMetricFamily(
+            "paceline:memory_pressure_level",
+            "Of the memory-pressure valve: 0 closed, 4 refusing.",
+            labels=_LABELS,
+        )
+        pressure.add_metric(self._labels, stats.pressure_level)
+        yield pressure
+        if self._price_per_hour:
+            spent = self._price_per_hour * (time.monotonic() - self._started) / 3600.0
+            tokens = self.prompt_tokens + self.generation_tokens
+            cost = GaugeMetricFamily(
+                "paceline:cost_per_million_tokens",
+                "Price of the time since start by tokens served, prompt and output.",
+                labels=_LABELS,
+            )
+            cost.add_metric(self._labels, 1e6 * spent / tokens if tokens else float("nan"))
+            yield cost
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (
@@ -240,6 +335,12 @@ class ServerMetrics(Collector):
             ),
         ):
             yield histogram_family(f"vllm:{name}", text, _LABELS, {self._labels: histogram})
+        yield histogram_family(
+            "paceline:ttft_prediction_error_seconds",
+            "Distance between predicted and actual time to first token.",
+            _LABELS,
+            {self._labels: self.ttft_prediction_error},
+        )
 
     def _http_families(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -316,17 +417,28 @@ class RequestObserver:
             if choice.finish_reason is not None:
                 self._finished[index] = True
                 metrics.finished[choice.finish_reason] += 1
+            if choice.timeline is not None:
+                for reason, seconds in choice.timeline.waited:
+                    metrics.waited[reason] += seconds
+                predicted = choice.timeline.predicted_ttft
+                if predicted is not None and output.times is not None:
+                    actual = output.times.first_token - output.times.arrival
+                    metrics.ttft_prediction_error.observe(abs(predicted - actual))
         if output.finished:
             self._times = output.times
 
-    def close(self, now: float, *, refused: bool = False) -> None:
+    def close(self, now: float, *, refused: bool = False, shed: bool = False) -> None:
         """The end, however it came. Choices that did not end were aborted.
 
-        ``refused``: the engine never took the request, so it counts nowhere.
+        ``refused``: the engine never took the request, so it counts nowhere; unless it was
+        ``shed``, which is a promise not kept.
         """
+        metrics = self._metrics
+        if shed:
+            metrics.judged_requests[self._slo.slo_class] += 1
+            metrics.slo_violations[self._slo.slo_class, "refused"] += 1
         if refused:
             return
-        metrics = self._metrics
         aborted = self._finished.count(False)
         if aborted:
             metrics.finished["abort"] += aborted
@@ -356,6 +468,7 @@ class RequestObserver:
         missed: tuple[str, ...] = ("unfinished",)
         if times is not None and not self._finished.count(False):
             missed = slo.violations(times.arrival, times.first_token, times.last_token, num_output)
+        metrics.judged_requests[slo.slo_class] += 1
         if not missed:
             metrics.goodput_requests[slo.slo_class] += 1
         for kind in missed:

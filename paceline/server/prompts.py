@@ -7,7 +7,7 @@ up the tokens of everybody else; short ones are quicker done on the spot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -16,6 +16,7 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.request import SamplingParams
 from paceline.engine.protocol import Tokenizer
 from paceline.server.protocol import CompletionRequest, GenerationOptions, TemplateOptions
+from paceline.server.tool_calls import with_tools
 
 __all__ = ["PromptMaker", "sampling_for", "truncated"]
 
@@ -31,17 +32,25 @@ class PromptMaker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        # a template that never says "tools" would leave them out
+        source = tokenizer.chat_template_source
+        self._shows_tools = source is None or "tools" in source
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
         """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
 
+        messages = template.messages
+        tools = None if template.tools is None else template.tools.tools
+        if tools and template.chat_template is None and not self._shows_tools:
+            messages, tools = with_tools(messages, tools), None
+
         def render() -> list[int]:
             text = self._tokenizer.render_chat(
-                template.messages,
+                messages,
                 add_generation_prompt=template.add_generation_prompt,
                 continue_final_message=template.continue_final_message,
-                tools=template.tools,
+                tools=tools,
                 chat_template=template.chat_template,
                 template_kwargs=template.template_kwargs,
             )
@@ -66,6 +75,19 @@ class PromptMaker:
 
         size = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
         return await self._run(encode, size)
+
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to keep from being completed: each word at the start of a line and
+        after a space, as the tokenizer spells them, without doubles."""
+        if not words:
+            return ()
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            spelt = (text for word in words for text in (word, f" {word.lstrip()}"))
+            ids = (tuple(self._tokenizer.encode(t, add_special_tokens=False)) for t in spelt)
+            return tuple(dict.fromkeys(ids))
+
+        return await self._run(encode, sum(map(len, words)))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return await self._run(
@@ -105,6 +127,7 @@ def sampling_for(
     *,
     max_model_len: int,
     default_max_tokens: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The request's sampling with its real ``max_tokens`` for this prompt.
 
@@ -135,4 +158,4 @@ def sampling_for(
             "Please shorten the prompt or lower max_tokens.",
             "max_tokens",
         )
-    return replace(options.sampling, max_tokens=wanted)
+    return replace(options.sampling, max_tokens=wanted, bad_words=bad_words)

@@ -13,15 +13,18 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, UnknownModelError
-from paceline.core.request import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from paceline.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.server.fields import Fields, check_integer, check_string, check_token_ids, show
-from paceline.server.messages import parse_messages, parse_tools
+from paceline.server.messages import parse_messages
+from paceline.server.structured import parse_structured
 from paceline.server.targets import parse_slo
+from paceline.server.tool_calls import ToolPlan, parse_tools
+from paceline.server.tool_formats import ToolFormat, detect_format
 from paceline.server.unserved import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
@@ -69,6 +72,9 @@ class RequestRules:
     # see ServerConfig
     default_sampling: Mapping[str, float]
     trust_request_chat_template: bool
+    slo_classes: Mapping[str, Slo]
+    # how the model writes tool calls
+    tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +104,11 @@ class GenerationOptions:
     truncate_prompt_tokens: int | None
     truncation_side: str
     return_token_ids: bool
+    # tell in the usage what became of each choice and why
+    explain: bool
     return_tokens_as_token_ids: bool
+    # not to be said; tokenised with the prompt
+    bad_words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +120,7 @@ class TemplateOptions:
     continue_final_message: bool
     chat_template: str | None
     template_kwargs: dict[str, Any]
-    tools: list[dict[str, Any]] | None
+    tools: ToolPlan | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +160,7 @@ def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> C
         max_tokens=limit,
         max_tokens_name=limit_name,
         logprobs=(top or 0) if wanted else None,
+        tools=template.tools,
         # the template writes them itself
         add_special_tokens=False,
         tenant=tenant,
@@ -179,6 +190,7 @@ def parse_completion(
         max_tokens=fields.integer("max_tokens", 1, _INT32),
         max_tokens_name="max_tokens",
         logprobs=logprobs,
+        tools=None,
         add_special_tokens=True,
         tenant=tenant,
     )
@@ -237,22 +249,8 @@ def parse_template_options(fields: Fields, rules: RequestRules) -> TemplateOptio
         continue_final_message=continue_final,
         chat_template=template,
         template_kwargs=kwargs,
-        tools=_tools(fields),
+        tools=parse_tools(fields, rules.tool_format),
     )
-
-
-def _tools(fields: Fields) -> list[dict[str, Any]] | None:
-    tools = parse_tools(fields.array("tools") or [])
-    choice = fields.raw("tool_choice")
-    if choice is not None and choice != "none" and not tools:
-        raise InvalidRequestError(f"tool_choice={show(choice)} needs tools", "tool_choice")
-    if tools and choice != "none":
-        raise InvalidRequestError(
-            "tool calling is not served yet; tools are accepted with tool_choice 'none' only, "
-            f"got {show(choice or 'auto')}",
-            "tools",
-        )
-    return tools or None
 
 
 def _prompts(value: Any, rules: RequestRules) -> tuple[str | list[int], ...]:
@@ -296,6 +294,7 @@ def _options(
     max_tokens: int | None,
     max_tokens_name: str,
     logprobs: int | None,
+    tools: ToolPlan | None,
     add_special_tokens: bool,
     tenant: str,
 ) -> GenerationOptions:
@@ -310,26 +309,31 @@ def _options(
     if stream_options is not None and not stream:
         raise InvalidRequestError("stream_options needs stream=true", "stream_options")
     include_usage, continuous = _usage_options(stream_options or {})
+    explain = fields.boolean("explain", False)
     return GenerationOptions(
-        sampling=_sampling(fields, rules, max_tokens, logprobs),
+        sampling=_sampling(fields, rules, max_tokens, logprobs, tools),
         max_tokens=max_tokens,
         n=_or(fields.integer("n", 1, rules.max_choices), 1),
         stream=stream,
-        include_usage=include_usage,
+        # the explanation is part of the usage
+        include_usage=include_usage or explain,
         continuous_usage=include_usage and continuous,
         stop=_stop(fields.raw("stop")),
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        # special tokens may be what marks a call
+        skip_special_tokens=fields.boolean("skip_special_tokens", not (tools and tools.calls)),
         priority=_or(fields.integer("priority", -_INT64, _INT64 - 1), 0),
         cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
-        slo=parse_slo(fields.raw("slo")),
+        slo=parse_slo(fields.raw("slo"), rules.slo_classes),
         tenant=tenant,
         request_id=_request_id(fields),
         add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
         truncate_prompt_tokens=_truncation(fields),
         truncation_side=_truncation_side(fields),
+        explain=explain,
         return_token_ids=fields.boolean("return_token_ids", False),
         return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
+        bad_words=_bad_words(fields.array("bad_words") or []),
     )
 
 
@@ -344,7 +348,11 @@ def _usage_options(stream_options: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _sampling(
-    fields: Fields, rules: RequestRules, max_tokens: int | None, logprobs: int | None
+    fields: Fields,
+    rules: RequestRules,
+    max_tokens: int | None,
+    logprobs: int | None,
+    tools: ToolPlan | None,
 ) -> SamplingParams:
     """Ranges of the numbers are checked by SamplingParams itself."""
     default = rules.default_sampling
@@ -358,6 +366,15 @@ def _sampling(
             "stop_token_ids",
         )
     ignore_eos = fields.boolean("ignore_eos", False)
+    grammar = parse_structured(fields)
+    if tools is not None:
+        grammar = tools.grammar(grammar)
+    if grammar is not None and ignore_eos:
+        raise InvalidRequestError(
+            f"ignore_eos cannot go with {grammar.field}: the output ends where the grammar does",
+            "ignore_eos",
+        )
+    allowed = fields.token_ids("allowed_token_ids", rules.vocab_size)
     return SamplingParams(
         max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
         temperature=_or(fields.number("temperature"), default.get("temperature", 1.0)),
@@ -375,6 +392,8 @@ def _sampling(
         stop_token_ids=frozenset(stop_token_ids),
         eos_token_ids=frozenset() if ignore_eos else rules.eos_token_ids,
         min_tokens=min_tokens,
+        grammar=grammar,
+        allowed_token_ids=None if allowed is None else frozenset(allowed),
     )
 
 
@@ -408,6 +427,14 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(values) > _MAX_STOPS:
         raise InvalidRequestError(f"stop may hold {_MAX_STOPS} strings, got {len(values)}", "stop")
     return tuple(check_string(item, "stop", 1, _MAX_STOP_CHARS) for item in values)
+
+
+def _bad_words(values: list[Any]) -> tuple[str, ...]:
+    if len(values) > MAX_BAD_WORDS[0] // 2:
+        raise InvalidRequestError(
+            f"bad_words may hold {MAX_BAD_WORDS[0] // 2} strings, got {len(values)}", "bad_words"
+        )
+    return tuple(check_string(value, "bad_words", 1, _MAX_STOP_CHARS) for value in values)
 
 
 def _request_id(fields: Fields) -> str | None:

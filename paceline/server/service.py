@@ -12,6 +12,7 @@ from typing import Final
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    QueueFullError,
     RequestError,
     RequestFailedError,
 )
@@ -21,6 +22,8 @@ from paceline.server.config import ServerConfig
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.targets import CLASSES
+from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
 __all__ = ["Service", "make_service"]
 
@@ -122,7 +125,7 @@ class Service:
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         observer = RequestObserver(self.metrics, request)
         outputs = self.client.generate(request)
-        end, refused = "abort", False
+        end, refused, shed = "abort", False, False
         try:
             async for output in outputs:
                 observer.output(output, time.monotonic())
@@ -132,9 +135,10 @@ class Service:
                 yield output
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
+            shed = isinstance(error, QueueFullError)
             raise
         finally:
-            observer.close(time.monotonic(), refused=refused)
+            observer.close(time.monotonic(), refused=refused, shed=shed)
             await _close(outputs)
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
@@ -164,7 +168,9 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     """Everything of an app that is fixed once the engine is known."""
     info = client.info
     names = config.served_model_names or (info.model,)
-    metrics = ServerMetrics(info, lambda: client.stats, names[0])
+    metrics = ServerMetrics(
+        info, lambda: client.stats, names[0], price_per_hour=config.price_per_hour
+    )
     _listen(client, metrics)
     return Service(
         client=client,
@@ -178,6 +184,10 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             eos_token_ids=client.tokenizer.eos_token_ids,
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
+            slo_classes=dict(CLASSES) | dict(config.slo_classes),
+            tool_format=TOOL_FORMATS[config.tool_call_parser]
+            if config.tool_call_parser
+            else detect_format(client.tokenizer.chat_template_source),
         ),
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,

@@ -5,8 +5,10 @@
     "slo": "interactive"                                    a class
     "slo": {"ttft_ms": 500, "tpot_ms": 50}                  targets
     "slo": {"class": "batch", "deadline_ms": 600000}        a class with one target changed
+    "slo": {"queue_ttl_ms": 30000}                          drop it if not started by then
 
     x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets, where the body sets none
+    x-llm-d-inference-ttl                                   drop it if not started by then: "30s"
     x-llm-d-inference-fairness-id                           who asks, for the fair policy
 
 The older header names ``x-slo-ttft-ms``, ``x-slo-tpot-ms`` and ``x-gateway-inference-fairness-id``
@@ -15,6 +17,7 @@ mean the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -31,7 +34,11 @@ CLASSES: Final[Mapping[str, Slo]] = {
     "batch": Slo(slo_class="batch", best_effort=True),
 }
 
-_TARGETS: Final = ("ttft_ms", "tpot_ms", "deadline_ms")
+_TARGETS: Final = ("ttft_ms", "tpot_ms", "deadline_ms", "queue_ttl_ms")
+_TTL_HEADER: Final = "x-llm-d-inference-ttl"
+# of a Go duration such as "1m30s", in milliseconds
+_UNITS: Final = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4, "h": 3.6e6}
+_PART: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _MAX_TENANT_CHARS: Final = 128
 _HEADERS: Final = {
     "ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
@@ -47,6 +54,8 @@ def with_headers(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
         value = next((headers[name] for name in names if name in headers), None)
         if value is not None:
             found[target] = _milliseconds(value, names[0])
+    if _TTL_HEADER in headers:
+        found["queue_ttl_ms"] = _duration(headers[_TTL_HEADER])
     if not found:
         return body
     slo = body.get("slo")
@@ -69,10 +78,21 @@ def _milliseconds(value: str, name: str) -> float:
         ) from None
 
 
-def parse_slo(value: Any) -> Slo:
-    """The targets of one request. Raises InvalidRequestError."""
+def _duration(value: str) -> float:
+    """Milliseconds of a Go duration."""
+    parts = _PART.findall(value) if len(value) <= 64 else []
+    if not parts or "".join(number + unit for number, unit in parts) != value:
+        raise InvalidRequestError(
+            f"header {_TTL_HEADER} must be a duration such as 30s or 1m30s, got {show(value)}",
+            _TTL_HEADER,
+        )
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
+    """The targets of one request, given what classes there are. Raises InvalidRequestError."""
     if value is None:
-        return CLASSES["standard"]
+        return classes["standard"]
     if type(value) is str:
         value = {"class": value}
     if type(value) is not dict:
@@ -88,11 +108,11 @@ def parse_slo(value: Any) -> Slo:
         )
     name = value.get("class")
     name = "standard" if name is None else check_string(name, "slo.class", 1, 64)
-    if name not in CLASSES:
+    if name not in classes:
         raise InvalidRequestError(
-            f"slo.class must be one of {', '.join(CLASSES)}, got {show(name)}", "slo.class"
+            f"slo.class must be one of {', '.join(classes)}, got {show(name)}", "slo.class"
         )
-    base = CLASSES[name]
+    base = classes[name]
     seconds = {
         target: None
         if value.get(target) is None
@@ -105,6 +125,7 @@ def parse_slo(value: Any) -> Slo:
         ttft=base.ttft if seconds["ttft_ms"] is None else seconds["ttft_ms"],
         tpot=base.tpot if seconds["tpot_ms"] is None else seconds["tpot_ms"],
         deadline=base.deadline if seconds["deadline_ms"] is None else seconds["deadline_ms"],
+        queue_ttl=base.queue_ttl if seconds["queue_ttl_ms"] is None else seconds["queue_ttl_ms"],
     )
 
 

@@ -11,8 +11,11 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from paceline.engine.types import Timeline
+
 __all__ = [
     "UNSET",
+    "CalledFunction",
     "ChatAnswer",
     "ChatChoice",
     "ChatChunk",
@@ -26,7 +29,11 @@ __all__ = [
     "CompletionChunk",
     "CompletionChunkChoice",
     "CompletionLogprobs",
+    "Explanation",
+    "FunctionDelta",
     "PromptTokensDetails",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "UnsetType",
     "Usage",
@@ -39,15 +46,55 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A ``core.outputs.Timeline`` for callers; seconds are milliseconds here."""
+
+    queued_ms: float
+    # why it was not started sooner: milliseconds by reason, see docs/scheduling.md
+    waited_ms: dict[str, float]
+    chunks: int
+    preemptions: int
+    recomputed_tokens: int
+    swapped_tokens: int
+    relegated: bool
+    predicted_ttft_ms: float | None
+    ttft_ms: float | None
+
+    @classmethod
+    def of(cls, timeline: Timeline, ttft: float | None) -> Explanation:
+        waited = {reason: round(1e3 * seconds, 3) for reason, seconds in timeline.waited}
+        predicted = timeline.predicted_ttft
+        return cls(
+            queued_ms=round(sum(waited.values()), 3),
+            waited_ms=waited,
+            chunks=timeline.num_chunks,
+            preemptions=timeline.num_preemptions,
+            recomputed_tokens=timeline.num_recomputed_tokens,
+            swapped_tokens=timeline.num_swapped_tokens,
+            relegated=timeline.relegated,
+            predicted_ttft_ms=None if predicted is None else round(1e3 * predicted, 3),
+            ttft_ms=None if ttft is None else round(1e3 * ttft, 3),
+        )
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # what became of each choice and why, where ``explain`` asked for it
+    timeline: list[Explanation] | UnsetType = UNSET
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        return cls(prompt, prompt + completion, completion, PromptTokensDetails(cached))
+    def of(
+        cls,
+        prompt: int,
+        completion: int,
+        cached: int,
+        timeline: list[Explanation] | UnsetType = UNSET,
+    ) -> Usage:
+        details = PromptTokensDetails(cached)
+        return cls(prompt, prompt + completion, completion, details, timeline)
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -74,12 +121,24 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float]]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    # JSON text
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
     reasoning: str | None = None
-    tool_calls: tuple[()] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +163,23 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | None
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    # on the first delta of a call, with the name
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli.options import (
     Parser,
+    add_admission_options,
     add_engine_options,
     add_model_argument,
     bounded_float,
@@ -16,14 +17,17 @@ from paceline.cli.options import (
     byte_count,
     engine_settings,
 )
+from paceline.cli.serve import slo_class
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
+from paceline.core.slo import Slo
 
 
 def parser() -> Parser:
     made = Parser(prog="paceline test")
     add_model_argument(made)
     add_engine_options(made)
+    add_admission_options(made)
     return made
 
 
@@ -85,14 +89,53 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--bypass-window", "0"], "bypass_window", 0),
         (["--max-bypasses", "2"], "max_bypasses", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
+        (["--best-effort-step-ms", "20"], "best_effort_step_s", 0.02),
+        (["--no-future-memory-check"], "future_memory_check", False),
+        (["--no-pace-admission"], "pace_admission", False),
+        (["--no-relegate-late"], "relegate_late", False),
+        (["--preemption", "swap"], "preemption", "swap"),
+        (["--swap-space", "1MiB"], "swap_bytes", 2**20),
+        (["--max-queue", "7"], "max_num_waiting", 7),
+        (["--max-queue", "0"], "max_num_waiting", None),
+        (["--max-wait", "7.5"], "max_predicted_wait_s", 7.5),
+        (["--queue-timeout", "7"], "queue_timeout_s", 7.0),
+        (["--pressure-threshold", "0.5"], "pressure_threshold", 0.5),
     ],
 )
 def test_a_flag_sets_its_field_and_no_other(flags: list[str], field: str, value: object) -> None:
     plain = settings()
-    assert getattr(plain, field) != value
     changed = settings(*flags)
     assert getattr(changed, field) == value
+    assert changed != plain
     assert replace(changed, **{field: getattr(plain, field)}) == plain
+
+
+def test_offline_work_is_never_refused() -> None:
+    offline = Parser(prog="paceline test")
+    add_model_argument(offline)
+    add_engine_options(offline)
+    made = engine_settings(offline.parse_args(["--backend", "null"]))
+    assert made.max_num_waiting is made.max_predicted_wait_s is made.queue_timeout_s is None
+    assert made.pressure_threshold == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("chat=ttft:500,tpot:50", Slo(slo_class="chat", ttft=0.5, tpot=0.05)),
+        ("nightly=best-effort", Slo(slo_class="nightly", best_effort=True)),
+        ("a=deadline:1e4,queue_ttl:2000", Slo(slo_class="a", deadline=10.0, queue_ttl=2.0)),
+        ("plain", Slo(slo_class="plain")),
+    ],
+)
+def test_slo_classes(text: str, expected: Slo) -> None:
+    assert slo_class(text) == expected
+
+
+@pytest.mark.parametrize("text", ["=ttft:5", "a=ttft", "a=soon:5", "a=ttft:x", "a=ttft:1e12"])
+def test_bad_slo_classes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        slo_class(text)
 
 
 def test_every_setting_survives_json() -> None:
@@ -150,7 +193,14 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     flags = vars(parser().parse_args([]))
     renamed = {"policy": "scheduling_policy", "priority_ageing_s": "priority_ageing"}
     renamed |= {"kv_cache_bytes": "kv_cache_memory", "coalesce_window_s": "coalesce_window_ms"}
-    renamed |= {"best_effort_delay_s": "best_effort_delay"}
+    renamed |= {
+        "best_effort_delay_s": "best_effort_delay",
+        "best_effort_step_s": "best_effort_step_ms",
+        "max_num_waiting": "max_queue",
+        "max_predicted_wait_s": "max_wait",
+        "queue_timeout_s": "queue_timeout",
+        "swap_bytes": "swap_space",
+    }
     elsewhere = {"model_name", "model_path", "log_level"}
     for field in fields(EngineSettings):
         if field.name not in elsewhere:

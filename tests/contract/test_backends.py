@@ -23,7 +23,9 @@ VOCAB = 128
 
 
 def make_null(_: Path) -> ModelBackend:
-    return NullBackend(vocab_size=VOCAB, num_blocks=NUM_TOKENS // 4, block_size=4)
+    return NullBackend(
+        vocab_size=VOCAB, num_blocks=NUM_TOKENS // 4, block_size=4, num_host_blocks=40
+    )
 
 
 def make_torch(folder: Path) -> ModelBackend:
@@ -155,6 +157,37 @@ class TestSameTokensEveryWay:
         driver = drive(backend, num_tokens=88)
         assert together(driver, sampling) == alone(backend, sampling)
         assert driver.scheduler.stats().num_preemptions > 0
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_swapped(self, backend: ModelBackend, sampling: dict[str, Any], depth: int) -> None:
+        driver = drive(
+            backend,
+            num_tokens=88,
+            depth=depth,
+            num_host_blocks=backend.info.num_host_blocks,
+            preemption="swap",
+        )
+        assert together(driver, sampling) == alone(backend, sampling)
+        stats = driver.scheduler.stats()
+        assert stats.num_swapped_out_blocks > 0
+        assert stats.num_recomputed_tokens == 0
+
+    def test_prefetched(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:
+        driver = drive(
+            backend,
+            max_num_seqs=2,
+            policy="priority",
+            num_host_blocks=backend.info.num_host_blocks,
+            preemption="swap",
+            enable_prefix_caching=False,
+        )
+        for name, prompt in PROMPTS.items():
+            priority = len(PROMPTS) - len(driver.scheduler._requests)
+            driver.add(make_request(name, prompt, LENGTH, priority=priority, **sampling))
+            driver.step()
+        driver.run()
+        assert any(plan.prefetches for plan in driver.plans)
+        assert {name: driver.tokens[name] for name in PROMPTS} == alone(backend, sampling)
 
     def test_planned_ahead(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:
         driver = drive(backend, depth=2, max_num_batched_tokens=16, num_tokens=120)

@@ -54,3 +54,14 @@ def test_predictions_stay_between_now_and_the_limit(
         history.observe(value % 2, value)
     limit = num_output + more
     assert num_output < history.predict(1, num_output, limit, q) <= limit
+
+
+def test_what_nothing_is_known_of_is_expected_to_double() -> None:
+    history = LengthHistory(min_samples=2)
+    assert history.expect("a", 0, 4000, 0.7) == 256
+    assert history.expect("a", 300, 4000, 0.7) == 600
+    assert history.expect("a", 0, 50, 0.7) == 50
+    for length in (20, 30, 40):
+        history.observe("a", length)
+    assert history.expect("a", 0, 4000, 0.7) == history.predict("a", 0, 4000, 0.7) == 40
+    assert history.expect("a", 500, 4000, 0.7) == 1000, "longer than any"

@@ -184,7 +184,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.run()
         expired = {each.request_id for each in self.driver.expired}
         for request_id, (prompt, max_tokens, stop) in self.asked.items():
-            if request_id in expired:
+            # with a request that was never started go the forks that wait for its prompt
+            parent = request_id.partition("/")[0] + "/0"
+            dropped = parent in expired and request_id not in self.driver.finished
+            if request_id in expired or dropped:
                 assert request_id not in self.driver.finished
                 assert not self.driver.tokens[request_id], "it had been started"
                 continue

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.server.fields import decode_object, show
 from paceline.server.protocol import RequestRules, parse_chat, parse_completion
+from paceline.server.targets import CLASSES
 from paceline.server.unserved import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 
 RULES = RequestRules(
@@ -23,6 +24,7 @@ RULES = RequestRules(
     eos_token_ids=frozenset({2}),
     default_sampling={},
     trust_request_chat_template=True,
+    slo_classes=CLASSES,
 )
 
 KNOWN = (

@@ -118,7 +118,7 @@ def test_errors(sdk: openai.OpenAI) -> None:
     assert "1000" in hot.value.message
     with pytest.raises(openai.BadRequestError, match="not served yet"):
         sdk.chat.completions.create(
-            model="org/tiny", messages=MESSAGES, response_format={"type": "json_object"}
+            model="org/tiny", messages=MESSAGES, extra_body={"use_beam_search": True}
         )
 
 

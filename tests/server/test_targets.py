@@ -61,6 +61,21 @@ def test_headers_fill_what_the_body_leaves_out() -> None:
     assert with_headers({"slo": 7}, headers) == {"slo": 7}, "refused where bodies are parsed"
 
 
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("30s", 30.0), ("1m30s", 90.0), ("250ms", 0.25), ("1.5h", 5400.0)]
+)
+def test_a_time_to_live_is_a_go_duration(value: str, seconds: float) -> None:
+    merged = with_headers({}, {"x-llm-d-inference-ttl": value})
+    assert parse_slo(merged["slo"]).queue_ttl == pytest.approx(seconds)
+    assert parse_slo({"queue_ttl_ms": 70}).queue_ttl == 0.07
+
+
+@pytest.mark.parametrize("value", ["", "30", "s", "-3s", "3 s", "30sx", "3s" * 40])
+def test_other_durations_are_refused(value: str) -> None:
+    with pytest.raises(InvalidRequestError, match="x-llm-d-inference-ttl must be a duration"):
+        with_headers({}, {"x-llm-d-inference-ttl": value})
+
+
 def test_bad_headers_are_named() -> None:
     with pytest.raises(InvalidRequestError, match="x-llm-d-slo-ttft-ms must be a number"):
         with_headers({}, {"x-llm-d-slo-ttft-ms": "soon"})

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.checkpoints.config import ModelConfig
+from paceline.core.outputs import BlockSwap
 
 __all__ = ["AttentionBackend", "AttentionBatch", "TorchAttention", "block_bytes"]
 
@@ -75,6 +76,10 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in order."""
+        ...
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        """Move whole blocks to and from host memory, in order."""
         ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
@@ -161,6 +166,7 @@ class TorchAttention:
 
     Args:
         num_blocks: blocks in the pool; ids are [0, num_blocks).
+        num_host_blocks: blocks of host memory to swap to; it is taken when first needed.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class TorchAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim, self._block_size = config.head_dim, block_size
@@ -192,6 +199,9 @@ class TorchAttention:
             device=device,
         )
         self.clear_blocks([self._null_block])
+        self._num_host_blocks = num_host_blocks
+        # made when the first block is swapped out
+        self._host: torch.Tensor | None = None
         self._by_block = [layer.view(-1, block_size * config.head_dim) for layer in self._cache]
         self._by_slot = [layer.view(-1, config.head_dim) for layer in self._cache]
         # gathered keys and values, used by one group of one layer at a time
@@ -207,6 +217,24 @@ class TorchAttention:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
             self._cache[:, destination] = self._cache[:, source]
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        if self._host is None:
+            layers, _, *block = self._cache.shape
+            self._host = torch.empty(
+                layers,
+                self._num_host_blocks,
+                *block,
+                dtype=self._dtype,
+                pin_memory=self._device.type == "cuda",
+            )
+        for src, dst, to_host in swaps:
+            # a copy from pinned memory is queued like any other operation on the device; one to it
+            # is waited for, or the block could be read back before it is there
+            if to_host:
+                self._host[:, dst] = self._cache[:, src]
+            else:
+                self._cache[:, dst].copy_(self._host[:, src], non_blocking=True)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         if block_ids:

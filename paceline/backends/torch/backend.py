@@ -6,6 +6,8 @@ one process share nothing but the machine.
 
 from __future__ import annotations
 
+import math
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,9 +28,13 @@ from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
-from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.grammar import MatcherSource
+from paceline.core.outputs import BlockSwap, SchedulerOutput, StepResult
 
 __all__ = ["TorchBackend"]
+
+# blocks moved to measure how long one takes
+_SWAPPED = 8
 
 
 class TorchBackend:
@@ -40,6 +46,7 @@ class TorchBackend:
         self._runner: ModelRunner | None = runner
         self._info = info
         self._executor = executor
+        self._mask_thread: ThreadPoolExecutor | None = None
 
     @classmethod
     def load(
@@ -55,6 +62,7 @@ class TorchBackend:
         max_num_seqs: int = 256,
         threads: int | None = None,
         compute: str = "torch",
+        swap_bytes: int | None = None,
     ) -> TorchBackend:
         """Open a checkpoint and get ready to run plans.
 
@@ -70,6 +78,8 @@ class TorchBackend:
             threads: processor threads; None: as many as there are cores to use.
             compute: "torch", or "native" for the C++ library on the CPU, which adds the dtypes
                 "int8" and "q4" of weights.
+            swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size. It is
+                taken when first needed.
 
         Raises:
             CheckpointError: the model cannot be read.
@@ -95,6 +105,7 @@ class TorchBackend:
                 max_num_seqs=max_num_seqs,
                 threads=num_threads,
                 compute=compute,
+                swap_bytes=swap_bytes,
             )
             return cls(runner, info, executor)
 
@@ -112,12 +123,23 @@ class TorchBackend:
         """Queue one step. Raises RuntimeError after ``close``."""
         if self._runner is None:
             raise RuntimeError("the backend is closed")
-        return self._executor.submit(self._runner.run, plan)
+        runner = self._runner
+        future = self._executor.submit(runner.run, plan)
+        if plan.prefetches:
+            self._executor.submit(runner.prefetch, plan)
+        return future
+
+    def constrain(self, matchers: MatcherSource) -> None:
+        assert self._runner is not None, "constrain() after close()"
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-masks")
+        self._runner.constrain(matchers, self._mask_thread)
 
     def close(self) -> None:
         # the runner goes first: a plan handed over from now on is an error, queued ones still run
         self._runner = None
         self._executor.shutdown(wait=True)
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown()
 
 
 def _build(
@@ -132,6 +154,7 @@ def _build(
     max_num_seqs: int,
     threads: int,
     compute: str,
+    swap_bytes: int | None,
 ) -> tuple[ModelRunner, BackendInfo]:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
@@ -163,6 +186,7 @@ def _build(
             max_model_len=length,
             device=device,
         )
+    num_host_blocks = num_blocks // 2 if swap_bytes is None else swap_bytes // bytes_per_block
     decoder: StepModel
     store: BlockStore
     if native:
@@ -170,6 +194,7 @@ def _build(
             checkpoint,
             dtype=dtype_name,
             num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
             block_size=block_size,
             max_model_len=length,
             threads=threads,
@@ -185,6 +210,7 @@ def _build(
                 block_size=block_size,
                 dtype=torch_dtype,
                 device=device,
+                num_host_blocks=num_host_blocks,
             )
     runner = ModelRunner(
         decoder,
@@ -204,5 +230,25 @@ def _build(
         block_bytes=bytes_per_block,
         dtype=dtype_name,
         device=str(device),
+        num_host_blocks=num_host_blocks,
+        swap_block_seconds=_swap_seconds(store, min(num_blocks, num_host_blocks)),
     )
     return runner, info
+
+
+def _swap_seconds(store: BlockStore, num_blocks: int) -> float:
+    """Measured seconds to move one block to or from host memory."""
+    count = min(num_blocks, _SWAPPED)
+    if count == 0:
+        return 0.0
+    seconds = math.inf
+    # the first time, memory is taken
+    for _ in range(3):
+        started = time.perf_counter()
+        with torch.inference_mode():
+            store.swap_blocks([BlockSwap(block, block, True) for block in range(count)])
+            store.swap_blocks([BlockSwap(block, block, False) for block in range(count)])
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        seconds = min(seconds, (time.perf_counter() - started) / (2 * count))
+    return seconds

@@ -21,6 +21,7 @@ from paceline.backends.torch.rope import inverse_frequencies
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
+from paceline.core.outputs import BlockSwap
 
 __all__ = ["NATIVE_DTYPES", "NativeStep", "check_native", "load_native", "native_block_bytes"]
 
@@ -49,6 +50,7 @@ def load_native(
     *,
     dtype: str,
     num_blocks: int,
+    num_host_blocks: int,
     block_size: int,
     max_model_len: int,
     threads: int,
@@ -61,18 +63,21 @@ def load_native(
         checkpoint_tensors(checkpoint),
         ((angles.cos() * factor).numpy(), (angles.sin() * factor).numpy()),
         dtype=dtype,
-        num_blocks=num_blocks,
+        # on the CPU the host's memory is the pool's: swapped blocks lie behind the others, and the
+        # system gives the memory when it is written
+        num_blocks=num_blocks + num_host_blocks,
         block_size=block_size,
         threads=threads,
     )
-    return NativeStep(model)
+    return NativeStep(model, num_blocks)
 
 
 class NativeStep:
     """A ``NativeModel`` as ``runner.ModelRunner`` drives it."""
 
-    def __init__(self, model: NativeModel) -> None:
+    def __init__(self, model: NativeModel, num_blocks: int) -> None:
         self._model = model
+        self._num_blocks = num_blocks
         self._batch: AttentionBatch | None = None
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -81,6 +86,12 @@ class NativeStep:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._model.copy_blocks(pairs)
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        first = self._num_blocks
+        self._model.copy_blocks(
+            [(s.src, first + s.dst) if s.to_host else (first + s.src, s.dst) for s in swaps]
+        )
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Nothing to do: the kernels read no slot that was not written."""

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from paceline.backends.constraint import OutputConstraint
 from paceline.backends.torch.attention import AttentionBatch
 from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
+    BlockSwap,
     NewRequest,
     ScheduledRow,
     SchedulerOutput,
@@ -32,7 +37,13 @@ __all__ = ["BlockStore", "ModelRunner", "StepModel"]
 
 # one entry per sampled token, None for rows that asked for none
 RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
+# row -> what its grammar forbids [vocab], or why the request fails
+Masks: TypeAlias = dict[int, "NDArray[np.bool_] | str"]
 
+_NOTHING_LEFT: Final = (
+    "no token is left to choose: the grammar, allowed_token_ids, bad_words and min_tokens of this "
+    "request forbid all of them"
+)
 # stands in for the settings of a request that was refused; its rows run, their tokens are dropped
 _REFUSED: Final = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -40,7 +51,15 @@ _REFUSED: Final = SamplingParams(max_tokens=1, temperature=0.0)
 class _Slot:
     """What belongs to one request besides its row in the arrays."""
 
-    __slots__ = ("error", "index", "is_new", "num_blocks", "num_prompt_tokens", "sampling")
+    __slots__ = (
+        "constraint",
+        "error",
+        "index",
+        "is_new",
+        "num_blocks",
+        "num_prompt_tokens",
+        "sampling",
+    )
 
     def __init__(self, index: int, new: NewRequest, vocab_size: int) -> None:
         self.index = index
@@ -50,6 +69,7 @@ class _Slot:
         self.is_new = True
         # why none of its rows will bring a token
         self.error: str | None = None
+        self.constraint: OutputConstraint | None = None
         try:
             self.sampling = PreparedSampling(new.sampling, vocab_size)
         except InvalidRequestError as error:
@@ -63,6 +83,8 @@ class BlockStore(Protocol):
     def prepare(self, batch: AttentionBatch) -> None: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None: ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
 
@@ -109,6 +131,13 @@ class ModelRunner:
         self._tables = np.zeros((max_num_seqs, blocks), dtype=np.int32)
         self._slots: dict[str, _Slot] = {}
         self._free = list(range(max_num_seqs))
+        self._matchers: MatcherSource | None = None
+        self._mask_thread: Executor | None = None
+
+    def constrain(self, matchers: MatcherSource, thread: Executor) -> None:
+        """Apply grammars from now on; masks are filled on ``thread`` while the model runs."""
+        self._matchers = matchers
+        self._mask_thread = thread
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
@@ -124,9 +153,17 @@ class ModelRunner:
             elapsed=time.monotonic() - started,
         )
 
+    def prefetch(self, plan: SchedulerOutput) -> None:
+        """Fetch what a later step needs, after the result of this one was handed over."""
+        if plan.prefetches:
+            with torch.inference_mode():
+                self._attention.swap_blocks(plan.prefetches)
+
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released:
             self._release(request_id)
+        if plan.swaps:
+            self._attention.swap_blocks(plan.swaps)
         for new in plan.new_requests:
             self._add(new)
         if plan.block_copies:
@@ -145,6 +182,11 @@ class ModelRunner:
             self._grow()
         slot = _Slot(self._free.pop(), new, self._vocab_size)
         self._slots[new.request_id] = slot
+        if new.sampling.grammar is not None:
+            if self._matchers is None:
+                slot.error = "this backend was not given a compiler for grammars"
+            else:
+                slot.constraint = OutputConstraint(self._matchers, new.sampling.grammar)
         token_ids = np.array(new.token_ids, dtype=np.int64)
         outside = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
         if len(outside):
@@ -177,13 +219,43 @@ class ModelRunner:
         tables = self._tables[index, :width].astype(np.int64)
         self._attention.prepare(AttentionBatch(starts, counts, tables))
         sampling = [r for r, row in enumerate(rows) if row.samples]
+        masks = self._start_masks(rows, slots, sampling)
         logits = self._decoder.forward(
             torch.from_numpy(token_ids.astype(np.int64)).to(self._device),
             torch.from_numpy(positions).to(self._device),
             torch.from_numpy(ends[sampling] - 1).to(self._device),
             self._attention,
         )
-        return self._sample(rows, slots, sampling, logits)
+        return self._sample(rows, slots, sampling, logits, masks.result() if masks else {})
+
+    def _start_masks(
+        self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot], sampling: Sequence[int]
+    ) -> Future[Masks] | None:
+        """Let the matchers of the rows that sample read on and fill their masks."""
+        jobs: list[tuple[int, OutputConstraint, list[int]]] = []
+        for r in sampling:
+            slot = slots[r]
+            if slot.constraint is not None and slot.error is None:
+                first = slot.num_prompt_tokens + slot.constraint.num_read
+                end = rows[r].start + rows[r].num_tokens
+                jobs.append((r, slot.constraint, self._tokens[slot.index, first:end].tolist()))
+        if not jobs or self._mask_thread is None:
+            return None
+        return self._mask_thread.submit(self._fill_masks, jobs)
+
+    def _fill_masks(self, jobs: Sequence[tuple[int, OutputConstraint, list[int]]]) -> Masks:
+        masks: Masks = {}
+        for r, constraint, new_tokens in jobs:
+            try:
+                packed = np.frombuffer(constraint.mask(new_tokens), dtype=np.uint8)
+            except PacelineError as error:
+                masks[r] = str(error)
+                continue
+            bits = np.unpackbits(packed, bitorder="little")[: self._vocab_size]
+            forbidden = np.ones(self._vocab_size, dtype=np.bool_)
+            forbidden[: len(bits)] = bits == 0
+            masks[r] = forbidden
+        return masks
 
     def _extend_tables(self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot]) -> None:
         """Append the rows' new blocks and clear every block that a request writes from its first
@@ -208,7 +280,11 @@ class ModelRunner:
         slots: Sequence[_Slot],
         sampling: Sequence[int],
         logits: torch.Tensor,
+        masks: Masks,
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
+        for r, failure in masks.items():
+            if isinstance(failure, str):
+                slots[r].error = failure
         sampled: list[tuple[int, ...]] = [()] * len(rows)
         logprobs: list[RowLogprobs] = [None] * len(rows)
         errors = [
@@ -222,7 +298,9 @@ class ModelRunner:
         for r in sampling:
             slot, length = slots[r], rows[r].start + rows[r].num_tokens
             tokens = self._tokens[slot.index, :length]
-            sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens))
+            mask = masks.get(r)
+            forbidden = None if isinstance(mask, str) else mask
+            sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
         samples = sample(logits, sample_rows)
         for i, r in enumerate(sampling):
             slot = slots[r]
@@ -233,6 +311,9 @@ class ModelRunner:
                 errors.append((rows[r].request_id, message))
                 continue
             token_id = samples.token_ids[i]
+            if token_id < 0:
+                errors.append((rows[r].request_id, _NOTHING_LEFT))
+                continue
             self._tokens[slot.index, rows[r].start + rows[r].num_tokens] = token_id
             sampled[r] = (token_id,)
             entry = samples.logprobs[i]

@@ -1,8 +1,8 @@
 """Logits to tokens for a whole batch, each row by its own settings.
 
 Order, as in vLLM: log-probabilities are taken from the raw logits; then min_tokens and logit_bias,
-repetition, presence and frequency penalties; greedy rows stop here; temperature, min_p, top_k,
-top_p, and one draw.
+repetition, presence and frequency penalties; what grammar, allowed_token_ids and bad_words forbid;
+greedy rows stop here; temperature, min_p, top_k, top_p, and one draw.
 
 A draw walks the cumulative distribution to one uniform number that depends on (seed, output
 position) alone, see ``uniforms``. So neither the batch, nor preemption, nor resuming changes it.
@@ -61,7 +61,16 @@ class PreparedSampling:
         InvalidRequestError: logit_bias names a token outside the vocabulary.
     """
 
-    __slots__ = ("bias_ids", "bias_values", "ending_ids", "params", "penalizes", "reshapes")
+    __slots__ = (
+        "bias_ids",
+        "bias_values",
+        "ending_ids",
+        "forbidden",
+        "params",
+        "penalizes",
+        "reshapes",
+        "restricts",
+    )
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         self.params = params
@@ -80,8 +89,15 @@ class PreparedSampling:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
+        # what allowed_token_ids leaves out, [vocab]
+        self.forbidden: NDArray[np.bool_] | None = None
+        if params.allowed_token_ids is not None:
+            self.forbidden = np.ones(vocab_size, dtype=np.bool_)
+            self.forbidden[[i for i in params.allowed_token_ids if i < vocab_size]] = False
+        # some tokens may be out of the question, whatever the position
+        self.restricts = self.forbidden is not None or bool(params.bad_words)
         # logits are changed before the choice, whatever the position
-        self.reshapes = self.penalizes or bool(self.bias_ids)
+        self.reshapes = self.penalizes or bool(self.bias_ids) or self.restricts
 
 
 class SampleRow(NamedTuple):
@@ -91,6 +107,8 @@ class SampleRow(NamedTuple):
     # prompt and output so far
     tokens: NDArray[np.int32]
     num_prompt_tokens: int
+    # what the grammar forbids at this position, [vocab]; None: there is no grammar
+    forbidden: NDArray[np.bool_] | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -98,16 +116,26 @@ class SampleRow(NamedTuple):
 
     @property
     def forbids_ending(self) -> bool:
-        return bool(
-            self.sampling.ending_ids and self.num_output_tokens < self.sampling.params.min_tokens
+        sampling = self.sampling
+        if not sampling.ending_ids or self.num_output_tokens >= sampling.params.min_tokens:
+            return False
+        # a grammar that is at its end knows better than min_tokens
+        return self.forbidden is None or bool(
+            np.count_nonzero(~self.forbidden)
+            > np.count_nonzero(~self.forbidden[sampling.ending_ids])
         )
+
+    @property
+    def restricts(self) -> bool:
+        """Some tokens are out of the question, maybe all."""
+        return self.forbidden is not None or self.sampling.restricts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
     """What was chosen, row for row."""
 
-    # meaningless where not finite
+    # meaningless where not finite; -1: no token is left to choose
     token_ids: list[int]
     # False: the row's logits hold NaN or infinity, nothing was chosen
     finite: list[bool]
@@ -123,7 +151,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
         index
         for index, row in enumerate(rows)
         if finite[index]
-        and (row.sampling.params.temperature > 0.0 or row.sampling.reshapes or row.forbids_ending)
+        and (
+            row.sampling.params.temperature > 0.0
+            or row.sampling.reshapes
+            or row.forbidden is not None
+            or row.forbids_ending
+        )
     ]
     token_ids = [0] * len(rows) if len(special) == len(rows) else _argmax(logits).tolist()
     for start in range(0, len(special), _ROWS):
@@ -155,8 +188,21 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Choose from float32 logits [rows, vocab], which are overwritten."""
+    """Choose from float32 logits [rows, vocab], which are overwritten; -1 where none is left."""
     _reshape(logits, rows)
+    restricted = [i for i, row in enumerate(rows) if row.restricts]
+    left = torch.isfinite(logits[restricted].amax(-1)).tolist() if restricted else []
+    empty = [i for i, has in zip(restricted, left, strict=True) if not has]
+    if empty:
+        # any number will do: it is not used
+        logits[empty] = 0.0
+    token_ids = _choose(logits, rows)
+    for i in empty:
+        token_ids[i] = -1
+    return token_ids
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     drawn = [i for i, row in enumerate(rows) if row.sampling.params.temperature > 0.0]
     if len(drawn) == len(rows):
         return _draw(logits, rows)
@@ -229,6 +275,31 @@ def _reshape(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     # ... and here they add up, as they should
     if (entries := frequency.to(device)) is not None:
         logits.index_put_(*entries, accumulate=True)
+    _restrict(logits, rows)
+
+
+def _restrict(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Put what may not be chosen at minus infinity. In place."""
+    banned = _Entries()
+    for i, row in enumerate(rows):
+        for forbidden in (row.forbidden, row.sampling.forbidden):
+            if forbidden is not None:
+                mask = torch.from_numpy(forbidden).to(logits.device)
+                logits[i].masked_fill_(mask, -torch.inf)
+        words = row.sampling.params.bad_words
+        if words:
+            output = row.tokens[row.num_prompt_tokens :]
+            ids = [word[-1] for word in words if _ends_with(output, word[:-1])]
+            if ids:
+                banned.add(i, ids, -np.inf)
+    if (entries := banned.to(logits.device)) is not None:
+        logits.index_put_(*entries)
+
+
+def _ends_with(output: NDArray[np.int32], tail: tuple[int, ...]) -> bool:
+    return not tail or (
+        len(output) >= len(tail) and output[len(output) - len(tail) :].tolist() == list(tail)
+    )
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -347,7 +418,7 @@ def _logprobs(
     asking = [
         index
         for index, row in enumerate(rows)
-        if finite[index] and row.sampling.params.logprobs is not None
+        if finite[index] and token_ids[index] >= 0 and row.sampling.params.logprobs is not None
     ]
     for start in range(0, len(asking), _ROWS):
         chunk = asking[start : start + _ROWS]

@@ -1,0 +1,149 @@
+"""The live server that the simulator has to predict, and its clients: the "own" part of ``sim``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.sim.arrival import Arrival
+
+__all__ = ["Load", "Seen", "make_load", "measure", "serving"]
+
+MODEL = "smollm2-135m"
+_READY = re.compile(r"^paceline ready: http://([0-9.]+):(\d+)/v1 ")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Poisson arrivals with lognormal lengths, cut to a range."""
+
+    rate: float
+    seconds: float
+    # median, sigma, least, most
+    prompt: tuple[float, float, int, int]
+    output: tuple[float, float, int, int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request as its caller saw it; seconds of ``time.monotonic()``."""
+
+    arrival: Arrival
+    sent: float
+    first: float
+    last: float
+
+
+def make_load(load: Load) -> list[Arrival]:
+    """The requests, in order."""
+    rng = random.Random(load.seed)
+
+    def length(shape: tuple[float, float, int, int]) -> int:
+        median, sigma, least, most = shape
+        return min(most, max(least, round(median * rng.lognormvariate(0.0, sigma))))
+
+    arrivals: list[Arrival] = []
+    at = 0.0
+    while True:
+        at += rng.expovariate(load.rate)
+        if at > load.seconds:
+            return arrivals
+        arrivals.append(Arrival(at, length(load.prompt), length(load.output)))
+
+
+@contextlib.contextmanager
+def serving(record: Path) -> Iterator[tuple[str, int]]:
+    """``paceline serve`` with its defaults, prefix caching off (prompts share nothing), recording.
+    Yields host and port; drained at the end, so that the recording is complete."""
+    command = [sys.executable, "-m", "paceline.cli.main", "serve", MODEL, "--port", "0"]
+    command += ["--record", str(record), "--no-enable-prefix-caching", "--log-level", "warning"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        match = _READY.match(server.stdout.readline())
+        if match is None:
+            raise RuntimeError(f"the server did not start: exit code {server.wait(60)}")
+        yield match[1], int(match[2])
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
+
+
+def measure(host: str, port: int, arrivals: Sequence[Arrival], text: Sequence[int]) -> list[Seen]:
+    """Send every request at its time, open loop; ``text`` is a long token sequence that prompts
+    are cut from. Raises RuntimeError if any request fails."""
+    rng = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        start = rng.randrange(len(text) - length)
+        return list(text[start : start + length])
+
+    prompts = [prompt(arrival.prompt_tokens) for arrival in arrivals]
+
+    async def run() -> list[Seen]:
+        # what a server does once only is not part of it
+        for length in (8, 64, 256, 512):
+            await _ask(host, port, Arrival(0.0, length, 8), prompt(length), time.monotonic)
+        begin = time.monotonic() + 0.5
+
+        async def one(arrival: Arrival, tokens: list[int]) -> Seen:
+            await asyncio.sleep(max(0.0, begin + arrival.at - time.monotonic()))
+            return await _ask(host, port, arrival, tokens, time.monotonic)
+
+        pairs = zip(arrivals, prompts, strict=True)
+        return await asyncio.gather(*(one(arrival, tokens) for arrival, tokens in pairs))
+
+    return asyncio.run(run())
+
+
+async def _ask(
+    host: str, port: int, arrival: Arrival, tokens: list[int], clock: Callable[[], float]
+) -> Seen:
+    """One streamed completion over a connection of its own."""
+    fields = {
+        "model": MODEL,
+        "prompt": tokens,
+        "max_tokens": arrival.output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0.0,
+    }
+    body = json.dumps(fields).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    sent = clock()
+    reader, writer = await asyncio.open_connection(host, port)
+    first = last = 0.0
+    try:
+        writer.write(head.encode() + body)
+        status = (await reader.readline()).decode(errors="replace")
+        if " 200 " not in status:
+            detail = (await reader.read()).decode(errors="replace")
+            raise RuntimeError(f"the server answered {status.strip()}: {detail[-300:]}")
+        while line := await reader.readline():
+            if line.startswith(b"data: {") and b'"text"' in line:
+                last = clock()
+                first = first or last
+    finally:
+        writer.close()
+    if not first:
+        raise RuntimeError("the server sent no token")
+    return Seen(arrival, sent, first, last)

@@ -1,0 +1,282 @@
+"""Grammars compiled to token masks, by llguidance (docs/adr/0005-constrained-generation.md).
+
+::
+
+    prepare(grammar) --thread--> prototype, kept in a bounded cache
+    matcher(grammar) ----------> a copy of the prototype per sequence
+
+Compiling is bounded by the library's own fuel counters and not by a clock, so a hostile grammar
+is refused after the same work on every machine. What it recurses into is bounded here: by the
+size and nesting of sources, and by threads whose stacks hold the deepest chain of rules that fits
+into one.
+
+This module does not know requests, schedules or logits.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import TokenizerWrapper as _Wrapper
+
+from paceline.core.errors import InvalidRequestError, RequestFailedError
+from paceline.core.grammar import Grammar
+from paceline.engine.protocol import Tokenizer
+
+if TYPE_CHECKING:
+    # declared in the stubs alone
+    from llguidance._lib import JsonCompileOptions
+
+__all__ = ["GrammarCompiler"]
+
+# compilations at once: a slow grammar does not hold up the next one
+_THREADS: Final = 2
+# of such a thread, in bytes of address space: a chain of 3,000 rules overflows the usual 8 MiB, and
+# the sources that core.grammar lets through hold 15,000
+_STACK: Final = 256 << 20
+# compiled grammars kept; the largest take a few MB each
+_MAX_COMPILED: Final = 128
+# brackets inside brackets of a regex or grammar
+_MAX_NESTING: Final = 64
+# what a caller is told of the library's message
+_MAX_MESSAGE: Final = 400
+# repetition counts: {a,b}
+_REPEAT: Final = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_MAX_REPEAT: Final = 10_000
+# whatever a schema says, nothing in it is left out in silence
+_OVERRIDES: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
+
+
+class GrammarCompiler:
+    """A ``core.grammar.MatcherSource``.
+
+    Args:
+        load_tokenizer: called once, on a compiling thread, when the first grammar comes.
+        timeout: seconds a caller should wait for a compilation.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, timeout: float = 10.0) -> None:
+        self.timeout = timeout
+        self._load_tokenizer = load_tokenizer
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Grammar] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        # the end of output as the library knows it, and every id that means the same
+        self._ends: tuple[int, ...] = ()
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+
+    def prepare(self, grammar: Grammar) -> Future[None]:
+        future: Future[None] = Future()
+        if self._cached(grammar) is not None:
+            future.set_result(None)
+            return future
+        self._start()
+        self._jobs.put((future, grammar))
+        return future
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        prototype = self._cached(grammar)
+        while prototype is None:
+            # it fell out of the cache while its request waited
+            self.prepare(grammar).result(self.timeout)
+            prototype = self._cached(grammar)
+        return Matcher(prototype.deep_copy(), self._ends)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def _start(self) -> None:
+        """Start the threads, once; most engines never need them."""
+        with self._lock:
+            if self._threads:
+                return
+            # the setting is the whole process's and holds for threads started under it
+            before = threading.stack_size(_STACK)
+            try:
+                for number in range(_THREADS):
+                    thread = threading.Thread(
+                        target=self._work, name=f"grammar-{number}", daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+            finally:
+                threading.stack_size(before)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, grammar = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                if self._cached(grammar) is None:
+                    self._compile(grammar)
+            except BaseException as error:
+                # also what a panic of the library becomes; the caller is told
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    @property
+    def num_compiled(self) -> int:
+        """Grammars in the cache."""
+        return len(self._compiled)
+
+    def _cached(self, grammar: Grammar) -> LLMatcher | None:
+        key = (grammar.kind, grammar.source)
+        with self._lock:
+            prototype = self._compiled.get(key)
+            if prototype is not None:
+                self._compiled.move_to_end(key)
+            return prototype
+
+    def _compile(self, grammar: Grammar) -> None:
+        source = _source(grammar)
+        prototype = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=_limits())
+        if prototype.is_error():
+            raise InvalidRequestError(
+                f"{grammar.field}: the {_NAMES[grammar.kind]} cannot be compiled: "
+                f"{_first_lines(prototype.get_error())}",
+                grammar.field,
+            )
+        first = prototype.deep_copy()
+        if not any(first.compute_bitmask()) or first.is_error():
+            # such as a schema that contains itself, required, for ever
+            raise InvalidRequestError(
+                f"{grammar.field}: nothing can be generated from the {_NAMES[grammar.kind]}: "
+                f"{_first_lines(first.get_error()) or 'no output matches it'}",
+                grammar.field,
+            )
+        with self._lock:
+            self._compiled[grammar.kind, grammar.source] = prototype
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+
+    def _ll_tokenizer(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                vocabulary = _Vocabulary(self._load_tokenizer())
+                self._ends = vocabulary.ends
+                self._tokenizer = LLTokenizer(
+                    _Wrapper(vocabulary), eos_token=vocabulary.eos_token_id
+                )
+            return self._tokenizer
+
+
+_NAMES: Final = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+
+
+class Matcher:
+    """One output; see ``core.grammar.TokenMatcher``."""
+
+    def __init__(self, matcher: LLMatcher, ends: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos = ends[0]
+        self._others = ends[1:]
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        tokens = [self._eos if i in self._others else i for i in token_ids]
+        if tokens[-1] == self._eos:
+            # where nothing but the end may come, the library takes no token, not even that
+            if not self._matcher.consume_tokens(tokens[:-1]):
+                self._fail()
+            tokens = [] if self._matcher.is_stopped() else tokens[-1:]
+        if not self._matcher.consume_tokens(tokens):
+            self._fail()
+
+    def allowed(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._fail()
+        if self._others and mask[self._eos >> 3] >> (self._eos & 7) & 1:
+            bits = bytearray(mask)
+            for token_id in self._others:
+                bits[token_id >> 3] |= 1 << (token_id & 7)
+            return bytes(bits)
+        return mask
+
+    def _fail(self) -> None:
+        raise RequestFailedError(
+            f"the output left its grammar: {_first_lines(self._matcher.get_error())}"
+        )
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._encode = tokenizer.encode
+        special = tokenizer.special_token_ids
+        self.tokens = [
+            # the library tells special tokens from their spelling by this byte, no UTF-8
+            b"\xff" + tokenizer.token_bytes(i) if i in special else tokenizer.token_bytes(i)
+            for i in range(tokenizer.vocab_size)
+        ]
+        self.special_token_ids = sorted(special)
+        # the library knows one end of output
+        self.ends = tuple(sorted(tokenizer.eos_token_ids)) or (0,)
+        self.eos_token_id = self.ends[0]
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        plain = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return self._encode(plain, add_special_tokens=False)
+
+
+def _limits() -> LLParserLimits:
+    # messages must not quote what other people's grammars hold
+    return LLParserLimits(verbose_errors=False)
+
+
+def _source(grammar: Grammar) -> str:
+    """The library's own form. Raises InvalidRequestError for what must not reach its parsers."""
+    if grammar.kind == "json_schema":
+        # the schema text goes in as it is: the order of properties is the order of the output
+        try:
+            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_OVERRIDES)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{grammar.field} is not a JSON schema: {error!s:.200}", grammar.field
+            ) from None
+    _check_nesting(grammar)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.source)
+    return json.dumps({"grammars": [{"lark_grammar": grammar.source}]})
+
+
+def _check_nesting(grammar: Grammar) -> None:
+    """Bound what a recursive parser recurses into: brackets, and counted repetition."""
+    depth = deepest = 0
+    for char in grammar.source:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+    if deepest > _MAX_NESTING:
+        raise InvalidRequestError(
+            f"{grammar.field}: brackets are nested {deepest} deep, at most {_MAX_NESTING} are "
+            "allowed",
+            grammar.field,
+        )
+    for found in _REPEAT.finditer(grammar.source):
+        count = max(int(digits[:9]) for digits in ("0", found[1] or "0", found[2] or "0"))
+        if count > _MAX_REPEAT:
+            raise InvalidRequestError(
+                f"{grammar.field}: {found[0][:40]} repeats more than {_MAX_REPEAT} times",
+                grammar.field,
+            )
+
+
+def _first_lines(message: str) -> str:
+    return " ".join(message.removesuffix("<non-verbose/>").split())[:_MAX_MESSAGE]

@@ -1,0 +1,31 @@
+"""How models write tool calls: one file per format, found by name or by the chat template."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline.server.tool_formats.base import CallDelta, Piece, ToolFormat, ToolParser, call_schema
+from paceline.server.tool_formats.hermes import Hermes
+from paceline.server.tool_formats.llama3_json import Llama3Json
+from paceline.server.tool_formats.mistral import Mistral
+
+__all__ = [
+    "TOOL_FORMATS",
+    "CallDelta",
+    "Piece",
+    "ToolFormat",
+    "ToolParser",
+    "call_schema",
+    "detect_format",
+]
+
+_ALL: Final[tuple[ToolFormat, ...]] = (Hermes(), Llama3Json(), Mistral())
+TOOL_FORMATS: Final[dict[str, ToolFormat]] = {each.name: each for each in _ALL}
+
+
+def detect_format(template: str | None) -> ToolFormat:
+    """The format a chat template is written for; Hermes' where it does not tell."""
+    for each in _ALL:
+        if template is not None and any(mark in template for mark in each.marks):
+            return each
+    return _ALL[0]
