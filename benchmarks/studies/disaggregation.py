@@ -88,7 +88,7 @@ def tables() -> dict[str, str]:
             prompt_tokens=prompt,
             output_tokens=output,
             tpot=TPOT,
-            max_batch=BLOCKS * BLOCK_SIZE // (prompt + output),
+            max_batch=BLOCKS * BLOCK_SIZE // (prompt + output // 2),
             max_num_batched_tokens=2048,
             replicas=GPUS,
         )

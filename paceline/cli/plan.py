@@ -293,8 +293,9 @@ def _run_split(args: argparse.Namespace) -> int:
 
     card = HardwareCard.named(args.hardware)
     times = RooflineStepTimes(card, find_model(args.model), degree=args.gpus)
-    room = times.num_blocks(1) // (args.prompt + args.output)
-    if room < 1:
+    # half grown on average, but the longest must fit
+    room = times.num_blocks(1) // (args.prompt + args.output // 2)
+    if times.num_blocks(1) < args.prompt + args.output:
         raise ConfigError(
             f"{times.num_blocks(1)} tokens of keys and values do not hold one request of "
             f"{args.prompt} + {args.output}"
