@@ -27,11 +27,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.sim.arrival import Arrival
 from paceline.sim.recording import Recording
@@ -89,14 +90,12 @@ def open_trace(path: Path) -> Trace:
     Raises:
         WorkloadError: it cannot be read, or is in no known format; the message lists them.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            first = file.readline(1 << 20)
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: cannot be read: {error}") from error
-    if first.lstrip().startswith("{"):
+    with _opened(path) as file:
+        first = file.readline(1 << 20)
+        is_json = first.lstrip().startswith("{")
+        header = [] if is_json else next(csv.reader([first]), [])
+    if is_json:
         return _json_trace(path, first)
-    header = next(csv.reader([first]), [])
     names = {name.strip() for name in header}
     for layout in _LAYOUTS:
         if names.issuperset(layout.names()):
@@ -136,8 +135,18 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------- CSV
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    """The file as text; what it cannot be read for becomes a WorkloadError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise WorkloadError(f"{path}: cannot be read: {error}") from error
+
+
 def _read_csv(path: Path, columns: _Columns) -> Iterator[Arrival]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _opened(path) as file:
         rows = csv.reader(file)
         header = [name.strip() for name in next(rows)]
         prompt_index, output_index = header.index(columns.prompt), header.index(columns.output)
@@ -227,14 +236,14 @@ def _stamp(text: str, name: str | None, where: str) -> float:
 
 def _read_mooncake(path: Path) -> Iterator[Arrival]:
     clock = _Clock()
-    with path.open(encoding="utf-8-sig") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             row = _parse_json(line, where)
             stamp = row.get("timestamp")
-            if isinstance(stamp, bool) or not isinstance(stamp, (int, float)):
+            if type(stamp) not in (int, float) or not abs(stamp) < 1e18:
                 raise WorkloadError(f"{where}: timestamp is {stamp!r}, expected milliseconds")
             at = clock.at(stamp / 1e3, where)
             prompt = _whole(row, "input_length", where)
