@@ -136,6 +136,11 @@ def own() -> dict[str, Any]:
         f"  tested {len(measured)} requests at {load.rate:.2f}/s, {LOAD:.0%} of {capacity:.2f}/s; "
         f"{len(tested.steps)} steps, {1e3 * busy:.0f} ms from plan to result"
     )
+    drift = times.judge(tested)
+    print(
+        f"  the fit on the tested run's own steps: mean |error| {drift.mean_abs_error:.1%}, bias "
+        f"{drift.bias:+.1%} (beyond the fit's own, the machine changed)"
+    )
     # what the clients really did, on the simulator's clock
     asked = sorted(
         (replace(s.arrival, at=max(0.0, s.sent - begin)) for s in measured), key=lambda a: a.at

@@ -25,7 +25,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(path: Path) -> list[dict[str, Any]]:
+def run(path: Path, *, repeat: int = 0) -> list[dict[str, Any]]:
+    """Three requests, one of them aborted, and ``repeat`` more; the lines of their recording."""
     ticks = iter(range(10_000))
     core = EngineCore(
         NullBackend(num_blocks=32, block_size=4),
@@ -39,6 +40,8 @@ def run(path: Path) -> list[dict[str, Any]]:
     core.add_request(make_request("gone", 5, 4))
     core.step()
     core.abort(["gone"])
+    for number in range(repeat):
+        core.add_request(make_request(f"more-{number}", 10 + number, 12))
     while core.has_work:
         core.step()
     core.close()

@@ -80,19 +80,7 @@ class RecordedStepTimes:
                 f"the recording has {len(steps)} steps, at least {_MIN_STEPS} are needed to fit"
             )
         measured = np.array(step_intervals(steps))
-        features = np.array(
-            [
-                _features(
-                    s.wide_tokens,
-                    s.wide_keys,
-                    len(s.wide),
-                    s.narrow_rows,
-                    s.narrow_keys,
-                    s.samples,
-                )
-                for s in steps
-            ]
-        )
+        features = np.array([_features_of(step) for step in steps])
         weights = _fit(features, measured)
         usual = measured < _OUTLIER * np.maximum(features @ weights, 1e-9)
         weights = _fit(features[usual], measured[usual])
@@ -107,11 +95,19 @@ class RecordedStepTimes:
         ]
         self._rng = None if seed is None else random.Random(seed)
         self._means = [float(np.mean(found)) for found in self._ratios]
-        self.quality = FitQuality(
-            num_steps=len(steps),
-            mean_abs_error=float(np.mean(np.abs(fitted / measured - 1.0))),
-            bias=float(fitted.sum() / measured.sum() - 1.0),
+        self.quality = _quality(fitted * np.where(is_wide, *self._means[::-1]), measured)
+
+    def judge(self, recording: Recording) -> FitQuality:
+        """How well the same fit explains another recording: what changed between the two."""
+        measured = np.array(step_intervals(recording.steps))
+        fitted = np.array(
+            [
+                self._means[bool(s.wide)]
+                * sum(w * x for w, x in zip(self._weights, _features_of(s), strict=True))
+                for s in recording.steps
+            ]
         )
+        return _quality(fitted, measured)
 
     def seconds(self, plan: SchedulerOutput) -> float:
         wide_tokens = wide_rows = narrow_rows = narrow_keys = samples = 0
@@ -130,6 +126,25 @@ class RecordedStepTimes:
         kind = wide_rows > 0
         ratio = self._means[kind] if self._rng is None else self._rng.choice(self._ratios[kind])
         return max(1e-9, fitted * ratio)
+
+
+def _quality(fitted: NDArray[np.float64], measured: NDArray[np.float64]) -> FitQuality:
+    return FitQuality(
+        num_steps=len(measured),
+        mean_abs_error=float(np.mean(np.abs(fitted / measured - 1.0))),
+        bias=float(fitted.sum() / measured.sum() - 1.0),
+    )
+
+
+def _features_of(step: RecordedStep) -> list[float]:
+    return _features(
+        step.wide_tokens,
+        step.wide_keys,
+        len(step.wide),
+        step.narrow_rows,
+        step.narrow_keys,
+        step.samples,
+    )
 
 
 def _features(
@@ -166,7 +181,7 @@ def _fit(features: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArra
             if diagonal[i] > 0.0:
                 rest = gram[i] @ weights - diagonal[i] * weights[i]
                 weights[i] = max(0.0, (moment[i] - rest) / diagonal[i])
-        if np.max(np.abs(weights - before)) <= 1e-9 * np.max(weights):
+        if np.max(np.abs(weights - before)) <= 1e-7 * np.max(weights):
             break
     return weights
 

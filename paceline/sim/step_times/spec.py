@@ -1,0 +1,99 @@
+"""Step times as one line of text, for the command line.
+
+::
+
+    roofline:HARDWARE,MODEL[,DEGREE]       hardware.json and models.json know the names
+    recorded:FILE[,noise=off]              what ``paceline serve --record FILE`` wrote
+    profile:FOLDER[,PREFIX]                operator tables
+    fixed:SECONDS[,SECONDS_PER_TOKEN]
+
+This module does not know the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.sim.replica import ReplicaConfig
+from paceline.sim.step_times.base import FixedStepTimes, StepTimes
+from paceline.sim.step_times.models import ModelShape
+
+__all__ = ["Source", "open_step_times"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Step times and what comes with them."""
+
+    times: StepTimes
+    # the engine that was recorded, with its overheads; None where nothing was
+    config: ReplicaConfig | None = None
+    # bytes that the hardware has for keys and values; None where that is not known
+    kv_bytes: float | None = None
+    # of one token; None where the model is not known
+    kv_bytes_per_token: float | None = None
+
+    def num_blocks(self, block_size: int) -> int | None:
+        """KV blocks that fit; None where that is not known."""
+        if self.kv_bytes is None or self.kv_bytes_per_token is None:
+            return None
+        return max(1, int(self.kv_bytes / (block_size * self.kv_bytes_per_token)))
+
+
+def open_step_times(spec: str, *, seed: int = 0) -> Source:
+    """The source that ``spec`` describes. Every replica needs one of its own: noise has a state.
+
+    Raises:
+        ConfigError: an unknown kind or name, a missing file, a number out of range.
+    """
+    kind, _, rest = spec.partition(":")
+    parts = rest.split(",")
+    if kind == "fixed" and len(parts) <= 2:
+        base, per_token = _number(spec, parts[0]), _number(spec, (*parts, "0")[1])
+        if base + per_token <= 0:
+            raise ConfigError(f"step times {spec!r}: a step must take more than 0 seconds")
+        return Source(FixedStepTimes(base, per_token))
+    if kind == "roofline" and len(parts) in (2, 3):
+        from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+
+        degree = int(_number(spec, (*parts, "1")[2]))
+        model = ModelShape.named(parts[1])
+        times = RooflineStepTimes(HardwareCard.named(parts[0]), model, degree=degree)
+        return Source(
+            times,
+            kv_bytes=times.kv_capacity_bytes,
+            kv_bytes_per_token=model.kv_bytes_per_token(),
+        )
+    if kind == "recorded" and len(parts) <= 2:
+        from dataclasses import replace
+
+        from paceline.sim.recording import Recording
+        from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays
+
+        if len(parts) == 2 and parts[1] not in ("noise=on", "noise=off"):
+            raise ConfigError(f"step times {spec!r}: use noise=on or noise=off")
+        noisy = parts[-1] != "noise=off"
+        recording = Recording.read(Path(parts[0]))
+        fitted = RecordedStepTimes(recording, seed=seed if noisy else None)
+        return Source(fitted, replace(recording.config, delays=fit_delays(recording)))
+    if kind == "profile" and len(parts) <= 2:
+        from paceline.sim.step_times.profile import ProfileStepTimes
+
+        profile = ProfileStepTimes(Path(parts[0]), *parts[1:])
+        return Source(profile, kv_bytes_per_token=profile.model.kv_bytes_per_token())
+    raise ConfigError(
+        f"step times {spec!r} are none of roofline:HARDWARE,MODEL[,DEGREE], "
+        "recorded:FILE[,noise=off], profile:FOLDER[,PREFIX], fixed:SECONDS[,SECONDS_PER_TOKEN]"
+    )
+
+
+def _number(spec: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1e6:
+        raise ConfigError(f"step times {spec!r}: {text!r} is not a number of 0 or more")
+    return value

@@ -1,0 +1,121 @@
+"""``paceline simulate``: every flag changes what it says, and the table matches the JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.sim.step_times.spec import open_step_times
+from tests.engine.test_recorder import run as record
+
+WORKLOAD = "synthetic:rate=20,prompt=lognormal(200,1),output=lognormal(30,1),n=60"
+BASE = ("simulate", "--workload", WORKLOAD)
+FIXED = (*BASE, "--step-times", "fixed:0.02,0.0001")
+
+
+def runs(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert main([*flags, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["runs"]
+    return found
+
+
+def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = runs(capsys, *FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2")
+    assert (first["policy"], second["policy"]) == ("fcfs", "sjf")
+    assert first["finished"] == second["finished"] == 60
+    assert second["ttft"]["mean"] < 0.9 * first["ttft"]["mean"]
+    assert main([*FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2"]) == 0
+    table = capsys.readouterr().out
+    assert f"{1e3 * first['ttft']['mean']:.1f}" in table
+    assert "sjf: backends busy" in table
+
+
+def test_policies_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*FIXED, "--policy", "fcfs,sjf")
+    assert runs(capsys, *flags, "--jobs", "2") == runs(capsys, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--replicas", "3"),
+        ("--replicas", "3", "--router", "round-robin"),
+        ("--max-num-seqs", "2"),
+        ("--max-num-batched-tokens", "512"),
+        ("--max-model-len", "300"),
+        ("--num-blocks", "60"),
+        ("--block-size", "64", "--num-blocks", "15"),
+        ("--pipeline-depth", "1"),
+        ("--seed", "7"),
+        ("--policy", "sjf", "--max-num-seqs", "2", "--max-tokens", "2000"),
+    ],
+    ids=" ".join,
+)
+def test_flags_change_the_outcome(capsys: pytest.CaptureFixture[str], flags: tuple[str]) -> None:
+    (plain,) = runs(capsys, *FIXED)
+    (other,) = runs(capsys, *FIXED, *flags)
+    assert other["ttft"] != plain["ttft"]
+
+
+def test_routers_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    means = {
+        router: runs(capsys, *FIXED, "--replicas", "3", "--router", router)[0]["e2e"]["mean"]
+        for router in ("round-robin", "least-outstanding")
+    }
+    assert len(set(means.values())) == 2
+
+
+def test_prefix_caching(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    row = {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]}
+    trace.write_text("".join(json.dumps(row | {"timestamp": 500 * n}) + "\n" for n in range(6)))
+    flags = ("simulate", "--workload", str(trace), "--step-times", "fixed:0.01")
+    (cached,) = runs(capsys, *flags)
+    (plain,) = runs(capsys, *flags, "--no-enable-prefix-caching")
+    assert cached["cached_tokens"] == 5 * 1088
+    assert plain["cached_tokens"] == 0
+
+
+def test_disaggregation(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*BASE, "--step-times", "roofline:L4,Qwen3-0.6B", "--decode-replicas", "1")
+    (fast,) = runs(capsys, *flags)
+    (slow,) = runs(capsys, *flags, "--kv-bandwidth", "0.01")
+    assert len(fast["utilisation"]) == 2
+    assert slow["e2e"]["mean"] > fast["e2e"]["mean"] + 1.0
+    assert slow["ttft"] == fast["ttft"]
+
+
+def test_a_recording_brings_its_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, repeat=12)
+    source = open_step_times(f"recorded:{path}")
+    assert source.config is not None and source.config.scheduler.max_num_seqs == 4
+    workload = "synthetic:rate=0.01,prompt=fixed(20),output=fixed(4),n=5"
+    flags = ("simulate", "--workload", workload, "--step-times", f"recorded:{path}")
+    (found,) = runs(capsys, *flags)
+    assert found["finished"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--step-times", "magic"), "step times 'magic' are none of"),
+        (("--step-times", "fixed:x"), "'x' is not a number"),
+        (("--step-times", "fixed:0"), "more than 0 seconds"),
+        (("--step-times", "recorded:missing"), "cannot read the recording"),
+        (("--step-times", "roofline:H100-SXM,none"), "no shape is known for model 'none'"),
+        (("--step-times", "fixed:1", "--policy", "fcfs,magic"), "unknown policy 'magic'"),
+        (("--step-times", "fixed:1", "--router", "magic"), "unknown router 'magic'"),
+        (("--step-times", "fixed:1", "--decode-replicas", "1"), "does not say how many bytes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str], message: str
+) -> None:
+    assert main([*BASE, *flags]) == 2
+    assert message in capsys.readouterr().err

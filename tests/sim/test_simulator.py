@@ -1,0 +1,244 @@
+"""The virtual clock, by hand: when steps start and end, what callers see, who is woken when."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import SchedulerOutput
+from paceline.sim.arrival import Arrival, Served
+from paceline.sim.replica import Delays, ReplicaConfig
+from paceline.sim.routing import LeastOutstanding, PrefixAffinity, RoundRobin, make_router
+from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec, Simulator, Totals
+from paceline.sim.step_times.base import FixedStepTimes, StepTimes
+from tests.sim.workloads import bursty
+
+
+def engine(**fields: Any) -> ReplicaConfig:
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=fields.pop("budget", 100), max_num_seqs=8, max_model_len=4096
+    )
+    cache = CacheConfig(
+        block_size=16,
+        num_blocks=fields.pop("num_blocks", 512),
+        enable_prefix_caching=fields.pop("caching", False),
+    )
+    return ReplicaConfig(scheduler=scheduler, cache=cache, **fields)
+
+
+def serve(
+    workload: list[Arrival] | Iterator[Arrival], pools: Any, **options: Any
+) -> tuple[list[Served], Totals]:
+    """In order of arrival."""
+    arrivals = list(workload)
+    served: dict[int, Served] = {}
+
+    def consume(record: Served) -> None:
+        assert served.setdefault(id(record.arrival), record) is record, "told twice"
+
+    totals = Simulator(pools, consume, **options).run(arrivals)
+    return [served[id(arrival)] for arrival in arrivals], totals
+
+
+def one(times: StepTimes, **fields: Any) -> Pool:
+    return Pool.single(engine(**fields), times)
+
+
+def test_one_request_by_hand() -> None:
+    # 250 tokens in chunks of 100, 100, 50: the third step's token is the first; two more follow
+    ((only,), totals) = serve([Arrival(1.0, 250, 3)], one(FixedStepTimes(0.5, 0.001)))
+    chunks = 0.6 + 0.6 + 0.55
+    assert only.first_scheduled == 1.0
+    assert only.first_token == pytest.approx(1.0 + chunks)
+    assert only.last_token == pytest.approx(1.0 + chunks + 2 * 0.501)
+    assert only.ttft == pytest.approx(chunks)
+    assert only.tpot == pytest.approx(0.501)
+    assert only.e2e == pytest.approx(chunks + 1.002)
+    assert (totals.num_steps, totals.num_arrivals, totals.num_refused) == (5, 1, 0)
+    assert totals.busy_seconds == pytest.approx((chunks + 1.002,))
+
+
+@pytest.mark.parametrize(("depth", "first"), [(1, 2.0), (2, 3.0)])
+def test_an_arrival_waits_for_the_step_and_for_what_is_planned_ahead(
+    depth: int, first: float
+) -> None:
+    # steps of 1 s; it comes in the middle of the first. At depth 2 the second step is planned
+    # already, so it is in the third
+    early, late = Arrival(0.0, 10, 20), Arrival(0.5, 10, 2)
+    (_, second), _ = serve([early, late], one(FixedStepTimes(1.0), pipeline_depth=depth))
+    assert second.first_scheduled == 1.0
+    assert second.first_token == first
+
+
+def test_delays_outside_the_steps() -> None:
+    pool = one(FixedStepTimes(1.0), delays=Delays(inbound=0.25, outbound=0.5, loop=0.125))
+    (only,), _ = serve([Arrival(0.0, 10, 1)], pool)
+    assert only.first_scheduled == 0.375
+    assert only.ttft == 1.875
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    (only, fine), totals = serve(
+        [Arrival(0.0, 5000, 1), Arrival(0.0, 10, 1)], one(FixedStepTimes(1.0))
+    )
+    assert only.refused and only.first_token is None and only.ttft is None
+    assert not fine.refused
+    assert totals.num_refused == 1
+
+
+def test_outputs_that_end_by_themselves_are_as_long_as_they_were() -> None:
+    workload = list(bursty(60))
+    (served, _) = serve(workload, one(FixedStepTimes(0.01), max_tokens=400, caching=True))
+    assert [s.output_tokens for s in served] == [a.output_tokens for a in workload]
+
+
+def test_the_policy_does_not_know_lengths_that_callers_did_not_ask_for() -> None:
+    # all at once, the longest first: shortest-job-first reorders them only if it can know
+    workload = [Arrival(0.0, 10, 41 - n) for n in range(40)]
+
+    def order(max_tokens: int | None) -> list[int]:
+        config = engine(max_tokens=max_tokens)
+        config = replace(config, scheduler=replace(config.scheduler, policy="sjf", max_num_seqs=1))
+        ended: list[int] = []
+        pool = Pool.single(config, FixedStepTimes(0.01))
+        Simulator(pool, lambda s: ended.append(s.output_tokens)).run(workload)
+        return ended
+
+    assert order(None) == sorted(order(None))
+    assert order(400)[:3] == [41, 40, 39]
+
+
+def test_prefixes_are_found_in_the_cache() -> None:
+    shared = Arrival(0.0, 80, 4, prefix=(5, 6))
+    again = [replace(shared, at=1.0), replace(shared, at=2.0, prefix=(5, 7))]
+    served, _ = serve([shared, *again], one(FixedStepTimes(0.01), caching=True), prefix_block=32)
+    assert [s.cached_tokens for s in served] == [0, 64, 32]
+
+
+def test_the_same_seeded_workload_gives_the_same_answer() -> None:
+    runs = [serve(bursty(80), one(FixedStepTimes(0.01), caching=True))[0] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_arrivals_out_of_order_and_unknown_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"arrival 1 at 1\.0 s comes before"):
+        serve([Arrival(2.0, 1, 1), Arrival(1.0, 1, 1)], one(FixedStepTimes(0.1)))
+    with pytest.raises(ConfigError, match="no pool serves model 'b'"):
+        serve([Arrival(0.0, 1, 1, model="b")], {"a": one(FixedStepTimes(0.1))})
+
+
+def test_models_have_pools_of_their_own() -> None:
+    pools = {"slow": one(FixedStepTimes(1.0)), "fast": one(FixedStepTimes(0.1))}
+    workload = [Arrival(0.0, 10, 1, model="slow"), Arrival(0.0, 10, 1, model="fast")]
+    (slow, fast), _ = serve(workload, pools)
+    assert (slow.ttft, fast.ttft) == (1.0, 0.1)
+    assert slow.replica != fast.replica
+
+
+def test_routers() -> None:
+    plain = Arrival(0.0, 10, 1)
+    turn = RoundRobin()
+    assert [turn.choose(plain, [0.0] * 3) for _ in range(4)] == [0, 1, 2, 0]
+    assert LeastOutstanding().choose(plain, [5.0, 2.0, 2.0]) == 1
+    sticky = PrefixAffinity(spread=100.0, ratio=1.5)
+    chat = replace(plain, prefix=(1, 2, 3))
+    assert sticky.choose(chat, [9.0, 0.0, 9.0]) == 1
+    # a longer conversation follows, though that replica is no longer the least loaded
+    assert sticky.choose(replace(plain, prefix=(1, 2, 3, 4)), [0.0, 90.0, 0.0]) == 1
+    # until it is overloaded
+    assert sticky.choose(chat, [10.0, 500.0, 0.0]) == 2
+    # the same piece elsewhere in a prompt is another prefix
+    assert sticky.choose(replace(plain, prefix=(3,)), [0.0, 5.0, 0.0]) == 0
+    with pytest.raises(ConfigError, match="unknown router 'x'; known: least-outstanding"):
+        make_router("x")
+
+
+def test_a_router_forgets_the_prefixes_used_longest_ago() -> None:
+    sticky = PrefixAffinity(memory=2)
+    for piece in (1, 2, 3):
+        sticky.choose(Arrival(0.0, 10, 1, prefix=(piece,)), [1.0, 0.0])
+    assert sticky.choose(Arrival(0.0, 10, 1, prefix=(1,)), [0.0, 1.0]) == 0
+    assert sticky.choose(Arrival(0.0, 10, 1, prefix=(3,)), [0.0, 1.0]) == 1
+
+
+def test_affinity_finds_more_in_the_caches_than_taking_turns() -> None:
+    workload = [Arrival(0.1 * n, 200, 2, prefix=(n % 3,) * 4) for n in range(60)]
+
+    def cached(router: str) -> int:
+        spec = ReplicaSpec(engine(caching=True, num_blocks=64), FixedStepTimes(0.01))
+        served, _ = serve(workload, Pool((spec,) * 4, make_router(router)), prefix_block=48)
+        assert {s.replica for s in served} <= {0, 1, 2, 3}
+        return sum(s.cached_tokens for s in served)
+
+    assert cached("prefix-affinity") > cached("round-robin")
+
+
+def split(latency: float, *, num_blocks: int = 512) -> Pool:
+    prefill = ReplicaSpec(engine(), FixedStepTimes(1.0))
+    decode = ReplicaSpec(engine(caching=True, num_blocks=num_blocks), FixedStepTimes(0.1))
+    transfer = KVTransfer(bytes_per_token=10.0, bandwidth=1000.0, latency=latency)
+    router = LeastOutstanding()
+    return Pool((prefill,), router, Disaggregation((decode,), transfer, LeastOutstanding()))
+
+
+def test_disaggregation_by_hand() -> None:
+    plans: list[tuple[int, SchedulerOutput]] = []
+    (only,), totals = serve(
+        [Arrival(0.0, 96, 4)],
+        split(0.5),
+        on_plan=lambda replica, plan, now, start, end: plans.append((replica, plan)),
+    )
+    # one step of 1 s, 0.5 s + 96 * 10 / 1000 s on the link, three steps of 0.1 s
+    assert only.first_token == 1.0
+    assert only.last_token == pytest.approx(1.0 + 0.5 + 0.96 + 3 * 0.1)
+    assert (only.output_tokens, only.replica, only.cached_tokens) == (4, 1, 0)
+    # six whole blocks arrived, so the decode replica computes the first output token alone
+    assert [(r, plan.rows[0][1:3]) for r, plan in plans] == [
+        (0, (0, 96)),
+        (1, (96, 1)),
+        (1, (97, 1)),
+        (1, (98, 1)),
+    ]
+    assert totals.num_arrivals == 1
+
+
+def test_disaggregated_requests_wait_where_there_is_no_room() -> None:
+    # room for three such requests at once on the decode side: all end, none is preempted for room
+    workload = [Arrival(0.0, 90, 20) for _ in range(12)]
+    served, totals = serve(workload, split(0.0, num_blocks=24))
+    assert [s.output_tokens for s in served] == [20] * 12
+    assert not any(s.refused for s in served)
+    assert totals.num_preemptions == 0
+
+
+def test_decode_replicas_need_a_prefix_cache() -> None:
+    spec = ReplicaSpec(engine(), FixedStepTimes(0.1))
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        Disaggregation((spec,), KVTransfer(1.0, 1.0), LeastOutstanding())
+    with pytest.raises(ConfigError, match="bandwidth above 0"):
+        KVTransfer(1.0, 0.0)
+
+
+def test_memory_does_not_grow_with_the_workload() -> None:
+    def workload(count: int) -> Iterator[Arrival]:
+        return (Arrival(0.02 * n, 20, 2) for n in range(count))
+
+    def run(count: int) -> None:
+        Simulator(one(FixedStepTimes(0.01)), lambda _: None).run(workload(count))
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        run(count)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    # the interpreter keeps up to 2,000 freed tuples of each size
+    run(5000)
+    assert peak(4000) < 1.5 * peak(1000)
