@@ -8,6 +8,7 @@
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
 #   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
+#   make studies        simulate the claims of docs/studies and renew its tables and plots
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -30,7 +31,7 @@ STAMP := $(VENV)/.installed
 
 export QUICK VLLM_RUNS
 
-.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler \
+.PHONY: studies serve test quick check format model venv clean clean-venv bench-batching bench-scheduler \
 	bench-sim
 .DEFAULT_GOAL := test
 
@@ -65,6 +66,9 @@ bench-scheduler: $(STAMP)
 
 bench-sim: $(STAMP) model
 	@$(BIN)/python -m benchmarks.sim $(VLLM_RUNS)
+
+studies: $(STAMP)
+	@$(BIN)/python -m benchmarks.studies --write
 
 venv: $(STAMP)
 

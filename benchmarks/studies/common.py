@@ -26,13 +26,20 @@ from paceline.sim.simulator import Pool, ReplicaSpec, Simulator, Totals
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.step_times.models import ModelShape
 
-__all__ = ["GPU", "KV_BYTES", "Machine", "Run", "Study", "replica", "serve"]
+__all__ = ["GPU", "KV_BYTES", "PLAIN", "Machine", "Run", "Study", "replica", "serve"]
 
 _MODEL = ModelShape.named("Llama-3.1-8B")
 _PARAMETERS = _MODEL.num_parameters
 # of one token, in bfloat16
 KV_BYTES = _MODEL.kv_bytes_per_token()
 BLOCK_SIZE = 16
+# chunked prefill, first come first served, and nothing that looks ahead: the textbooks' scheduler
+PLAIN: dict[str, Any] = {
+    "adaptive_token_budget": False,
+    "future_memory_check": False,
+    "pace_admission": False,
+    "relegate_late": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +83,10 @@ def replica(
     watermark: float = 0.01,
     **scheduler: Any,
 ) -> ReplicaSpec:
-    """One engine; ``scheduler`` are fields of ``SchedulerConfig``. 20,000 blocks of 16 tokens are
-    42 GB: a comfortable pool on 80 GB."""
+    """One engine, ``PLAIN`` unless said otherwise; ``scheduler`` are fields of ``SchedulerConfig``.
+    20,000 blocks of 16 tokens are 42 GB: a comfortable pool on 80 GB."""
     defaults: dict[str, Any] = {"max_model_len": 16_384, "max_num_batched_tokens": 2048}
-    config = SchedulerConfig(**(defaults | scheduler))
+    config = SchedulerConfig(**(PLAIN | defaults | scheduler))
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,

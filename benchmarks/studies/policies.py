@@ -11,14 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from benchmarks.studies.common import Run, Study, replica, serve
+from benchmarks.studies.common import PLAIN, Run, Study, replica, serve
 from paceline.sim.report import plot_cdfs, text_table
 from paceline.sim.workload import open_workload
 
 __all__ = ["STUDY"]
 
-POLICIES = ("fcfs", "sjf", "boost", "deadline")
+# fcfs with everything that PLAIN turns off
+DEFAULTS = "fcfs, defaults"
+POLICIES = ("fcfs", "sjf", "boost", "deadline", DEFAULTS)
 WORKLOAD = (
     "synthetic:rate=24,cv=3,prompt=lognormal(500,1.0),output=lognormal(120,1.0),n=1500,"
     "classes=chat(1,ttft=1,tpot=50ms)+report(1,deadline=20)"
@@ -31,7 +34,14 @@ SLOWER = ",speedup=0.8"
 
 @cache
 def _run(policy: str, known: bool, slots: int = 256) -> Run:
-    spec = replica(policy=policy, max_num_seqs=slots, num_blocks=25_000, max_model_len=65_536)
+    settings: dict[str, Any] = dict.fromkeys(PLAIN, policy == DEFAULTS)
+    spec = replica(
+        policy=policy.removesuffix(", defaults"),
+        max_num_seqs=slots,
+        num_blocks=25_000,
+        max_model_len=65_536,
+        **settings,
+    )
     if not known:
         spec = replace(spec, config=replace(spec.config, max_tokens=MAX_TOKENS))
     return serve(open_workload(WORKLOAD + (SLOWER if slots == SLOTS else ""), seed=1), spec)

@@ -1,20 +1,20 @@
 """Minimal preemption: how much to admit when nobody knows how long outputs will be.
 
-A pool that holds about 40 average sequences, outputs longer than prompts, more arrivals than can be
-served at once. *Optimistic* admits whoever's prompt fits and preempts when sequences grow;
-a *watermark* keeps a share of the pool free for growth; *reserving* admits only what fits if every
-sequence grows to its end; *future peak* admits what fits at the moment when most memory will be
-held (LightLLM's Past-Future scheduler, ASPLOS'25, arXiv 2507.10150), here with lengths known.
-The last two gates live in this study, as a policy of another package would.
+A pool that holds about 40 average sequences, outputs longer than prompts. *Optimistic* admits
+whoever's prompt fits and preempts when sequences grow; a *watermark* keeps a share of the pool free
+for growth; *reserving* admits only what fits if every sequence grows to its end; *future peak*, the
+default, admits what fits at the moment when most memory will be held (LightLLM's Past-Future
+scheduler, ASPLOS'25, arXiv 2507.10150), with lengths known or learned. Reserving lives in this
+study, as a policy of another package would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 
 from benchmarks.studies.common import BLOCK_SIZE, Study, replica, serve
-from paceline.core.forecast import future_peak
+from paceline.core.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
 from paceline.core.queues import RequestQueue, WaitingQueue
@@ -29,32 +29,27 @@ BLOCKS = 1600
 RATES = (8, 16)
 WORKLOAD = "synthetic:rate={},cv=1,prompt=lognormal(200,0.6),output=lognormal(300,0.8),n=900"
 
-# (tokens held, tokens to come) of every sequence to the most tokens that they will hold
-_Demand = Callable[[Iterable[tuple[int, int]]], int]
-
-
-def _reserve(sequences: Iterable[tuple[int, int]]) -> int:
-    return sum(held + to_come for held, to_come in sequences)
+# what callers ask for where lengths are to be learned
+MAX_TOKENS = 4096
 
 
 class _GatedQueue(RequestQueue):
-    """Hands nobody out whom the gate does not pass."""
+    """Shows nobody whom the gate does not pass."""
 
     def __init__(self, passes: Callable[[Request], bool]) -> None:
         super().__init__()
         self._passes = passes
 
-    def pop(self) -> Request | None:
-        head = self.peek()
-        return None if head is None or not self._passes(head) else super().pop()
+    def peek(self) -> Request | None:
+        head = super().peek()
+        return None if head is None or not self._passes(head) else head
 
 
-class _Gated(FcfsPolicy):
-    """First come, first served, while ``demand`` of all that run stays within the pool."""
+class _Reserving(FcfsPolicy):
+    """First come, first served, while all that run could grow to their ends."""
 
-    def __init__(self, demand: _Demand, context: PolicyContext) -> None:
+    def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._demand = demand
         self._admitted: list[Request] = []
 
     def make_queue(self) -> WaitingQueue:
@@ -67,13 +62,8 @@ class _Gated(FcfsPolicy):
     def _passes(self, head: Request) -> bool:
         running = [r for r in self._admitted if r.status is RequestStatus.RUNNING]
         self._admitted = running
-        sequences = [(r.num_tokens, r.max_total_tokens - r.num_tokens) for r in (*running, head)]
-        # every sequence may leave part of a block empty
-        room = BLOCK_SIZE * (BLOCKS - len(sequences))
-        return not running or self._demand(sequences) <= room
-
-
-GATES: dict[str, _Demand] = {"reserving": _reserve, "future peak": future_peak}
+        needed = sum(blocks_for(r.max_total_tokens, BLOCK_SIZE) for r in (*running, head))
+        return not running or needed <= BLOCKS
 
 
 class _Computed:
@@ -107,19 +97,28 @@ def _rows(rate: int) -> list[list[str]]:
             "TPOT p99 ms",
         ]
     ]
-    ways = [
-        ("optimistic", "fcfs", 0.0),
-        ("watermark 1 %", "fcfs", 0.01),
-        ("watermark 10 %", "fcfs", 0.10),
-        ("watermark 30 %", "fcfs", 0.30),
-        *((name, name, 0.0) for name in GATES),
-    ]
-    known = dict(POLICIES)
-    POLICIES.update({name: partial(_Gated, demand) for name, demand in GATES.items()})
+    # name, policy, watermark, future_memory_check, lengths known
+    ways = (
+        ("optimistic", "fcfs", 0.0, False, True),
+        ("watermark 1 %", "fcfs", 0.01, False, True),
+        ("watermark 10 %", "fcfs", 0.10, False, True),
+        ("watermark 30 %", "fcfs", 0.30, False, True),
+        ("reserving", "reserving", 0.0, False, True),
+        ("future peak, known", "fcfs", 0.01, True, True),
+        ("future peak, learned", "fcfs", 0.01, True, False),
+    )
+    POLICIES["reserving"] = _Reserving
     try:
-        for name, policy, watermark in ways:
+        for name, policy, watermark, looks_ahead, known in ways:
             computed = _Computed()
-            spec = replica(policy=policy, num_blocks=BLOCKS, watermark=watermark)
+            spec = replica(
+                policy=policy,
+                num_blocks=BLOCKS,
+                watermark=watermark,
+                future_memory_check=looks_ahead,
+            )
+            if not known:
+                spec = replace(spec, config=replace(spec.config, max_tokens=MAX_TOKENS))
             run = serve(open_workload(WORKLOAD.format(rate), seed=5), spec, computed)
             summary = run.metrics.summary(name)
             # the last token of an output is never an input
@@ -141,8 +140,7 @@ def _rows(rate: int) -> list[list[str]]:
                 ]
             )
     finally:
-        POLICIES.clear()
-        POLICIES.update(known)
+        del POLICIES["reserving"]
     return rows
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+__all__ = ["Arrival", "Served"]
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

@@ -79,7 +79,8 @@ def highest_rate(
     high: float,
     precision: float = 0.05,
 ) -> Found:
-    """The highest load that meets ``target``: DistServe's goodput (OSDI'24, arXiv 2401.09670).
+    """The highest load that meets ``target``: DistServe's goodput (OSDI'24, arXiv 2401.09670);
+    doubled from ``low`` until it is missed, then bisected.
 
     Args:
         low, high: requests per second between which the answer is looked for; a target that
@@ -98,7 +99,13 @@ def highest_rate(
 
     if not meets(low):
         return Found(None, seen[low], _tried(seen))
-    if meets(high):
+    # doubled until it fails, because a run far beyond the edge takes longest
+    while (above := min(2 * low, high)) > low:
+        if not meets(above):
+            high = above
+            break
+        low = above
+    if low == high:
         return Found(high, seen[high], _tried(seen))
     while high / low > 1 + precision:
         # rates span orders of magnitude: halve their ratio

@@ -31,7 +31,7 @@ from paceline.sim.workload.traces import MOONCAKE_BLOCK, open_trace, read_length
 
 __all__ = ["open_workload", "parse_classes", "parse_lengths", "parse_seconds"]
 
-_TRACES = ("azure", "burstgpt", "arena", "mooncake", "trace")
+_TRACES = ("azure", "burstgpt", "arena", "mooncake", "recording", "trace")
 _GENERATED = ("lengths", "synthetic", "clients")
 _KINDS = (*_TRACES, *_GENERATED)
 

@@ -15,7 +15,8 @@ lengths  prompt_tokens, output_tokens, or num_prefill_tokens,         Vidur (MLS
 ======== ============================================================ ===================
 
 JSON lines: ``mooncake`` has timestamp (milliseconds), input_length, output_length and hash_ids,
-one for each 512 tokens of prompt (Mooncake, FAST'25); equal ids are equal tokens.
+one for each 512 tokens of prompt (Mooncake, FAST'25); equal ids are equal tokens. ``recording`` is
+what ``paceline serve --record`` wrote: the requests that it answered (read whole, not streamed).
 
 Rows with 0 prompt or output tokens are requests that failed; they are left out. Times start at the
 first row's. Stamps that go backwards are an error: a stream cannot be sorted.
@@ -26,13 +27,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.sim.arrival import Arrival
+from paceline.sim.recording import Recording
 from paceline.sim.workload.base import WorkloadError
 
 __all__ = ["MOONCAKE_BLOCK", "Trace", "open_trace", "read_lengths"]
@@ -45,7 +48,7 @@ MOONCAKE_BLOCK = 512
 class Trace:
     """A trace file whose format was recognised; ``arrivals`` reads it from the start."""
 
-    # "azure", "burstgpt", "arena", "lengths" or "mooncake"
+    # "azure", "burstgpt", "arena", "lengths", "mooncake" or "recording"
     format: str
     prefix_block: int
     # no times: ``at`` is 0 in every arrival
@@ -87,14 +90,12 @@ def open_trace(path: Path) -> Trace:
     Raises:
         WorkloadError: it cannot be read, or is in no known format; the message lists them.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            first = file.readline(1 << 20)
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: cannot be read: {error}") from error
-    if first.lstrip().startswith("{"):
+    with _opened(path) as file:
+        first = file.readline(1 << 20)
+        is_json = first.lstrip().startswith("{")
+        header = [] if is_json else next(csv.reader([first]), [])
+    if is_json:
         return _json_trace(path, first)
-    header = next(csv.reader([first]), [])
     names = {name.strip() for name in header}
     for layout in _LAYOUTS:
         if names.issuperset(layout.names()):
@@ -111,10 +112,16 @@ def _json_trace(path: Path, first: str) -> Trace:
     row = _parse_json(first, f"{path}:1")
     if "input_length" in row:
         return Trace("mooncake", MOONCAKE_BLOCK, False, partial(_read_mooncake, path))
+    if "paceline_recording" in row:
+        return Trace("recording", MOONCAKE_BLOCK, False, partial(_read_recording, path))
     raise WorkloadError(
         f"{path}:1: not a known trace: the fields are {', '.join(map(str, row))}; known are "
-        "mooncake: timestamp, input_length, output_length, hash_ids"
+        "mooncake: timestamp, input_length, output_length, hash_ids; recording: paceline_recording"
     )
+
+
+def _read_recording(path: Path) -> Iterator[Arrival]:
+    return Recording.read(path).workload()
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
@@ -128,8 +135,18 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------- CSV
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    """The file as text; what it cannot be read for becomes a WorkloadError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise WorkloadError(f"{path}: cannot be read: {error}") from error
+
+
 def _read_csv(path: Path, columns: _Columns) -> Iterator[Arrival]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with _opened(path) as file:
         rows = csv.reader(file)
         header = [name.strip() for name in next(rows)]
         prompt_index, output_index = header.index(columns.prompt), header.index(columns.output)
@@ -219,14 +236,14 @@ def _stamp(text: str, name: str | None, where: str) -> float:
 
 def _read_mooncake(path: Path) -> Iterator[Arrival]:
     clock = _Clock()
-    with path.open(encoding="utf-8-sig") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             row = _parse_json(line, where)
             stamp = row.get("timestamp")
-            if isinstance(stamp, bool) or not isinstance(stamp, (int, float)):
+            if type(stamp) not in (int, float) or not abs(stamp) < 1e18:
                 raise WorkloadError(f"{where}: timestamp is {stamp!r}, expected milliseconds")
             at = clock.at(stamp / 1e3, where)
             prompt = _whole(row, "input_length", where)

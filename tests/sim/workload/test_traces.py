@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline.sim.arrival import Arrival
+from paceline.sim.recording import Recording
 from paceline.sim.workload import WorkloadError, open_trace, read_lengths
+from tests.engine.test_recorder import run as record
 
 SAMPLES = Path(__file__).parents[4] / "shared/traces"
 needs_samples = pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"no trace samples in {SAMPLES}")
@@ -86,6 +88,17 @@ def test_mooncake_hashes_are_the_prefix(tmp_path: Path) -> None:
         Arrival(0.0, 1030, 6, prefix=(4, 9, 11)),
         Arrival(3.0, 512, 1, prefix=(4,)),
     ]
+
+
+def test_our_own_recordings(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path)
+    trace = open_trace(path)
+    assert trace.format == "recording"
+    assert [(a.prompt_tokens, a.output_tokens) for a in trace.arrivals()] == [
+        (a.prompt_tokens, a.output_tokens) for a in Recording.read(path).workload()
+    ]
+    assert read_lengths(path)
 
 
 AZURE = "arrived_at_s,prompt_tokens,output_tokens"

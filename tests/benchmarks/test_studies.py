@@ -1,0 +1,33 @@
+"""The studies' pages say what their command prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.studies import coalescing
+from benchmarks.studies.__main__ import NAMES, load
+from benchmarks.studies.common import GPU
+from benchmarks.studies.page import DOCS, fill, tables_of
+from paceline.sim.report import text_table
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_study_has_a_filled_page(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text()
+    tables = tables_of(text)
+    assert tables and all(table.startswith("| ") for table in tables.values())
+    assert load(name).name == name
+    assert f"({name}.md)" in (DOCS / "README.md").read_text()
+
+
+def test_a_page_holds_what_its_command_prints() -> None:
+    """The quickest table there is; `make studies` renews all."""
+    printed = text_table(coalescing._rows(GPU, 4))
+    assert tables_of((DOCS / "coalescing.md").read_text())["rate-4"] == printed
+
+
+def test_only_tables_are_replaced() -> None:
+    page = "text\n<!-- begin a -->\nold\n<!-- end a -->\nmore\n"
+    assert fill(page, {"a": "new"}) == page.replace("old", "new")
+    with pytest.raises(ValueError, match=r"has tables \['a'\], the study \['b'\]"):
+        fill(page, {"b": "new"})

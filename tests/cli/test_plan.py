@@ -1,0 +1,171 @@
+"""``paceline plan``: every flag changes the answer, and a wrong one says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.cli.main import main
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+MEMORY = ("memory", "--model", "llama-3.1-8b", "--memory", "80GB", "--max-len", "8192")
+MEMORY = (*MEMORY, "--mean-len", "1000")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--model", "qwen3-32b"),
+        ("--memory", "40GB"),
+        ("--gpus", "2"),
+        ("--weight-dtype", "int8"),
+        ("--kv-dtype", "fp8"),
+        ("--weights", "30GB"),
+        ("--kv-per-token", "1MB"),
+        ("--mean-len", "2000"),
+        ("--utilization", "0.8"),
+        ("--reserve", "5GB"),
+        ("--block-size", "256"),
+    ],
+)
+def test_memory_flags_change_what_fits(
+    capsys: pytest.CaptureFixture[str], change: tuple[str, str]
+) -> None:
+    assert plan(capsys, *MEMORY)["paged"] != plan(capsys, *MEMORY, *change)["paged"]
+
+
+def test_memory_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "memory", "--preset", "80gb-40gb")
+    assert (found["preallocated"], found["paged"]) == (18, 71)
+    assert main(["plan", "memory", "--preset", "80gb-40gb"]) == 0
+    printed = capsys.readouterr().out
+    assert "18 sequences of 2048 tokens at once, 75.0 % never written" in printed
+    assert "paged is         3.9x" in printed
+    longer = plan(capsys, "memory", "--preset", "80gb-40gb", "--max-len", "4096")
+    assert longer["preallocated"] == 9, "flags change a preset's numbers"
+    card = plan(capsys, *MEMORY[:3], "--hardware", "h200-sxm", *MEMORY[5:])
+    assert card["memory_bytes"] == 141e9
+
+
+def test_memory_without_enough_to_go_by(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "memory", "--memory", "80GB", "--max-len", "10")
+    assert "needs --weights, --kv-per-token, --mean-len" in said
+    assert "known are" in refused(capsys, *MEMORY, "--model", "nothing")
+    assert "nothing is left for keys and values" in refused(capsys, *MEMORY, "--weights", "90GB")
+
+
+BATCHING = ("batching", "--outputs", "bimodal(uniform(1,9),uniform(501,519),0.5)")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--slots", "4"),
+        ("--fixed-ms", "1"),
+        ("--row-ms", "1"),
+        ("--samples", "50"),
+        ("--seed", "9"),
+    ],
+)
+def test_batching_flags_change_the_estimate(
+    capsys: pytest.CaptureFixture[str], change: tuple[str, str]
+) -> None:
+    base = (*BATCHING, "--samples", "500")
+    assert plan(capsys, *base) != plan(capsys, *base, *change)
+
+
+def test_batching_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *BATCHING, "--slots", "16"]) == 0
+    assert "textbook gain, equal steps     1.9" in capsys.readouterr().out
+    assert "is not a length; known are" in refused(capsys, "batching", "--outputs", "pareto(1)")
+
+
+SPLIT = ("split", "--model", "llama-3.1-8b", "--hardware", "h100-sxm")
+SPLIT = (*SPLIT, "--prompt", "2000", "--output", "200", "--tpot", "20ms")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--model", "llama-2-13b"),
+        ("--hardware", "h200-sxm"),
+        ("--gpus", "2"),
+        ("--prompt", "500"),
+        ("--output", "900"),
+        ("--tpot", "30ms"),
+        ("--replicas", "9"),
+        ("--max-num-seqs", "10"),
+        ("--max-num-batched-tokens", "64"),
+    ],
+)
+def test_split_flags_change_the_balance(
+    capsys: pytest.CaptureFixture[str], change: tuple[str, str]
+) -> None:
+    assert plan(capsys, *SPLIT) != plan(capsys, *SPLIT, *change)
+
+
+def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SPLIT]) == 0
+    assert "prefill : decode" in capsys.readouterr().out
+    assert "do not hold one request" in refused(capsys, *SPLIT, "--prompt", "9000000")
+    assert "no card for hardware 'abacus'" in refused(capsys, *SPLIT, "--hardware", "abacus")
+
+
+LOAD = "synthetic:rate=40,prompt=fixed(1500),output=uniform(5,20),n=80"
+FLEET = ("fleet", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--ttft", "500ms")
+FLEET = (*FLEET, "--workload", LOAD)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--workload", LOAD + ",speedup=3"),
+        ("--hardware", "h200-sxm"),
+        ("--ttft", "40ms"),
+        ("--tpot", "1ms"),
+        ("--deadline", "50ms"),
+        ("--attainment", "0.3"),
+        ("--gpus", "1,2"),
+        ("--policy", "fcfs,sjf"),
+        ("--max-num-batched-tokens", "512,2048"),
+        ("--price-per-hour", "2"),
+        ("--seed", "5"),
+    ],
+)
+def test_fleet_flags_change_the_answer(
+    capsys: pytest.CaptureFixture[str], change: tuple[str, str]
+) -> None:
+    assert plan(capsys, *FLEET) != plan(capsys, *FLEET, *change)
+
+
+def test_fleet_limits_and_routers(capsys: pytest.CaptureFixture[str]) -> None:
+    busy = (*FLEET, "--workload", LOAD + ",speedup=8", "--most")
+    assert plan(capsys, *busy, "64")["answers"][0]["replicas"] > 1
+    assert plan(capsys, *busy, "1")["answers"][0]["replicas"] is None
+    turns = plan(capsys, *busy, "64", "--router", "round-robin")
+    assert turns["answers"][0]["tried"][-1] != [1.0, 1.0]
+
+
+def test_fleet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--hardware", "l4,h100-sxm", "--price-per-hour", "0.8,3", "--tpot", "50ms")
+    assert main(["plan", *FLEET, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| 1 x H100-SXM, fcfs, 2048 tokens/step |")
+    assert "none will do" in lines[3]
+    said = refused(capsys, *FLEET, "--price-per-hour", "1,2")
+    assert "2 prices for 1 kinds of hardware" in said
+    assert "must be at least 1, got 0" in refused(capsys, *FLEET, "--gpus", "0")
+    without = [flag for flag in FLEET if flag not in ("--ttft", "500ms")]
+    assert "no request of the workload has a target" in refused(capsys, *without)

@@ -1,0 +1,90 @@
+"""Fleets found by simulation: what is asked of them changes what is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.sim.plan import FleetOption, Target, best_fleet, find_model, run_fleet
+from paceline.sim.step_times.roofline import HardwareCard
+from paceline.sim.workload import open_workload
+
+H100 = FleetOption(HardwareCard.named("H100-SXM"), find_model("llama-3.1-8b"))
+L4 = FleetOption(HardwareCard.named("L4"), find_model("llama-3.1-8b"))
+BASE = "synthetic:rate=40,prompt=fixed(1500),output=uniform(5,20),n=150,classes=all(1,{})"
+
+
+def test_more_load_needs_more_replicas() -> None:
+    sizes = []
+    for speedup in (0.5, 4):
+        workload = open_workload(BASE.format("ttft=0.5") + f",speedup={speedup}")
+        (answer,) = best_fleet([H100], workload, Target(0.9))
+        assert answer.found.best.attainment >= 0.9
+        # one less does not do
+        sizes.append(int(answer.found.size or 0))
+        if sizes[-1] > 1:
+            assert run_fleet(H100, sizes[-1] - 1, workload).attainment < 0.9
+    assert 1 <= sizes[0] < sizes[1]
+
+
+def test_targets_that_no_fleet_meets_are_found_out_alone() -> None:
+    """An L4 reads 16 GB of weights at 240 GB/s: 67 ms a token, however many there are."""
+    workload = open_workload(BASE.format("tpot=50ms"))
+    slow, fast = best_fleet([L4, H100], workload, Target(0.9))[::-1]
+    assert (slow.option, slow.found.size, slow.found.tried) == (L4, None, ())
+    assert slow.found.best.tpot is not None and slow.found.best.tpot.mean > 0.06
+    assert fast.found.size is not None
+
+
+def test_the_cheapest_comes_first() -> None:
+    workload = open_workload(BASE.format("ttft=4"))
+    for prices, first in (((0.1, 9.0), L4), ((9.0, 0.1), H100)):
+        options = [
+            replace(option, price_per_hour=price)
+            for option, price in zip((L4, H100), prices, strict=True)
+        ]
+        answers = best_fleet(options, workload, Target(0.9))
+        assert answers[0].option.hardware == first.hardware
+        costs = [answer.price_per_hour for answer in answers]
+        assert costs[0] is not None and costs[1] is not None and costs[0] < costs[1]
+        best = answers[0].found.best
+        assert best.cost == pytest.approx(costs[0] / 3600 / best.token_rate * 1e6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpus": 2},
+        {"max_num_batched_tokens": 512},
+        {"policy": "sjf"},
+        {"hardware": L4.hardware},
+        {"model": find_model("llama-2-7b")},
+    ],
+)
+def test_every_part_of_an_option_matters(change: dict[str, object]) -> None:
+    spec = (
+        "synthetic:rate=60,prompt=lognormal(1500,1),output=lognormal(60,1),n=150,"
+        "classes=a(1,ttft=1)"
+    )
+    base = run_fleet(H100, 1, open_workload(spec))
+    other = run_fleet(replace(H100, **change), 1, open_workload(spec))  # type: ignore[arg-type]
+    assert base.ttft != other.ttft
+
+
+def test_routers_matter() -> None:
+    spec = "synthetic:rate=60,prompt=lognormal(1500,1),output=lognormal(60,1),n=150"
+    least = run_fleet(H100, 2, open_workload(spec))
+    turns = run_fleet(replace(H100, router="round-robin"), 2, open_workload(spec))
+    assert least.ttft != turns.ttft
+
+
+def test_what_cannot_be_answered() -> None:
+    with pytest.raises(ConfigError, match="no request of the workload has a target"):
+        best_fleet([H100], open_workload(BASE.format("priority=1")), Target())
+    large = replace(L4, model=find_model("llama-3.1-70b"))
+    with pytest.raises(ConfigError, match=r"needs 1\d\d\.\d GiB for its weights"):
+        best_fleet([large], open_workload(BASE.format("ttft=1")), Target())
+    answers = best_fleet([large, H100], open_workload(BASE.format("ttft=4")), Target(0.5))
+    assert [answer.option for answer in answers] == [H100]
