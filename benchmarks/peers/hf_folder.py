@@ -10,22 +10,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import serialize_file
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.peers.base import Unavailable
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer
 
-__all__ = ["bfloat16_bits", "write_hf_folder"]
-
-
-def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The nearest bfloat16 of finite values, ties to even, as its bits."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+__all__ = ["write_hf_folder"]
 
 
 def _hf_config(config: ModelConfig, eos: int) -> dict[str, Any]:
@@ -82,12 +75,8 @@ def write_hf_folder(model: Path, folder: Path) -> None:
     }
     (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
     tensors = {
-        name: {
-            "dtype": "bfloat16",
-            "shape": list(checkpoint.tensor_shape(name)),
-            "data": bfloat16_bits(checkpoint.tensor(name)).tobytes(),
-        }
+        name: torch.from_numpy(checkpoint.tensor(name)).to(torch.bfloat16)
         for name in checkpoint.tensor_names()
     }
-    serialize_file(tensors, str(partial / "model.safetensors"), {"format": "pt"})
+    save_file(tensors, partial / "model.safetensors", {"format": "pt"})
     partial.rename(folder)

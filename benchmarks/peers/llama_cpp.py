@@ -67,7 +67,7 @@ class LlamaCpp:
     """See ``base.Peer``. Variants are quantisations."""
 
     name = "llama.cpp"
-    variants = ("Q4_0", "Q8_0")
+    variants: tuple[str, ...] = ("Q4_0", "Q8_0")
 
     def __init__(self, places: Places) -> None:
         self._places = places

@@ -26,7 +26,7 @@ class OpenVino:
     """See ``base.Peer``. A variant is the most tokens of a step."""
 
     name = "openvino-genai"
-    variants = ("256", "2048")
+    variants: tuple[str, ...] = ("256", "2048")
 
     def __init__(self, places: Places) -> None:
         self._places = places

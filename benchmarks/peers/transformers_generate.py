@@ -23,7 +23,7 @@ class Transformers:
     """See ``base.Peer``."""
 
     name = "transformers"
-    variants = ("bfloat16",)
+    variants: tuple[str, ...] = ("bfloat16",)
 
     def __init__(self, places: Places) -> None:
         self._places = places

