@@ -7,6 +7,9 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
+#   make bench-accuracy   what reduced precision changes on real text, and whether it passes the gate
+#   make bench-peers      the same work on other engines, each set up in a cache folder the first time
+#                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -18,6 +21,9 @@ PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
 QUICK ?=
+PEERS ?=
+ROWS ?=
+RATES ?=
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
@@ -26,9 +32,10 @@ QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/check
 	tests/test_public.py
 STAMP := $(VENV)/.installed
 
-export QUICK
+export QUICK PEERS ROWS RATES TORCH_INDEX
 
-.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler
+.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler \
+	bench-accuracy bench-peers
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -59,6 +66,12 @@ bench-batching: $(STAMP) model
 
 bench-scheduler: $(STAMP)
 	@$(BIN)/python -m benchmarks.scheduler
+
+bench-accuracy: $(STAMP) model
+	@$(BIN)/python -m benchmarks.accuracy
+
+bench-peers: $(STAMP) model
+	@$(BIN)/python -m benchmarks.peers
 
 venv: $(STAMP)
 

@@ -46,7 +46,7 @@ from typing import Any
 
 from benchmarks.peers.base import REPOSITORY, Peer, Places, Unavailable
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.offline import Contender, Team, run_rows, summary
+from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
 from benchmarks.peers.online import Server, arrivals
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
@@ -141,13 +141,6 @@ def set_up(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
     return ready, absent
 
 
-class NoCache(Paceline):
-    """Paceline without prefix caching, for the rows that share a prefix."""
-
-    def worker(self, variant: str, *, prefix_caching: bool) -> Any:
-        return super().worker(variant, prefix_caching=False)
-
-
 def run_offline(
     plan: Plan, rows: Sequence[Row], peers: Sequence[Peer], places: Places, vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,10 +169,11 @@ def run_offline(
             "idle": dict(team.idle),
             "about": dict(team.about),
             "peak_rss_mb": team.peak_rss_mb(),
+            "seconds": {entry.row.name: by_variant(entry) for entry in measured},
         }
     finally:
         team.close()
-    return {entry.row.name: summary(entry, {}) for entry in measured}, seen
+    return {entry.row.name: summary(entry) for entry in measured}, seen
 
 
 def free_port() -> int:
@@ -279,7 +273,7 @@ def main() -> int:
     ready, absent = set_up([peer for peer in peers if peer.name in wanted])
     offline_peers = list(ready)
     if any(row.shared for row in rows) and ours in ready:
-        offline_peers.append(NoCache(places, NO_CACHE, ours.variants[:1]))
+        offline_peers.append(Paceline(places, NO_CACHE, ours.variants[:1], prefix_caching=False))
 
     offline, seen = run_offline(plan, rows, offline_peers, places, vocab_size)
     for values in offline.values():
@@ -301,6 +295,7 @@ def main() -> int:
         "idle_cores": {**seen["idle"], **served["idle"]},
         "accuracy": accuracy,
         "about": seen["about"],
+        "seconds": seen["seconds"],
         "absent": absent,
     }
     names = [peer.name for peer in offline_peers]

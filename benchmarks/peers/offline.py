@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,14 +15,15 @@ from benchmarks.peers.jobs import Done, Job
 from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import Row, make_job, parse_row
 
-__all__ = ["Contender", "Measured", "Team", "run_rows", "summary"]
+__all__ = ["Contender", "Measured", "Team", "by_variant", "run_rows", "summary"]
 
 # a contender that took this long for a row is not asked again in later rounds
 SLOW_SECONDS = 60.0
 # after loading, before idling is looked at: what an engine still does in the background ends
 SETTLE_SECONDS = 1.0
 IDLE_SECONDS = 1.0
-WARM_UP = "8x64x8"
+# also touches a part of the KV cache for the first time
+WARM_UP = "16x128x4"
 
 
 class Runner(Protocol):
@@ -194,12 +195,8 @@ def _label(contender: Contender, command: Command, peer: Peer) -> str:
     return contender.label if command == plain else f"{contender.label} prefix"
 
 
-def summary(measured: Measured, others: Mapping[str, str]) -> dict[str, Any]:
-    """What the JSON says of a row: by peer its best variant's rates, or why there are none.
-
-    Args:
-        others: peers that could not be set up, and why.
-    """
+def summary(measured: Measured) -> dict[str, Any]:
+    """What the JSON says of a row: by peer its best variant's rates, or why there are none."""
     row = measured.row
     values: dict[str, Any] = {}
     for peer, (variant, seconds, rounds) in measured.best().items():
@@ -212,10 +209,12 @@ def summary(measured: Measured, others: Mapping[str, str]) -> dict[str, Any]:
         }
     for contender, reason in measured.failed.items():
         values.setdefault(contender.peer, {"absent": reason})
-    for peer, reason in others.items():
-        values[peer] = {"absent": reason}
-    values["variants"] = {
-        contender.label: round(statistics.median(seconds), 3)
+    return values
+
+
+def by_variant(measured: Measured) -> dict[str, list[float]]:
+    """All seconds of a row by contender's label, in the order of the rounds."""
+    return {
+        contender.label: [round(value, 3) for value in seconds]
         for contender, seconds in measured.seconds.items()
     }
-    return values

@@ -29,10 +29,14 @@ class Paceline:
 
     Args:
         dtypes: the variants, as ``--dtype`` takes them.
+        prefix_caching: on, as by default, in all rows; or off in all.
     """
 
-    def __init__(self, places: Places, name: str, dtypes: tuple[str, ...]) -> None:
+    def __init__(
+        self, places: Places, name: str, dtypes: tuple[str, ...], *, prefix_caching: bool = True
+    ) -> None:
         self.name = name
+        self._prefix_caching = prefix_caching
         self.variants = dtypes
         self._places = places
 
@@ -44,7 +48,7 @@ class Paceline:
             raise Unavailable(f"--compute native: {reason}")
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
-        arguments = (str(self._places.model), variant, str(int(prefix_caching)))
+        arguments = (str(self._places.model), variant, str(int(self._prefix_caching)))
         return Command((sys.executable, "-m", __name__, *arguments, str(len(self._places.cpus))))
 
     def server(self, port: int) -> Command:
