@@ -19,8 +19,8 @@ __all__ = ["Contender", "Measured", "Team", "by_variant", "run_rows", "summary"]
 
 # a contender that took this long for a row is not asked again in later rounds
 SLOW_SECONDS = 60.0
-# after loading, before idling is looked at: what an engine still does in the background ends
-SETTLE_SECONDS = 1.0
+# how long an engine is left alone before and while it is looked at whether it idles: what it still
+# does in the background has ended then
 IDLE_SECONDS = 1.0
 # also touches a part of the KV cache for the first time
 WARM_UP = "16x128x4"
@@ -71,8 +71,9 @@ class Team:
     from the process's start to its first token, and cores kept busy before it was frozen.
     """
 
-    def __init__(self, logs: Path, vocab_size: int) -> None:
+    def __init__(self, logs: Path, vocab_size: int, *, idle_seconds: float = IDLE_SECONDS) -> None:
         self._logs = logs
+        self._idle_seconds = idle_seconds
         self._vocab_size = vocab_size
         self._workers: dict[Command, Worker] = {}
         self._labels: dict[Command, str] = {}
@@ -104,8 +105,8 @@ class Team:
             worker.run(first)
             self.startup[label] = time.perf_counter() - began
             worker.run(make_job(parse_row(WARM_UP), self._vocab_size, seed=-1))
-            time.sleep(SETTLE_SECONDS)
-            self.idle[label] = worker.idle_share(IDLE_SECONDS)
+            time.sleep(self._idle_seconds)
+            self.idle[label] = worker.idle_share(self._idle_seconds)
         except BaseException:
             worker.close()
             raise

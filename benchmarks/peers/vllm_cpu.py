@@ -109,8 +109,11 @@ class VllmCpu:
         )
 
     def server(self, port: int) -> Command:
+        # what ``vllm serve`` runs; that command itself looks for a package of another name
+        python = self._folder / "venv" / "bin" / "python"
         return Command(
-            (str(self._folder / "venv" / "bin" / "vllm"), "serve", str(self._places.hf_folder),
+            (str(python), "-m", "vllm.entrypoints.openai.api_server",
+             "--model", str(self._places.hf_folder),
              "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
              "--max-model-len", str(_MAX_LENGTH)),
             self._environment(),
