@@ -144,32 +144,34 @@ def text_windows(encode: Callable[[str], Sequence[int]], window: int) -> NDArray
     return np.array(windows, dtype=np.int64)
 
 
-def build(path: Path, name: str, threads: int) -> NativeModel:
-    """The model in a format, with room for all windows."""
+def build(path: Path, name: str, threads: int, shape: tuple[int, int]) -> NativeModel:
+    """The model in a format, with room for ``shape``: windows, and tokens of each."""
+    windows, length = shape
     checkpoint = open_checkpoint(path)
     dtype, kv_dtype = name.split("/")
-    frequencies, factor = inverse_frequencies(checkpoint.config, WINDOW)
-    angles = torch.arange(WINDOW, dtype=torch.float32)[:, None] * frequencies
+    frequencies, factor = inverse_frequencies(checkpoint.config, length)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     return NativeModel(
         checkpoint.config,
         checkpoint_tensors(checkpoint),
         ((angles.cos() * factor).numpy(), (angles.sin() * factor).numpy()),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        num_blocks=WINDOWS * (WINDOW // BLOCK),
+        num_blocks=windows * -(-length // BLOCK),
         block_size=BLOCK,
         threads=threads,
     )
 
 
-def forward_of(model: NativeModel) -> Forward:
+def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
     """Reads the next tokens of all windows; see ``Forward``."""
-    tables = np.arange(WINDOWS * (WINDOW // BLOCK)).reshape(WINDOWS, -1)
+    windows, length = shape
+    tables = np.arange(windows * -(-length // BLOCK)).reshape(windows, -1)
 
     def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
         rows = tokens.size
-        positions = np.tile(np.arange(first, first + tokens.shape[1]), WINDOWS)
-        starts = np.arange(WINDOWS + 1) * tokens.shape[1]
+        positions = np.tile(np.arange(first, first + tokens.shape[1]), windows)
+        starts = np.arange(windows + 1) * tokens.shape[1]
         return model.forward(tokens.ravel(), positions, starts, tables, np.arange(rows))
 
     return forward
@@ -244,9 +246,10 @@ def main() -> int:
     torch.set_num_threads(threads)
     automatic = automatic_format()
     windows = text_windows(load_tokenizer(path).encode, WINDOW)
-    models = {name: build(path, name, threads) for name in (REFERENCE, *args.formats)}
-    reference, *_ = forwards = [forward_of(model) for model in models.values()]
-    others = dict(zip(args.formats, forwards[1:], strict=True))
+    shape = (WINDOWS, WINDOW)
+    models = {name: build(path, name, threads, shape) for name in (REFERENCE, *args.formats)}
+    others = {name: forward_of(model, shape) for name, model in models.items()}
+    reference = others.pop(REFERENCE)
     print(f"{windows.shape[0]} x {windows.shape[1]} tokens, {len(others)} formats", file=sys.stderr)
     steps = compare(windows, reference, others, 1)
     prompts = compare(windows, reference, others, CHUNK)

@@ -10,7 +10,8 @@ greedy and have exactly that many output tokens; in ``prefix-`` rows all prompts
 engine runs a row once a round, A B C A B C, on prompts that nobody has seen; the figure is the
 median over the rounds, of wall time from arrival to last token. An engine with several precisions
 is shown with its best one of each row. Paceline's are those that pass the gate of
-``benchmarks.accuracy`` (which runs first); bfloat16 also has a column of its own. In the
+``benchmarks.accuracy`` (which runs first); ``paceline-failing`` shows the ones that do not, which
+count nowhere, ``paceline-bf16`` bfloat16 alone. In the
 ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
 than a minute for a row is not asked again in later rounds.
 
@@ -59,6 +60,8 @@ MODEL = "smollm2-135m"
 # best first: QUICK runs the first that passes, the server is started with it
 DTYPES = ("q4", "int8", "bfloat16")
 NO_CACHE = f"{OURS}-no-cache"
+BFLOAT16 = f"{OURS}-bf16"
+FAILING = f"{OURS}-failing"
 TRACE = REPOSITORY.parent / "shared" / "traces" / "azure2023_conv_20min.csv"
 HOPELESS = 0.05
 
@@ -262,8 +265,11 @@ def main() -> int:
             peer.variants = peer.variants[:1]
     ours = Paceline(places, OURS, tuple(passing[: plan.variants]))
     peers: list[Peer] = [ours, *rivals]
-    if "bfloat16" in passing:
-        peers.insert(1, Paceline(places, f"{OURS}-bf16", ("bfloat16",)))
+    if "bfloat16" in passing and ours.variants != ("bfloat16",):
+        peers.insert(1, Paceline(places, BFLOAT16, ("bfloat16",)))
+    failing = tuple(dtype for dtype in DTYPES if dtype not in passing)
+    if failing:
+        peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
     wanted = chosen("PEERS", [peer.name for peer in peers])
     unknown = set(wanted) - {peer.name for peer in peers}
     if unknown:
@@ -278,7 +284,7 @@ def main() -> int:
     offline, seen = run_offline(plan, rows, offline_peers, places, vocab_size)
     for values in offline.values():
         values.update({name: {"absent": reason} for name, reason in absent.items()})
-    serving = [peer for peer in ready if peer.name != f"{OURS}-bf16"]
+    serving = [peer for peer in ready if peer.name not in (BFLOAT16, FAILING)]
     online, served = run_online(plan, rates, serving if rates else [], places, vocab_size)
 
     fractions = {
