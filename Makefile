@@ -7,7 +7,7 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
-#   make bench-accuracy   what reduced precision changes on real text, and whether it passes the gate
+#   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
 #   make clean          remove caches and build output;  clean-venv removes the environment too

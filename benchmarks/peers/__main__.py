@@ -37,6 +37,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -243,6 +244,8 @@ def main() -> int:
     if model is None:
         print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
         return 1
+    # ended from outside, it ends what it started: finally clauses run
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     plan = QUICK if os.environ.get("QUICK") else FULL
     rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
     rates = [float(rate) for rate in chosen("RATES", [str(rate) for rate in plan.rates])]
