@@ -14,7 +14,13 @@ from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
-from paceline.core.outputs import RequestUpdate, SchedulerOutput, SchedulerStats, StepResult
+from paceline.core.outputs import (
+    RequestUpdate,
+    SchedulerOutput,
+    SchedulerStats,
+    StepResult,
+    TokenLogprobs,
+)
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 
@@ -60,6 +66,8 @@ class EngineCore:
         self._depth = pipeline_depth
         self._clock = clock
         self._in_flight: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        # log-probabilities of prompts that steps brought, until somebody takes them
+        self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
         self.num_steps = 0
         self.last_step_tokens = 0
 
@@ -109,6 +117,7 @@ class EngineCore:
             raise EngineDeadError(f"step {plan.step_id} failed: {error!r}") from error
         self.num_steps += 1
         self.last_step_tokens = plan.num_tokens
+        self.prompt_logprobs += result.prompt_logprobs
         return self.scheduler.update(plan, result, self._clock())
 
     def stats(self) -> SchedulerStats:

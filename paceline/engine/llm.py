@@ -136,7 +136,10 @@ class LLM:
             raise EngineDeadError(
                 f"the engine forgot {self._processor.num_unfinished} unfinished requests"
             )
-        processed = self._processor.process(self._core.step(), time.monotonic())
+        updates = self._core.step()
+        self._processor.note_prompt_logprobs(self._core.prompt_logprobs)
+        self._core.prompt_logprobs.clear()
+        processed = self._processor.process(updates, time.monotonic())
         self._core.abort(processed.to_abort)
         yield from processed.outputs
 

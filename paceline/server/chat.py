@@ -14,7 +14,7 @@ from paceline.server.answers import (
     collect,
     generation_request,
 )
-from paceline.server.logprobs import TokenWriter, chat_logprobs
+from paceline.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import ChatRequest
 from paceline.server.service import Service
@@ -68,15 +68,16 @@ async def chat_answer(
     prompt, outputs = await _start(service, request, head, arrival)
     options = request.options
     async with aclosing(outputs):
-        choices, usage = await collect(outputs, 1, options.n)
+        whole = await collect(outputs, 1, options.n)
     writer = _writer(request, service.client.tokenizer)
     return encode(
         ChatAnswer(
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[_choice(i, choice, request, writer) for i, choice in enumerate(choices)],
-            usage=usage,
+            choices=[_choice(i, choice, request, writer) for i, choice in enumerate(whole.choices)],
+            usage=whole.usage,
+            prompt_logprobs=prompt_logprobs_json(prompt, whole.prompt_logprobs[0], writer),
             prompt_token_ids=prompt if options.return_token_ids else None,
         )
     )

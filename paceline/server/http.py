@@ -18,7 +18,15 @@ from paceline.server.service import Service
 __all__ = ["GENERATE_PATHS", "ExchangeMiddleware", "read_object", "request_id_of"]
 
 # where requests are in flight until their last byte is sent
-GENERATE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATE_PATHS: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/inference/v1/generate",
+    }
+)
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # asked for by machines, all the time

@@ -1,4 +1,4 @@
-"""The endpoints that generate: ``/v1/chat/completions`` and ``/v1/completions``."""
+"""The endpoints that generate text (chat, completions) or token ids."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 from paceline.server.sse import EventStream, unless_disconnected
 from paceline.server.targets import parse_tenant, with_headers
+from paceline.server.token_generate import (
+    parse_token_generate,
+    token_answer,
+    token_events,
+)
 
 __all__ = ["JSON_BODY", "generate_router"]
 
@@ -55,9 +60,13 @@ def generate_router(service: Service) -> APIRouter:
             service, request, parse_completion, completion_events, completion_answer
         )
 
+    async def generate_tokens(request: Request) -> Response:
+        return await _generate(service, request, parse_token_generate, token_events, token_answer)
+
     for path, handler in (
         ("/v1/chat/completions", chat_completions),
         ("/v1/completions", completions),
+        ("/inference/v1/generate", generate_tokens),
     ):
         router.add_api_route(
             path,

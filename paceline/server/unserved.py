@@ -39,7 +39,6 @@ _EVERYWHERE: Final[RefusedFields] = {
     "guided_decoding_backend": (_given, "the older names of structured_outputs"),
     "use_beam_search": (_given, "beam search"),
     "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
-    "prompt_logprobs": (lambda v: v is not None, "log-probabilities of the prompt"),
     "prompt_embeds": (_given, "a prompt of embeddings"),
     "logprob_token_ids": (_given, "log-probabilities of chosen ids"),
     "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
