@@ -97,6 +97,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="render chat templates that requests bring along",
     )
     group.add_argument(
+        "--sse-keep-alive",
+        type=bounded_float(0.0),
+        default=15.0,
+        metavar="SECONDS",
+        help="a stream without an event for so long gets a comment; 0: never (default 15)",
+    )
+    group.add_argument(
         "--tool-call-parser",
         choices=("hermes", "llama3_json", "mistral"),
         default=None,
@@ -132,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
             default_sampling=default_sampling(settings),
             trust_request_chat_template=args.trust_request_chat_template,
             tool_call_parser=args.tool_call_parser,
+            sse_keep_alive=args.sse_keep_alive,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))

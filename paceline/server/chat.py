@@ -36,7 +36,7 @@ from paceline.server.wire import (
     encode,
 )
 
-__all__ = ["ChatStream", "chat_answer", "chat_events"]
+__all__ = ["ChatStream", "chat_answer", "chat_events", "start_chat"]
 
 # a chunk that carries news other than text still has a delta with content, as ever
 _NOTHING = ChatDelta(content="")
@@ -50,7 +50,7 @@ async def chat_events(
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
-    prompt, outputs = await _start(service, request, head, arrival)
+    prompt, outputs = await start_chat(service, request, head, arrival)
     stream = ChatStream(head, request, prompt, service.client.tokenizer)
     async with aclosing(outputs):
         async for _, output in outputs:
@@ -65,7 +65,7 @@ async def chat_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
-    prompt, outputs = await _start(service, request, head, arrival)
+    prompt, outputs = await start_chat(service, request, head, arrival)
     options = request.options
     async with aclosing(outputs):
         whole = await collect(outputs, 1, options.n)
@@ -83,9 +83,10 @@ async def chat_answer(
     )
 
 
-async def _start(
+async def start_chat(
     service: Service, request: ChatRequest, head: AnswerHead, arrival: float
 ) -> tuple[list[int], AsyncGenerator[tuple[int, GenerationOutput], None]]:
+    """The prompt's ids, and its deltas as they come."""
     options = request.options
     max_model_len = service.rules.max_model_len
     prompt = await service.prompts.chat(

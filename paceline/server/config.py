@@ -43,6 +43,8 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     # how the model writes tool calls, a name of tool_formats; None: as its chat template says
     tool_call_parser: str | None = None
+    # seconds without an event after which a stream gets a comment, also while queued; 0: never
+    sse_keep_alive: float = 15.0
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
 
@@ -56,6 +58,10 @@ class ServerConfig:
         _require(
             math.isfinite(self.drain_timeout) and self.drain_timeout >= 0,
             f"drain_timeout must be 0 or more seconds, got {self.drain_timeout}",
+        )
+        _require(
+            math.isfinite(self.sse_keep_alive) and self.sse_keep_alive >= 0,
+            f"sse_keep_alive must be 0 or more seconds, got {self.sse_keep_alive}",
         )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)

@@ -39,6 +39,8 @@ _log = logging.getLogger("paceline.server")
 
 _TYPES: Final = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
@@ -128,10 +130,13 @@ def error_body(reply: Reply) -> bytes:
     return msgspec.json.encode(_ErrorBody(_Error(reply.message, kind, reply.param, status)))
 
 
-def error_response(reply: Reply) -> Response:
+def error_response(reply: Reply, body: bytes | None = None) -> Response:
+    """The answer to an error, in vLLM's shape or with a ``body`` of JSON in another."""
     headers = {} if reply.retry_after is None else {"Retry-After": str(reply.retry_after)}
+    if reply.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return Response(
-        error_body(reply),
+        error_body(reply) if body is None else body,
         status_code=reply.status,
         media_type="application/json",
         headers=headers,

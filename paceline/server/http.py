@@ -15,7 +15,7 @@ from paceline.server.errors import ClientDisconnectedError, HttpError
 from paceline.server.fields import decode_object, show
 from paceline.server.service import Service
 
-__all__ = ["GENERATE_PATHS", "ExchangeMiddleware", "read_object", "request_id_of"]
+__all__ = ["GENERATE_PATHS", "ExchangeMiddleware", "principal_of", "read_object", "request_id_of"]
 
 # where requests are in flight until their last byte is sent
 GENERATE_PATHS: Final = frozenset(
@@ -94,6 +94,12 @@ def request_id_of(request: Request) -> str:
     """The id that ``ExchangeMiddleware`` gave."""
     request_id: str = request.state.request_id
     return request_id
+
+
+def principal_of(request: Request) -> str:
+    """Who asks: the name of the API key, "" where no keys are asked for."""
+    principal: str = request.scope["state"].get("principal", "")
+    return principal
 
 
 async def read_object(request: Request, limit: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from paceline.server.config import ServerConfig
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.response_store import ResponseStore
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
 __all__ = ["Service", "make_service"]
@@ -41,6 +42,7 @@ class Service:
     metrics: ServerMetrics
     # unix time, for /v1/models
     created: int
+    responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
     # why the engine is gone, once it is
