@@ -55,6 +55,8 @@ class EngineSettings:
     # seconds a step of the null backend takes
     null_step_time: float = 0.0
     log_level: str = "info"
+    # "text" or "json"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_cache_bytes is not None:

@@ -10,14 +10,12 @@ import msgspec
 from paceline.core.errors import InvalidRequestError
 from paceline.server.answers import AnswerHead
 from paceline.server.chat_pieces import chat_pieces
-from paceline.server.errors import Reply
 from paceline.server.fields import Fields, show
 from paceline.server.protocol import ChatRequest, RequestRules, parse_chat
 from paceline.server.service import Service
 from paceline.server.wire import Usage, encode
 
 __all__ = [
-    "anthropic_error",
     "count_tokens",
     "messages_answer",
     "messages_events",
@@ -25,15 +23,6 @@ __all__ = [
 ]
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 # passed on under the same name
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt")
 _NO_EFFECT: Final = ("metadata", "service_tier", "inference_geo", "cache_control", "betas")
@@ -201,13 +190,6 @@ async def count_tokens(service: Service, body: dict[str, Any]) -> bytes:
         request.template, add_special_tokens=request.options.add_special_tokens
     )
     return encode({"input_tokens": len(prompt)})
-
-
-def anthropic_error(reply: Reply, request_id: str) -> bytes:
-    """The JSON of an error."""
-    kind = _ERRORS.get(reply.status, "api_error")
-    error = {"type": kind, "message": reply.message}
-    return encode({"type": "error", "error": error, "request_id": request_id})
 
 
 def _usage(usage: Usage) -> dict[str, int]:

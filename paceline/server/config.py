@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
+from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.tool_formats import TOOL_FORMATS
 
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
@@ -45,6 +46,8 @@ class ServerConfig:
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
+    # who may ask; empty: everybody
+    api_keys: tuple[ApiKey, ...] = ()
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
 
@@ -71,6 +74,8 @@ class ServerConfig:
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
             f"got {self.tool_call_parser!r}",
         )
+        # raises for doubles
+        KeyRing(self.api_keys)
         unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})
         _require(not unknown, f"default_sampling does not know {unknown}")
         try:

@@ -30,6 +30,7 @@ __all__ = [
     "ClientDisconnectedError",
     "HttpError",
     "Reply",
+    "anthropic_error_body",
     "error_body",
     "error_response",
     "reply_to",
@@ -45,6 +46,15 @@ _TYPES: Final = {
     422: "UnprocessableEntityError",
     500: "InternalServerError",
     501: "NotImplementedError",
+}
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 # never sent: the caller is gone. Only logs and metrics see it
 _GONE: Final = 499
@@ -128,6 +138,12 @@ def error_body(reply: Reply) -> bytes:
     if kind is None:
         kind = HTTPStatus(status).phrase if status in _STATUSES else "Error"
     return msgspec.json.encode(_ErrorBody(_Error(reply.message, kind, reply.param, status)))
+
+
+def anthropic_error_body(reply: Reply, request_id: str) -> bytes:
+    """The same in Anthropic's shape."""
+    error = {"type": _ANTHROPIC_TYPES.get(reply.status, "api_error"), "message": reply.message}
+    return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
 def error_response(reply: Reply, body: bytes | None = None) -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from paceline.server.chat import chat_answer, chat_events
 from paceline.server.completions import completion_answer, completion_events
 from paceline.server.errors import Reply, error_body, reply_to
-from paceline.server.http import read_object, request_id_of
+from paceline.server.http import read_object, request_id_of, tenant_of
 from paceline.server.protocol import (
     GenerationOptions,
     RequestRules,
@@ -23,7 +23,7 @@ from paceline.server.protocol import (
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 from paceline.server.sse import DONE, EventStream, event, first_event, unless_disconnected
-from paceline.server.targets import parse_tenant, with_headers
+from paceline.server.targets import with_headers
 from paceline.server.token_generate import (
     parse_token_generate,
     token_answer,
@@ -91,7 +91,7 @@ async def _generate(
     service.refuse_if_draining()
     body = await read_object(request, service.config.max_body_bytes)
     body = with_headers(body, request.headers)
-    parsed = parse(body, service.rules, parse_tenant(request.headers))
+    parsed = parse(body, service.rules, tenant_of(request))
     return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)
 
 

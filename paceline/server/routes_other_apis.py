@@ -10,14 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.server.anthropic import (
-    anthropic_error,
     count_tokens,
     messages_answer,
     messages_events,
     parse_messages_api,
 )
-from paceline.server.errors import Reply, error_response
-from paceline.server.http import principal_of, read_object, request_id_of
+from paceline.server.errors import Reply, anthropic_error_body, error_response
+from paceline.server.http import principal_of, read_object, request_id_of, tenant_of
 from paceline.server.responding import answering, encoded, json_response
 from paceline.server.responses import (
     cancel_response,
@@ -28,7 +27,7 @@ from paceline.server.responses import (
 from paceline.server.responses_request import parse_responses, previous_id
 from paceline.server.routes_generate import JSON_BODY, respond
 from paceline.server.service import Service
-from paceline.server.targets import parse_tenant, with_headers
+from paceline.server.targets import with_headers
 
 __all__ = ["other_apis_router"]
 
@@ -44,11 +43,11 @@ def other_apis_router(service: Service) -> APIRouter:
     async def messages(request: Request) -> Response:
         arrival = time.monotonic()
         body = await body_of(request)
-        parsed = parse_messages_api(body, service.rules, parse_tenant(request.headers))
+        parsed = parse_messages_api(body, service.rules, tenant_of(request))
         request_id = request_id_of(request)
 
         def failed(reply: Reply) -> bytes:
-            return b"event: error\ndata: %b\n\n" % anthropic_error(reply, request_id)
+            return b"event: error\ndata: %b\n\n" % anthropic_error_body(reply, request_id)
 
         return await respond(
             service,
@@ -71,7 +70,7 @@ def other_apis_router(service: Service) -> APIRouter:
         previous = previous_id(body)
         before = [] if previous is None else service.responses.get(previous, owner).messages
         parsed = parse_responses(
-            body, service.rules, parse_tenant(request.headers), before=before, owner=owner
+            body, service.rules, tenant_of(request), before=before, owner=owner
         )
         return await respond(
             service,
@@ -98,7 +97,7 @@ def other_apis_router(service: Service) -> APIRouter:
         return encoded(await cancel_response(found))
 
     def anthropic_response(reply: Reply, request_id: str) -> Response:
-        return error_response(reply, anthropic_error(reply, request_id))
+        return error_response(reply, anthropic_error_body(reply, request_id))
 
     for path, handler in (
         ("/v1/messages", messages),

@@ -18,6 +18,7 @@ from paceline.core.errors import (
 from paceline.engine.protocol import EngineClient
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
+from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
@@ -42,6 +43,7 @@ class Service:
     metrics: ServerMetrics
     # unix time, for /v1/models
     created: int
+    keys: KeyRing
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -188,6 +190,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,
         created=int(time.time()),
+        keys=KeyRing(config.api_keys),
     )
 
 

@@ -14,6 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import Fields, show
 
 __all__ = [
+    "NO_EFFECT",
     "REFUSED_IN_CHAT",
     "REFUSED_IN_COMPLETIONS",
     "RefusedFields",
@@ -69,7 +70,7 @@ REFUSED_IN_COMPLETIONS: Final[RefusedFields] = {
     "best_of": (lambda v: v not in (None, 1), "best_of above 1"),
 }
 # accepted for compatibility; they describe the caller, not the answer
-_NO_EFFECT: Final = (
+NO_EFFECT: Final = (
     "user",
     "metadata",
     "store",
@@ -91,7 +92,7 @@ def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
             raise InvalidRequestError(
                 f"{name}={show(value)} is not served yet: this server does not do {what}", name
             )
-    for name in _NO_EFFECT:
+    for name in NO_EFFECT:
         fields.raw(name)
 
 

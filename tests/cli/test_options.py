@@ -151,7 +151,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     renamed = {"policy": "scheduling_policy", "priority_ageing_s": "priority_ageing"}
     renamed |= {"kv_cache_bytes": "kv_cache_memory", "coalesce_window_s": "coalesce_window_ms"}
     renamed |= {"best_effort_delay_s": "best_effort_delay"}
-    elsewhere = {"model_name", "model_path", "log_level"}
+    elsewhere = {"model_name", "model_path", "log_level", "log_format"}
     for field in fields(EngineSettings):
         if field.name not in elsewhere:
             assert renamed.get(field.name, field.name) in flags, field.name
