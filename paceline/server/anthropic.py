@@ -16,6 +16,7 @@ from paceline.server.service import Service
 from paceline.server.wire import Usage, encode
 
 __all__ = [
+    "NO_EFFECT",
     "count_tokens",
     "messages_answer",
     "messages_events",
@@ -25,7 +26,7 @@ __all__ = [
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # passed on under the same name
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt")
-_NO_EFFECT: Final = ("metadata", "service_tier", "inference_geo", "cache_control", "betas")
+NO_EFFECT: Final = ("metadata", "service_tier", "inference_geo", "cache_control", "betas")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -89,7 +90,7 @@ def _finish(fields: Fields, chat: dict[str, Any]) -> dict[str, Any]:
             "type": "json_schema",
             "json_schema": {"schema": wanted.get("schema")},
         }
-    for name in _NO_EFFECT:
+    for name in NO_EFFECT:
         fields.raw(name)
     unknown = [name for name in fields.unknown() if name != "'output_config'"]
     if unknown:

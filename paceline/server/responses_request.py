@@ -9,17 +9,17 @@ from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import Fields, show
 from paceline.server.protocol import ChatRequest, RequestRules, parse_chat
 
-__all__ = ["ResponsesRequest", "parse_responses", "previous_id"]
+__all__ = ["NO_EFFECT", "REFUSED", "ResponsesRequest", "parse_responses", "previous_id"]
 
 _SAME: Final = (
     "model", "temperature", "top_p", "stream", "seed", "user", "parallel_tool_calls",
     "presence_penalty", "frequency_penalty", "slo", "priority", "cache_salt", "top_k", "min_p",
     "repetition_penalty", "structured_outputs", "request_id",
 )  # fmt: skip
-_NO_EFFECT: Final = (
+NO_EFFECT: Final = (
     "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "user",
 )  # fmt: skip
-_REFUSED: Final = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
+REFUSED: Final = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
 _FORMATS: Final = ("text", "json_object", "json_schema")
 _INCLUDES: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
@@ -139,10 +139,10 @@ def parse_responses(
 
 
 def _refuse(fields: Fields) -> None:
-    for name in _REFUSED:
+    for name in REFUSED:
         if fields.raw(name) is not None:
             raise InvalidRequestError(f"{name} is not served in /v1/responses", name)
-    for name in _NO_EFFECT:
+    for name in NO_EFFECT:
         fields.raw(name)
 
 
