@@ -69,6 +69,8 @@ class EngineSettings:
     log_level: str = "info"
     # file that every step and request is written to
     record: str | None = None
+    # "text" or "json"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
