@@ -276,9 +276,10 @@ def main() -> int:
     try:
         ours = servers["paceline"] = start(Ours("paceline", places, classes()))
         burst = [Load(0.0, *pair, "batch") for pair in _burst(vocab)]
-        began = time.monotonic()
-        play(ours, burst, classes=False)
-        unit = len(burst) / (time.monotonic() - began)
+        done = play(ours, burst, classes=False)
+        # the last few run alone and would say little
+        ends = sorted(timing.events[-1] - timing.sent for timing in done if not timing.error)
+        unit = 0.75 * len(burst) / ends[int(0.75 * len(ends)) - 1]
         print(f"a burst of {len(burst)} is worked off at {unit:.2f} requests/s\n")
 
         trials: dict[int, float] = {}
