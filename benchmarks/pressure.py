@@ -1,10 +1,10 @@
 """The scheduler at 30 % of the memory that its requests need: what is computed twice.
 
 Method: the scheduler over the null backend, whose tokens are a function of the prompt and so show
-every mistake, with steps that take what a small model takes on a CPU. 192 requests of 100 to 400 prompt
-and 60 to 300 output tokens at most come within three seconds; each ends with a stop token of its
-own, which the scheduler cannot foresee: all say max_tokens=600. Three runs: roomy; tight, preempting
-the newest by recompute and admitting whatever fits now; tight, as the server does it.
+every mistake, with steps that take what a small model takes on a CPU. 192 requests of 100 to 400
+prompt and 60 to 300 output tokens at most come within three seconds; each ends with a stop token of
+its own, which the scheduler cannot foresee: all say max_tokens=600. Three runs: roomy; tight,
+preempting the newest by recompute and admitting whatever fits now; tight, as the server does it.
 """
 
 from __future__ import annotations
