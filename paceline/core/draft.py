@@ -74,6 +74,13 @@ class Draft:
             self.narrow_rows += 1
             self.narrow_keys += start
 
+    def count_plain(self, num_rows: int, num_keys: int) -> None:
+        """Count rows of one token that the planner added by itself, with the tokens before them."""
+        self.budget -= num_rows
+        self.num_tokens += num_rows
+        self.narrow_rows += num_rows
+        self.narrow_keys += num_keys
+
     def has_room(self, start: int, num_tokens: int, model: StepTimeModel) -> bool:
         """Whether the step stays short enough for the others with these best-effort tokens too."""
         return (

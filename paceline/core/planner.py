@@ -146,6 +146,9 @@ class Planner:
         block_size = self._cache.block_size
         rows, requests = draft.rows, draft.requests
         plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
+        caching = self._cache.enable_prefix_caching
+        # such plain rows that the draft does not count yet, and the keys before them
+        handed_out = handed_keys = 0
         index = 0
         while index < len(running):
             request = running[index]
@@ -162,16 +165,16 @@ class Planner:
                 # do the same
                 rows.append(_new(ScheduledRow, (request.request_id, computed, 1, (), True)))
                 requests.append(request)
-                draft.budget -= 1
-                draft.num_tokens += 1
-                draft.narrow_rows += 1
-                draft.narrow_keys += computed
+                handed_out += 1
+                handed_keys += computed
                 request.num_computed_tokens = total
                 request.num_pending_tokens += 1
-                if total // block_size > request.num_hashed_blocks:
+                if caching and total // block_size > request.num_hashed_blocks:
                     self._kv.cache_computed(request)
                 index += 1
                 continue
+            draft.count_plain(handed_out, handed_keys)
+            handed_out = handed_keys = 0
             if (
                 # nothing left to compute, or only to wait for the last token
                 total == computed
@@ -206,6 +209,7 @@ class Planner:
                     draft.copies.append(extension.copy)
             self._add_row(draft, request, num_tokens, new_block_ids)
             index += 1
+        draft.count_plain(handed_out, handed_keys)
         return preempted
 
     def _takes(self, draft: Draft, request: Request, wanted: int) -> bool:

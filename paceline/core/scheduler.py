@@ -34,6 +34,7 @@ from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import (
     RequestUpdate,
+    ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
@@ -274,41 +275,42 @@ class Scheduler:
         updates: list[RequestUpdate] = []
         served = self.policy.served
         ended = False
+        # looked up once: this loop turns once for every token
+        finished, samples_at = RequestStatus.FINISHED, ScheduledRow._fields.index("samples")
+        append = updates.append
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
-            if row.samples:
+            samples = row[samples_at]
+            if samples:
                 request.num_pending_tokens -= 1
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 continue
             if failed and row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
                 updates.append(_update_of(request, (), None, failed[row.request_id]))
                 ended = True
                 continue
-            if not row.samples:
+            if not samples:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
                 if request.predicted_ttft is not None:
                     self.forecast.learn(request.predicted_ttft, now - request.arrival_time)
-            reason = None
-            for count, token_id in enumerate(token_ids, 1):
-                reason = request.append_output(token_id)
-                if reason is not None:
-                    if (
-                        reason is FinishReason.STOP
-                        and token_id not in request.sampling.eos_token_ids
-                    ):
-                        request.stop_reason = token_id
-                    self._finish(request, reason, prune=False)
-                    ended = True
-                    token_ids = token_ids[:count]
-                    break
-            served(request, 0, len(token_ids))
+            if len(token_ids) == 1:
+                reason = request.append_output(token_ids[0])
+            else:
+                token_ids, reason = _append_all(request, token_ids)
             if reason is not None:
-                updates.append(_update_of(request, token_ids, row_logprobs))
+                last = request.output_token_ids[-1]
+                if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
+                    request.stop_reason = last
+                self._finish(request, reason, prune=False)
+                ended = True
+                served(request, 0, len(token_ids))
+                append(_update_of(request, token_ids, row_logprobs))
                 continue
+            served(request, 0, len(token_ids))
             # what _update_of would make, without the call
             news = (
                 request.request_id,
@@ -322,7 +324,7 @@ class Scheduler:
                 None,
                 None,
             )
-            updates.append(_new(RequestUpdate, news))
+            append(_new(RequestUpdate, news))
         if ended:
             self._planner.running[:] = [
                 r for r in self._planner.running if r.status is RequestStatus.RUNNING
@@ -408,6 +410,17 @@ class Scheduler:
             assert fork.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)
+
+
+def _append_all(
+    request: Request, token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Add tokens until one ends the output. Returns those that count, and why it ended."""
+    for count, token_id in enumerate(token_ids, 1):
+        reason = request.append_output(token_id)
+        if reason is not None:
+            return token_ids[:count], reason
+    return token_ids, None
 
 
 def _update_of(

@@ -124,8 +124,10 @@ class AdaptiveTokenBudget:
         urgent = False
         for request in running:
             slo = request.slo
-            if request.num_uncomputed_tokens > 1:
-                wide_start = max(wide_start, request.num_computed_tokens)
+            computed = request.num_computed_tokens
+            # num_uncomputed_tokens > 1, without the call
+            if request.num_tokens + request.num_pending_tokens > computed + 1:
+                wide_start = max(wide_start, computed)
                 if not slo.best_effort:
                     best_effort = False
                     urgent = urgent or slo.ttft is not None
@@ -134,7 +136,7 @@ class AdaptiveTokenBudget:
                 continue
             best_effort = False
             narrow_rows += 1
-            narrow_keys += request.num_computed_tokens
+            narrow_keys += computed
             if slo.tpot is not None and request.first_token_time is not None:
                 spare = min(spare, self._spare(request, slo.tpot, request.first_token_time, now))
         base = StepShape(0, 0.0, narrow_rows, narrow_keys)

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.sim.config import Delays
 from paceline.sim.recording import RecordedStep, Recording
-from paceline.sim.replica import Delays
 
 __all__ = ["FitQuality", "RecordedStepTimes", "fit_delays", "step_intervals"]
 

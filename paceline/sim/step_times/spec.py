@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
-from paceline.sim.replica import ReplicaConfig
+from paceline.sim.config import ReplicaConfig
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape
 
