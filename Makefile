@@ -7,6 +7,7 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
+#   make bench-grammars
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -28,7 +29,7 @@ STAMP := $(VENV)/.installed
 
 export QUICK
 
-.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler
+.PHONY: serve test quick check format model venv clean clean-venv bench-batching bench-scheduler bench-grammars
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -59,6 +60,9 @@ bench-batching: $(STAMP) model
 
 bench-scheduler: $(STAMP)
 	@$(BIN)/python -m benchmarks.scheduler
+
+bench-grammars: $(STAMP) model
+	@$(BIN)/python -m benchmarks.grammars
 
 venv: $(STAMP)
 
