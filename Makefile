@@ -12,6 +12,7 @@
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
+#   make bench-grammars   what constrained output costs
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -38,7 +39,7 @@ STAMP := $(VENV)/.installed
 export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
 .PHONY: serve test quick check format model venv clean clean-venv studies \
-	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers
+	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -84,6 +85,9 @@ bench-accuracy: $(STAMP) model
 
 bench-peers: $(STAMP) model
 	@$(BIN)/python -m benchmarks.peers
+
+bench-grammars: $(STAMP) model
+	@$(BIN)/python -m benchmarks.grammars
 
 venv: $(STAMP)
 

@@ -33,11 +33,14 @@ def _given(value: Any) -> bool:
 
 
 _EVERYWHERE: Final[RefusedFields] = {
-    "guided_json": (_given, "the older names of structured_outputs"),
-    "guided_regex": (_given, "the older names of structured_outputs"),
-    "guided_choice": (_given, "the older names of structured_outputs"),
-    "guided_grammar": (_given, "the older names of structured_outputs"),
-    "guided_decoding_backend": (_given, "the older names of structured_outputs"),
+    "guided_json": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_regex": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_choice": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_grammar": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_decoding_backend": (
+        _given,
+        "guided decoding by its older names; structured_outputs does it",
+    ),
     "use_beam_search": (_given, "beam search"),
     "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
     "prompt_embeds": (_given, "a prompt of embeddings"),
@@ -54,8 +57,11 @@ _EVERYWHERE: Final[RefusedFields] = {
 }
 REFUSED_IN_CHAT: Final[RefusedFields] = {
     **_EVERYWHERE,
-    "functions": (_given, "function calling"),
-    "function_call": (lambda v: v not in (None, "none"), "function calling"),
+    "functions": (_given, "calling by its older name; tools does it"),
+    "function_call": (
+        lambda v: v not in (None, "none"),
+        "calling by its older name; tool_choice does it",
+    ),
     "echo": (_given, "echo in chat"),
     "documents": (_given, "documents"),
     "mm_processor_kwargs": (_given, "multimodal input"),
