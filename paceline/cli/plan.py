@@ -6,13 +6,11 @@ import argparse
 import json
 import random
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.cli import plan_fleet
 from paceline.cli.options import Parser, bounded_float, bounded_int, byte_count
 from paceline.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from paceline.sim.plan import FleetAnswer
 
 __all__ = ["add_parser"]
 
@@ -44,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_memory(plans)
     _add_batching(plans)
     _add_split(plans)
-    _add_fleet(plans)
+    plan_fleet.add_parser(plans)
 
 
 def _report(args: argparse.Namespace, rows: list[tuple[str, str]], values: dict[str, Any]) -> int:
@@ -246,23 +244,16 @@ def _run_batching(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- split
 
 
-def _add_replica(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="NAME", help="known, or a checkpoint")
-    parser.add_argument(
-        "--hardware",
-        required=True,
-        metavar="NAME[,NAME]",
-        help="known accelerators; a wrong name lists them",
-    )
-
-
 def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
     parser = plans.add_parser(
         "split",
         help="prefill and decode replicas for disaggregation",
         description="Balance prefill and decode replicas, by arithmetic on roofline step times.",
     )
-    _add_replica(parser)
+    parser.add_argument("--model", required=True, metavar="NAME", help="known, or a checkpoint")
+    parser.add_argument(
+        "--hardware", required=True, metavar="NAME", help="known; a wrong name lists them"
+    )
     parser.add_argument(
         "--gpus", type=bounded_int(1), default=1, metavar="N", help="of one replica (default 1)"
     )
@@ -324,133 +315,3 @@ def _run_split(args: argparse.Namespace) -> int:
         ("the same, doing both", f"{found.colocated_rate:.2f} requests/s"),
     ]
     return _report(args, rows, asdict(found) | {"ratio": found.ratio})
-
-
-# ---------------------------------------------------------------------- fleet
-
-
-def _add_fleet(plans: argparse._SubParsersAction[Parser]) -> None:
-    parser = plans.add_parser(
-        "fleet",
-        help="the fewest replicas, and the best settings, that meet targets at a load",
-        description="Simulate fleets of each kind until the smallest that meets the targets is "
-        "found. Lists separated by commas are all tried.",
-    )
-    _add_replica(parser)
-    parser.add_argument("--workload", required=True, metavar="SPEC", help="docs/simulator.md")
-    parser.add_argument("--ttft", metavar="TIME", help="target of every request, such as 500ms")
-    parser.add_argument("--tpot", metavar="TIME", help="target of every request, such as 50ms")
-    parser.add_argument("--deadline", metavar="TIME", help="target of every request, such as 30s")
-    parser.add_argument(
-        "--attainment",
-        type=bounded_float(0.01, 1.0),
-        default=0.99,
-        metavar="SHARE",
-        help="of requests within all their targets (default 0.99)",
-    )
-    parser.add_argument("--gpus", default="1", metavar="N[,N]", help="of one replica (default 1)")
-    parser.add_argument("--policy", default="fcfs", metavar="NAME[,NAME]", help="default fcfs")
-    parser.add_argument(
-        "--max-num-batched-tokens", default="2048", metavar="N[,N]", help="default 2048"
-    )
-    parser.add_argument("--router", default="least-outstanding", metavar="NAME")
-    parser.add_argument(
-        "--most", type=bounded_int(1), default=64, metavar="N", help="replicas (default 64)"
-    )
-    parser.add_argument(
-        "--price-per-hour", metavar="P[,P]", help="of one GPU of each --hardware, in their order"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload")
-    _add_json(parser)
-    parser.set_defaults(run=_run_fleet)
-
-
-def _run_fleet(args: argparse.Namespace) -> int:
-    from paceline.sim.plan import FleetOption, Target, best_fleet, find_model
-    from paceline.sim.report import text_table
-    from paceline.sim.step_times.roofline import HardwareCard
-    from paceline.sim.workload import SloMix, Workload, open_workload, parse_seconds, with_classes
-
-    workload = open_workload(args.workload, seed=args.seed)
-    texts = (args.ttft, args.tpot, args.deadline)
-    ttft, tpot, deadline = (parse_seconds(text) if text else None for text in texts)
-    if any(texts):
-        mix = (SloMix("standard", 1.0, ttft, tpot, deadline),)
-        source = workload
-        workload = Workload(
-            source.name, source.prefix_block, lambda: with_classes(source, mix, args.seed)
-        )
-    cards = [HardwareCard.named(name) for name in args.hardware.split(",")]
-    prices: list[float | None] = [None] * len(cards)
-    if args.price_per_hour:
-        prices = [_number(text) for text in args.price_per_hour.split(",")]
-        if len(prices) != len(cards):
-            raise ConfigError(
-                f"--price-per-hour has {len(prices)} prices for {len(cards)} kinds of hardware"
-            )
-    model = find_model(args.model)
-    options = [
-        FleetOption(card, model, _whole(gpus), policy, _whole(tokens), args.router, price)
-        for card, price in zip(cards, prices, strict=True)
-        for gpus in args.gpus.split(",")
-        for policy in args.policy.split(",")
-        for tokens in args.max_num_batched_tokens.split(",")
-    ]
-    answers = best_fleet(
-        options,
-        workload,
-        Target(args.attainment),
-        prefix_block=workload.prefix_block,
-        most=args.most,
-    )
-    if args.json:
-        found = [
-            {
-                "option": answer.option.name,
-                "replicas": answer.found.size,
-                "gpus": answer.gpus,
-                "price_per_hour": answer.price_per_hour,
-                "tried": answer.found.tried,
-                "run": answer.found.best.as_json(),
-            }
-            for answer in answers
-        ]
-        print(json.dumps({"plan": "fleet", "answers": found}))
-        return 0
-    head = ["replica", "replicas", "GPUs", "attainment %", "TTFT p99 ms", "TPOT p99 ms"]
-    rows = [[*head, "price/h", "per million tokens"]]
-    for answer in answers:
-        run, size, price = answer.found.best, answer.found.size, answer.price_per_hour
-        rows.append(
-            [
-                answer.option.name,
-                _never(answer, args.most) if size is None else f"{size:g}",
-                "-" if answer.gpus is None else str(answer.gpus),
-                f"{100 * run.attainment:.1f}",
-                "-" if run.ttft is None else f"{1e3 * run.ttft.p99:.0f}",
-                "-" if run.tpot is None else f"{1e3 * run.tpot.p99:.1f}",
-                "-" if price is None else f"{price:.2f}",
-                "-" if price is None or run.cost is None else f"{run.cost:.2f}",
-            ]
-        )
-    print(text_table(rows))
-    return 0
-
-
-def _never(answer: FleetAnswer, most: int) -> str:
-    """Why there is no size: all were tried, or none had to be."""
-    return f"more than {most}" if answer.found.tried else "none will do"
-
-
-def _number(text: str) -> float:
-    try:
-        return bounded_float(0.0)(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--price-per-hour: {error}") from None
-
-
-def _whole(text: str) -> int:
-    try:
-        return bounded_int(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"a list of whole numbers: {error}") from None

@@ -7,7 +7,9 @@ import gc
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import Parser, bounded_float, bounded_int
@@ -16,7 +18,7 @@ from paceline.core.errors import ConfigError
 if TYPE_CHECKING:
     from paceline.sim.arrival import Arrival
     from paceline.sim.replica import ReplicaConfig
-    from paceline.sim.report.metrics import Summary
+    from paceline.sim.report.metrics import Metrics, Summary
     from paceline.sim.simulator import Pool
     from paceline.sim.step_times.spec import Source
 
@@ -27,7 +29,7 @@ examples:
   paceline simulate --step-times roofline:H100-SXM,Llama-3.1-8B --policy fcfs,sjf \\
       --workload 'synthetic:rate=4,prompt=lognormal(800,1),output=lognormal(200,1),n=2000'
   paceline simulate --workload trace.csv --step-times recorded:run.jsonl --replicas 4 \\
-      --router least-outstanding
+      --router least-outstanding --speedup 0.5,1,1.5,2 --plot goodput.png
 
 Step times: roofline:HARDWARE,MODEL[,DEGREE], recorded:FILE (of paceline serve --record),
 profile:FOLDER[,PREFIX], fixed:SECONDS[,SECONDS_PER_TOKEN].
@@ -93,9 +95,38 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--seed", type=bounded_int(0), default=0, metavar="N", help="default 0")
     parser.add_argument(
-        "--jobs", type=bounded_int(1), default=1, metavar="N", help="policies simulated at once"
+        "--jobs", type=bounded_int(1), default=1, metavar="N", help="simulations at once"
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    group = parser.add_argument_group("reports")
+    group.add_argument(
+        "--speedup",
+        default="1",
+        metavar="X[,X...]",
+        help="loads to compare: the workload's time divided by each (default 1)",
+    )
+    group.add_argument(
+        "--itl", action="store_true", help="measure every gap between tokens too; takes longer"
+    )
+    group.add_argument(
+        "--price-per-hour",
+        type=bounded_float(0.0),
+        metavar="PRICE",
+        help="of one replica: adds the cost of a million output tokens",
+    )
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="png, svg or pdf: distributions of TTFT, TPOT and E2E; with several loads, goodput "
+        "against rate",
+    )
+    group.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="every step, for Perfetto or chrome://tracing; of one simulation only",
+    )
     parser.set_defaults(run=run)
 
 
@@ -105,11 +136,24 @@ class _Point:
 
     args: argparse.Namespace
     policy: str | None
+    # the workload's time is divided by it
+    speedup: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    summary: Summary
+    # for JSON
+    entry: dict[str, Any]
+    metrics: Metrics
 
 
 def run(args: argparse.Namespace) -> int:
     policies: list[str | None] = args.policy.split(",") if args.policy else [None]
-    points = [_Point(args, policy) for policy in policies]
+    speedups = [_speedup(text) for text in args.speedup.split(",")]
+    points = [_Point(args, policy, speedup) for policy in policies for speedup in speedups]
+    if args.timeline is not None and len(points) > 1:
+        raise ConfigError(f"--timeline shows one simulation, but {len(points)} are asked for")
     # made here first, so that whatever is wrong is said before anything runs
     for point in points:
         _pool(point)
@@ -123,21 +167,47 @@ def run(args: argparse.Namespace) -> int:
             results = list(pool.map(_simulate, points))
     else:
         results = [_simulate(point) for point in points]
+    if args.plot is not None:
+        _plot(args.plot, results)
     if args.json:
-        print(json.dumps({"runs": [entry for _, entry in results]}))
+        print(json.dumps({"runs": [result.entry for result in results]}))
         return 0
     from paceline.sim.report.table import side_by_side
 
-    print(side_by_side([summary for summary, _ in results]))
-    for summary, entry in results:
-        used = ", ".join(f"{share:.0%}" for share in entry["utilisation"])
-        print(f"{summary.name}: backends busy {used}")
+    print(side_by_side([result.summary for result in results]))
+    for result in results:
+        used = ", ".join(f"{share:.0%}" for share in result.entry["utilisation"])
+        print(f"{result.summary.name}: backends busy {used}")
     return 0
 
 
-def _simulate(point: _Point) -> tuple[Summary, dict[str, Any]]:
+def _speedup(text: str) -> float:
+    try:
+        return bounded_float(1e-6)(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--speedup: {error}") from None
+
+
+def _plot(path: Path, results: list[_Result]) -> None:
+    from paceline.sim.report.plots import plot_cdfs, plot_curves
+
+    if len({result.entry["speedup"] for result in results}) == 1:
+        plot_cdfs({result.summary.name: result.metrics for result in results}, path)
+        return
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        point = (result.entry["offered_rate"], result.summary.goodput)
+        curves.setdefault(result.entry["policy"], []).append(point)
+    lines = {name: sorted(line) for name, line in curves.items()}
+    plot_curves(lines, path, x="requests/s", y="goodput, requests/s")
+
+
+def _simulate(point: _Point) -> _Result:
     from paceline.sim.report.metrics import Metrics
+    from paceline.sim.report.steps import StepWatcher
+    from paceline.sim.report.timeline import TimelineWriter
     from paceline.sim.simulator import Simulator
+    from paceline.sim.workload.shaping import speed_up
     from paceline.sim.workload.spec import open_workload
 
     # a simulation makes no cycles, and a few objects for every token: the collector only looks
@@ -146,18 +216,53 @@ def _simulate(point: _Point) -> tuple[Summary, dict[str, Any]]:
         pool = _pool(point)
         workload = open_workload(point.args.workload, seed=point.args.seed)
         metrics = Metrics()
-        simulator = Simulator(pool, metrics.add, prefix_block=workload.prefix_block)
-        totals = simulator.run(_progress(workload, point))
+        stream = _Counted(_progress(speed_up(workload, point.speedup), point))
+        with ExitStack() as stack:
+            timeline = None
+            if point.args.timeline is not None:
+                timeline = stack.enter_context(TimelineWriter(point.args.timeline))
+            watcher = None
+            if point.args.itl or timeline is not None:
+                watcher = StepWatcher(metrics if point.args.itl else None, timeline)
+            simulator = Simulator(
+                pool, metrics.add, prefix_block=workload.prefix_block, on_plan=watcher
+            )
+            totals = simulator.run(stream)
     finally:
         gc.enable()
-    name = point.policy or pool.replicas[0].config.scheduler.policy
-    summary = metrics.summary(name)
+    policy = point.policy or pool.replicas[0].config.scheduler.policy
+    name = policy if point.speedup == 1 else f"{policy} x{point.speedup:g}"
+    each = point.args.price_per_hour
+    replicas = point.args.replicas + (point.args.decode_replicas or 0)
+    summary = metrics.summary(name, price_per_hour=None if each is None else each * replicas)
     entry = summary.as_json() | {
-        "policy": name,
+        "policy": policy,
+        "speedup": point.speedup,
+        "offered_rate": stream.rate,
         "steps": totals.num_steps,
         "utilisation": [busy / totals.end if totals.end else 0.0 for busy in totals.busy_seconds],
     }
-    return summary, entry
+    return _Result(summary, entry, metrics)
+
+
+class _Counted:
+    """A stream that knows, once read, how many came per second."""
+
+    def __init__(self, arrivals: Iterable[Arrival]) -> None:
+        self._arrivals = arrivals
+        self._count = 0
+        self._last = 0.0
+
+    def __iter__(self) -> Iterator[Arrival]:
+        for arrival in self._arrivals:
+            self._count += 1
+            self._last = arrival.at
+            yield arrival
+
+    @property
+    def rate(self) -> float:
+        """Requests per second from 0 to the last arrival; 0 if all came at once."""
+        return self._count / self._last if self._last > 0 else 0.0
 
 
 def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.cli.main import main
+from tests.engine.test_recorder import run as record
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -162,10 +164,44 @@ def test_fleet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--hardware", "l4,h100-sxm", "--price-per-hour", "0.8,3", "--tpot", "50ms")
     assert main(["plan", *FLEET, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| 1 x H100-SXM, fcfs, 2048 tokens/step |")
+    assert lines[2].startswith("| 1 x H100-SXM |")
     assert "none will do" in lines[3]
     said = refused(capsys, *FLEET, "--price-per-hour", "1,2")
     assert "2 prices for 1 kinds of hardware" in said
     assert "must be at least 1, got 0" in refused(capsys, *FLEET, "--gpus", "0")
     without = [flag for flag in FLEET if flag not in ("--ttft", "500ms")]
     assert "no request of the workload has a target" in refused(capsys, *without)
+
+
+def test_fleets_of_a_recorded_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        # what a server that takes 10 ms and 0.1 ms a token would have written
+        file.write(json.dumps(_head(path)) + "\n")
+        for step in range(64):
+            rows, tokens = ([[0, 16]], 16) if step % 2 else ([], 1)
+            done = step + 0.01 + 0.0001 * tokens
+            record = {"step": step, "planned": step, "done": done, "seconds": done - step}
+            narrow = [0, 0, 0] if rows else [1, 16, 16]
+            file.write(json.dumps(record | {"rows": rows, "narrow": narrow, "samples": 1}) + "\n")
+    load = "synthetic:rate=300,prompt=fixed(16),output=fixed(4),n=200"
+    flags = ("fleet", "--step-times", f"recorded:{path},noise=off", "--workload", load)
+    found = plan(capsys, *flags, "--ttft", "50ms")["answers"][0]
+    assert found["replicas"] > 1
+    assert plan(capsys, *flags, "--ttft", "20s")["answers"][0]["replicas"] == 1
+
+
+def _head(path: Path) -> dict[str, Any]:
+    """The first line of a recording."""
+    record(path)
+    head: dict[str, Any] = json.loads(path.read_text().splitlines()[0])
+    head["scheduler"] |= {"max_num_seqs": 8, "max_model_len": 64}
+    return head
+
+
+def test_a_fleet_is_of_one_thing_or_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, *FLEET, "--step-times", "fixed:0.01")
+    assert "needs either --step-times, or --model and --hardware" in said
+    alone = ("fleet", "--workload", LOAD, "--ttft", "1", "--step-times", "fixed:0.01")
+    assert "says nothing about memory" in refused(capsys, *alone)
+    assert "--gpus: the step times" in refused(capsys, *alone, "--gpus", "2")

@@ -119,3 +119,35 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     assert main([*BASE, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_loads_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = runs(capsys, *FIXED, "--speedup", "1,4")
+    assert (slow["name"], fast["name"]) == ("fcfs", "fcfs x4")
+    assert fast["offered_rate"] == pytest.approx(4 * slow["offered_rate"])
+    assert fast["ttft"]["mean"] > slow["ttft"]["mean"]
+    assert main([*FIXED, "--speedup", "0"]) == 2
+    assert "--speedup: must be at least" in capsys.readouterr().err
+
+
+def test_gaps_and_prices_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    (plain,) = runs(capsys, *FIXED)
+    assert plain["itl"] is None and plain["cost"] is None
+    (full,) = runs(capsys, *FIXED, "--itl", "--price-per-hour", "2", "--replicas", "3")
+    tokens = full["output_tokens"] - full["finished"]
+    assert full["itl"]["count"] == tokens and full["itl"]["mean"] > 0.02
+    assert full["cost"] == pytest.approx(6 / 3600 / full["token_rate"] * 1e6)
+
+
+def test_plots_and_timelines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, flags in (("cdf.svg", ()), ("goodput.svg", ("--speedup", "1,2"))):
+        path = tmp_path / name
+        runs(capsys, *FIXED, *flags, "--plot", str(path))
+        assert "<svg" in path.read_text()
+    path = tmp_path / "steps.json"
+    (run,) = runs(capsys, *FIXED, "--timeline", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == run["steps"]
+    assert main([*FIXED, "--policy", "fcfs,sjf", "--timeline", str(path)]) == 2
+    assert "--timeline shows one simulation, but 2 are asked for" in capsys.readouterr().err

@@ -1,14 +1,16 @@
 """Fleets: how many replicas of which kind serve a workload within its targets, by simulation.
 
-Step times are a roofline of the hardware (``step_times.roofline``), the scheduler is the one that
-serves. This module does not know flags.
+Step times are a roofline of some hardware or any other source (``step_times.spec``), the scheduler
+is the one that serves. This module does not know flags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
@@ -20,6 +22,7 @@ from paceline.sim.routing import make_router
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+from paceline.sim.step_times.spec import Source
 
 __all__ = ["FleetAnswer", "FleetOption", "best_fleet", "run_fleet"]
 
@@ -37,32 +40,63 @@ _ALONE_NOISE = 0.05
 class FleetOption:
     """One kind of replica."""
 
-    hardware: HardwareCard
-    model: ModelShape
+    # what its speed comes from, for tables
+    kind: str
+    # step times and what comes with them, fresh for each replica, by seed
+    source: Callable[[int], Source]
     # that share one replica
     gpus: int = 1
-    policy: str = "fcfs"
-    max_num_batched_tokens: int = 2048
+    # None: the recorded engine's, where ``source`` is a recording, else first come, first served
+    policy: str | None = None
+    max_num_batched_tokens: int | None = None
     router: str = "least-outstanding"
     # of one GPU; None: unknown
     price_per_hour: float | None = None
 
+    @classmethod
+    def of_hardware(
+        cls, card: HardwareCard, model: ModelShape, gpus: int = 1, **others: Any
+    ) -> FleetOption:
+        """An option whose step times are a roofline; ``others`` are further fields."""
+        return cls(card.name, partial(_roofline, card, model, gpus), gpus, **others)
+
     @property
     def name(self) -> str:
         """For tables: what may differ between options."""
-        tokens = self.max_num_batched_tokens
-        return f"{self.gpus} x {self.hardware.name}, {self.policy}, {tokens} tokens/step"
+        parts = [f"{self.gpus} x {self.kind}", self.policy]
+        if self.max_num_batched_tokens is not None:
+            parts.append(f"{self.max_num_batched_tokens} tokens/step")
+        return ", ".join(part for part in parts if part)
 
-    def spec(self) -> ReplicaSpec:
-        """One replica. Raises ConfigError if the model does not fit."""
-        times = RooflineStepTimes(self.hardware, self.model, degree=self.gpus)
-        scheduler = SchedulerConfig(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=_MAX_MODEL_LEN,
-            policy=self.policy,
-        )
-        cache = CacheConfig(block_size=_BLOCK_SIZE, num_blocks=times.num_blocks(_BLOCK_SIZE))
-        return ReplicaSpec(ReplicaConfig(scheduler=scheduler, cache=cache), times)
+    def spec(self, seed: int = 0) -> ReplicaSpec:
+        """One replica. Raises ConfigError if the model does not fit, or a setting is wrong."""
+        source = self.source(seed)
+        config = source.config
+        if config is None:
+            num_blocks = source.num_blocks(_BLOCK_SIZE)
+            if num_blocks is None:
+                raise ConfigError(
+                    f"{self.kind}: says nothing about memory; use a recording or a roofline"
+                )
+            cache = CacheConfig(block_size=_BLOCK_SIZE, num_blocks=num_blocks)
+            config = ReplicaConfig(
+                scheduler=SchedulerConfig(max_model_len=_MAX_MODEL_LEN), cache=cache
+            )
+        settings: dict[str, Any] = {}
+        if self.policy is not None:
+            settings["policy"] = self.policy
+        if self.max_num_batched_tokens is not None:
+            settings["max_num_batched_tokens"] = self.max_num_batched_tokens
+        scheduler = replace(config.scheduler, **settings)
+        return ReplicaSpec(replace(config, scheduler=scheduler), source.times)
+
+
+def _roofline(card: HardwareCard, model: ModelShape, gpus: int, seed: int) -> Source:
+    """A roofline has no noise: the seed is not needed."""
+    times = RooflineStepTimes(card, model, degree=gpus)
+    return Source(
+        times, kv_bytes=times.kv_capacity_bytes, kv_bytes_per_token=model.kv_bytes_per_token()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +124,8 @@ def run_fleet(
 ) -> Summary:
     """Simulate ``replicas`` of an option; its price, if known, goes into the cost."""
     metrics = Metrics()
-    pool = Pool((option.spec(),) * replicas, make_router(option.router))
+    specs = tuple(option.spec(seed) for seed in range(replicas))
+    pool = Pool(specs, make_router(option.router))
     Simulator(pool, metrics.add, prefix_block=prefix_block).run(workload)
     each = option.price_per_hour
     price = None if each is None else each * option.gpus * replicas
