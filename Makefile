@@ -9,6 +9,9 @@
 #   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
 #   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
+#   make bench-accuracy   what reduced precision changes on real text; the gate
+#   make bench-peers      the same work on other engines, each set up in a cache folder the first time
+#                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -21,6 +24,9 @@ MODEL ?= smollm2-135m
 ARGS ?=
 QUICK ?=
 VLLM_RUNS ?=
+PEERS ?=
+ROWS ?=
+RATES ?=
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
@@ -29,10 +35,10 @@ QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/check
 	tests/test_public.py
 STAMP := $(VENV)/.installed
 
-export QUICK VLLM_RUNS
+export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
-.PHONY: studies serve test quick check format model venv clean clean-venv bench-batching bench-scheduler \
-	bench-sim
+.PHONY: serve test quick check format model venv clean clean-venv studies \
+	bench-batching bench-scheduler bench-sim bench-accuracy bench-peers
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -69,6 +75,12 @@ bench-sim: $(STAMP) model
 
 studies: $(STAMP)
 	@$(BIN)/python -m benchmarks.studies --write
+
+bench-accuracy: $(STAMP) model
+	@$(BIN)/python -m benchmarks.accuracy
+
+bench-peers: $(STAMP) model
+	@$(BIN)/python -m benchmarks.peers
 
 venv: $(STAMP)
 

@@ -140,7 +140,7 @@ def step_times(model: NativeModel, sequences: int, tokens: int, context: int) ->
 
 
 def floor_s(
-    dtype: str, kv_dtype: str, rows: int, sequences: int, context: int,
+    dtype: str, kv_dtype: str, rows: float, sequences: float, context: float,
     weight_bytes: dict[str, float], bandwidth: float, rate: float,
 ) -> float:  # fmt: skip
     """The least time of a step, see the module's docstring."""

@@ -58,6 +58,12 @@ class _State:
         self.constraint: OutputConstraint | None = None
         # it failed; rows planned before that was known are left out
         self.failed = False
+        self._tells_prompt = new.sampling.prompt_logprobs is not None
+
+    def take_prompt(self) -> list[int] | None:
+        """The prompt, once, if its log-probabilities are wanted: all of them are 0."""
+        wanted, self._tells_prompt = self._tells_prompt, False
+        return self.tokens[: self.num_prompt_tokens] if wanted else None
 
 
 class NullBackend:
@@ -160,12 +166,18 @@ class NullBackend:
                 else (TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()),)
             )
         self._swap(plan.prefetches)
+        prompts = tuple(
+            (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
+            for row in plan.rows
+            if row.samples and (prompt := self._states[row.request_id].take_prompt()) is not None
+        )
         asked = any(entry is not None for entry in logprobs)
         return StepResult(
             step_id=plan.step_id,
             sampled=tuple(sampled),
             logprobs=tuple(logprobs) if asked else (),
             errors=tuple(errors),
+            prompt_logprobs=prompts,
             elapsed=time.monotonic() - started,
         )
 

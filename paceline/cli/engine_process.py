@@ -23,7 +23,7 @@ ARGUMENTS = (sys.executable, "-m", "paceline.cli.engine_process")
 def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     """An engine from ``EngineSettings.to_json``."""
     settings = EngineSettings.from_json(config)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     return build_core(settings)
 
 

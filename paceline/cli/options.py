@@ -429,7 +429,9 @@ def resolve_path(model: str) -> tuple[str, str]:
     return resolved.name, str(resolved.path)
 
 
-def engine_settings(args: argparse.Namespace, *, log_level: str = "info") -> EngineSettings:
+def engine_settings(
+    args: argparse.Namespace, *, log_level: str = "info", log_format: str = "text"
+) -> EngineSettings:
     """Settings from the flags of ``add_model_argument`` and ``add_engine_options``; fetches the
     model when needed."""
     if args.backend == "null":
@@ -477,4 +479,5 @@ def engine_settings(args: argparse.Namespace, *, log_level: str = "info") -> Eng
         threads=args.threads,
         null_step_time=args.null_step_time,
         log_level=log_level,
+        log_format=log_format,
     )

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from paceline.cli.settings import EngineSettings
     from paceline.engine.types import EngineInfo
     from paceline.server.config import ServerConfig
+    from paceline.server.keys import ApiKey
 
 __all__ = ["add_parser", "ready_line"]
 
@@ -59,8 +61,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on (default 127.0.0.1: this machine only; there is no "
-        "authentication)",
+        help="address to listen on (default 127.0.0.1: this machine only; see --api-key-file "
+        "before giving another)",
     )
     group.add_argument(
         "--port",
@@ -107,6 +109,26 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         help="write every step and every request's timeline to FILE, one JSON object a line, for "
         "'paceline simulate'",
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
+        "wants). The environment variable PACELINE_API_KEY is one more key, of scope admin",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object a line, with the fields of the message by name (default text)",
+    )
+    group.add_argument(
+        "--sse-keep-alive",
+        type=bounded_float(0.0),
+        default=15.0,
+        metavar="SECONDS",
+        help="a stream without an event for so long gets a comment; 0: never (default 15)",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -167,10 +189,11 @@ def run(args: argparse.Namespace) -> int:
     from paceline.server.config import ServerConfig
     from paceline.server.lifecycle import bind
 
-    configure_logging(args.log_level)
+    configure_logging(args.log_level, args.log_format)
+    api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
     with bind(args.host, args.port) as listener:
-        settings = engine_settings(args, log_level=args.log_level)
+        settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
 
@@ -189,9 +212,31 @@ def run(args: argparse.Namespace) -> int:
             price_per_hour=args.price_per_hour,
             trust_request_chat_template=args.trust_request_chat_template,
             tool_call_parser=args.tool_call_parser,
+            sse_keep_alive=args.sse_keep_alive,
+            api_keys=api_keys,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))
+
+
+def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
+    """Raises ConfigError for a file that cannot be read or holds something else."""
+    from paceline.core.errors import ConfigError
+    from paceline.server.keys import ApiKey, parse_key_file
+
+    keys: list[ApiKey] = []
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
+        keys = parse_key_file(text, f"--api-key-file {path}")
+        if not keys:
+            raise ConfigError(f"--api-key-file {path} holds no key")
+    single = os.environ.get("PACELINE_API_KEY")
+    if single:
+        keys.append(ApiKey.of("environment", "admin", single))
+    return tuple(keys)
 
 
 async def _serve(

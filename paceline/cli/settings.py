@@ -41,7 +41,7 @@ class EngineSettings:
     watermark: float = 0.01
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    policy: str = "fcfs"
+    policy: str = "deadline"
     priority_ageing_s: float = 60.0
     adaptive_token_budget: bool = True
     coalesce_window_s: float = 0.05
@@ -69,6 +69,8 @@ class EngineSettings:
     log_level: str = "info"
     # file that every step and request is written to
     record: str | None = None
+    # "text" or "json"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_cache_bytes is not None:

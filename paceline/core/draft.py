@@ -15,8 +15,12 @@ __all__ = ["Draft"]
 # a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
 # every token of every request
 _new = tuple.__new__
-# a best-effort request that runs gets a token in one of so many steps, however late the others are
+# a best-effort request that was passed over in so many steps gets a row, late or not
 _MAX_SKIPPED_STEPS: Final = 8
+# tokens of such rows in one step at most
+_CHARITY: Final = 16
+# tokens; chunks of best-effort requests are multiples of it
+_TILE: Final = 16
 
 
 class Draft:
@@ -27,10 +31,13 @@ class Draft:
         self.budget = allowance.tokens
         # predicted seconds beyond which best-effort rows stay out
         self.seconds = allowance.seconds
+        # tokens that best-effort requests may still get although there is no room for them
+        self.charity = _CHARITY
         # which rows this step takes; both where the policy mixes
         self.narrow = self.wide = True
-        # of the rows so far; kept only where ``spares`` needs it
-        self._shape = StepShape()
+        # what ``shape`` is made of
+        self.wide_tokens = self.narrow_rows = self.narrow_keys = 0
+        self.wide_keys = 0.0
         self.num_tokens = 0
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
@@ -39,6 +46,11 @@ class Draft:
         # forks that got their blocks in this step: copies come before writes, so they may run
         # from the next step on
         self.forked: list[Request] = []
+
+    @property
+    def shape(self) -> StepShape:
+        """Of the rows so far."""
+        return StepShape(self.wide_tokens, self.wide_keys, self.narrow_rows, self.narrow_keys)
 
     def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
         """Give a request the next tokens it lacks, and count them as computed."""
@@ -56,19 +68,52 @@ class Draft:
             request.num_pending_tokens += 1
         if num_tokens > 1:
             request.num_chunks += 1
-        if self.seconds != math.inf:
-            self._shape = self._shape.plus(start, num_tokens)
+            self.wide_tokens += num_tokens
+            self.wide_keys += num_tokens * (start + num_tokens / 2)
+        else:
+            self.narrow_rows += 1
+            self.narrow_keys += start
+
+    def count_plain(self, num_rows: int, num_keys: int) -> None:
+        """Count rows of one token that the planner added by itself, with the tokens before them."""
+        self.budget -= num_rows
+        self.num_tokens += num_rows
+        self.narrow_rows += num_rows
+        self.narrow_keys += num_keys
+
+    def has_room(self, start: int, num_tokens: int, model: StepTimeModel) -> bool:
+        """Whether the step stays short enough for the others with these best-effort tokens too."""
+        return (
+            self.seconds == math.inf
+            or not self.rows
+            or model.predict(self.shape.plus(start, num_tokens)) <= self.seconds
+        )
+
+    def fitting(self, start: int, model: StepTimeModel) -> int:
+        """Tokens of the largest chunk for which there is room: a multiple of the tile, and one at
+        least."""
+        if self.seconds == math.inf:
+            return self.budget
+        low, high = 1, max(1, self.budget // _TILE)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if model.predict(self.shape.plus(start, middle * _TILE)) <= self.seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low * _TILE
 
     def spares(self, request: Request, model: StepTimeModel) -> bool:
-        """Whether a best-effort request that runs gets a row: not if that is predicted to make the
-        step too long for the others, but every so often all the same."""
-        if self.seconds == math.inf or not self.rows:
-            return True
-        if (
-            model.predict(self._shape.plus(request.num_computed_tokens, 1)) <= self.seconds
-            or request.num_skipped_steps >= _MAX_SKIPPED_STEPS
-        ):
+        """Whether a best-effort request that runs gets a row: if there is room, or if it was passed
+        over long enough and not too many others have been given one for that reason."""
+        if self.has_room(request.num_computed_tokens, 1, model):
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
-        return False
+        wide = request.num_uncomputed_tokens > 1
+        cost = _TILE if wide else 1
+        if request.num_skipped_steps <= _MAX_SKIPPED_STEPS or cost > self.charity:
+            return False
+        self.charity -= cost
+        request.num_skipped_steps = 0
+        return True

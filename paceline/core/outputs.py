@@ -128,6 +128,9 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     # (request id, message): requests that failed alone in this step, e.g. NaN logits
     errors: tuple[tuple[str, str], ...] = ()
+    # (request id, entries of all prompt tokens but the first), with the first token of requests
+    # that asked for them
+    prompt_logprobs: tuple[tuple[str, tuple[TokenLogprobs, ...]], ...] = ()
     # seconds the backend spent on this step
     elapsed: float = 0.0
 

@@ -27,6 +27,8 @@ from paceline.core.preemption import Preemption
 from paceline.core.pressure import Pressure
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step_time import StepTimeModel
+from paceline.core.token_budget import TokenBudget
+from paceline.core.triage import triage
 from paceline.core.waiting import WaitingRoom
 from paceline.core.waits import Reason
 from paceline.core.work import WorkEstimator
@@ -36,6 +38,8 @@ __all__ = ["Planner"]
 _ORDER = attrgetter("order")
 # see draft.py
 _new = tuple.__new__
+# tokens for which there must be room to let a best-effort request in
+_TILE = 16
 # requests found to be late and passed over in one step at most
 _MAX_RELEGATED = 64
 
@@ -54,6 +58,7 @@ class Planner:
         forks: Forks,
         step_time: StepTimeModel,
         work: WorkEstimator,
+        budget: TokenBudget,
     ) -> None:
         self._config = config
         self._cache = cache
@@ -63,6 +68,7 @@ class Planner:
         self._forks = forks
         self._step_time = step_time
         self._work = work
+        self._budget = budget
         self._preemption = Preemption(config, cache, kv, work)
         # sorted by order
         self.running: list[Request] = []
@@ -72,10 +78,13 @@ class Planner:
         self.num_recomputed_tokens = 0
         self.num_relegated = 0
 
-    def fill(self, draft: Draft, now: float, *, held: bool, pressure: Pressure) -> Reason | None:
+    def fill(
+        self, draft: Draft, now: float, *, starts: float, held: bool, pressure: Pressure
+    ) -> Reason | None:
         """Plan rows.
 
         Args:
+            starts: when the step is predicted to start.
             held: the policy lets nobody in for now.
             pressure: the memory valve's level.
 
@@ -83,6 +92,7 @@ class Planner:
             What holds the head of the queue up; None if nothing does.
         """
         if not held:
+            self._triage(starts)
             self._displace(now)
         if not self._policy.mixes:
             self._choose_kind(draft, held)
@@ -136,6 +146,9 @@ class Planner:
         block_size = self._cache.block_size
         rows, requests = draft.rows, draft.requests
         plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
+        caching = self._cache.enable_prefix_caching
+        # such plain rows that the draft does not count yet, and the keys before them
+        handed_out = handed_keys = 0
         index = 0
         while index < len(running):
             request = running[index]
@@ -152,14 +165,16 @@ class Planner:
                 # do the same
                 rows.append(_new(ScheduledRow, (request.request_id, computed, 1, (), True)))
                 requests.append(request)
-                draft.budget -= 1
-                draft.num_tokens += 1
+                handed_out += 1
+                handed_keys += computed
                 request.num_computed_tokens = total
                 request.num_pending_tokens += 1
-                if total // block_size > request.num_hashed_blocks:
+                if caching and total // block_size > request.num_hashed_blocks:
                     self._kv.cache_computed(request)
                 index += 1
                 continue
+            draft.count_plain(handed_out, handed_keys)
+            handed_out = handed_keys = 0
             if (
                 # nothing left to compute, or only to wait for the last token
                 total == computed
@@ -168,10 +183,12 @@ class Planner:
             ):
                 index += 1
                 continue
-            reserved = len(running) - index - 1 + others
-            num_tokens = (
-                1 if total - computed == 1 else min(total - computed, draft.budget - reserved)
-            )
+            num_tokens = total - computed
+            if num_tokens > 1:
+                reserved = len(running) - index - 1 + others
+                num_tokens = min(num_tokens, draft.budget - reserved)
+                if request.slo.best_effort:
+                    num_tokens = min(num_tokens, draft.fitting(computed, self._step_time))
             new_block_ids: tuple[int, ...] = ()
             if request.shares_tail or computed + num_tokens > len(request.block_ids) * block_size:
                 extension = self._kv.extend(request, num_tokens)
@@ -192,6 +209,7 @@ class Planner:
                     draft.copies.append(extension.copy)
             self._add_row(draft, request, num_tokens, new_block_ids)
             index += 1
+        draft.count_plain(handed_out, handed_keys)
         return preempted
 
     def _takes(self, draft: Draft, request: Request, wanted: int) -> bool:
@@ -240,6 +258,26 @@ class Planner:
                 self._relegate(request)
                 insort(self.running, request, key=_ORDER)
 
+    def _triage(self, starts: float) -> None:
+        """Let those go who cannot all be on time."""
+        waiting = self._waiting.targeted
+        if not waiting or not self._config.relegate_late or not self._step_time.ready:
+            return
+        per_token = self._budget.seconds_per_token(self.running)
+        unfinished = sum(
+            left
+            for request in self.running
+            if not request.slo.best_effort and (left := request.num_uncomputed_tokens) > 1
+        )
+
+        def seconds(request: Request) -> float:
+            return request.num_prompt_tokens * per_token
+
+        for loser in triage(waiting, starts + unfinished * per_token, seconds):
+            self._waiting.remove(loser)
+            self._relegate(loser)
+            self._waiting.push(loser)
+
     def _is_late(self, request: Request, now: float) -> bool:
         """Whether not even computing nothing else would meet its TTFT target any more."""
         slo = request.slo
@@ -283,6 +321,9 @@ class Planner:
                 break
             if request.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT and self.running:
                 held_by = held_by or Reason.PRESSURE
+                break
+            if request.slo.best_effort and not draft.has_room(0, _TILE, self._step_time):
+                held_by = held_by or Reason.BUDGET
                 break
             self._waiting.pop()
             if request.num_pending_tokens:
@@ -348,6 +389,9 @@ class Planner:
 
     def _admit(self, draft: Draft, request: Request, now: float) -> None:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
+        if request.slo.best_effort:
+            fitting = draft.fitting(request.num_computed_tokens, self._step_time)
+            num_tokens = min(num_tokens, fitting)
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None, "admit() promised the blocks"
         if extension.copy is not None:

@@ -65,8 +65,9 @@ class RequestQueue:
     def peek(self) -> Request | None:
         heap = self._heap
         while heap:
-            request = heap[0][1]
-            if self._members.get(request.request_id) is request:
+            order, request = heap[0]
+            # a member that was removed and came back with another order has an entry for each
+            if order == request.order and self._members.get(request.request_id) is request:
                 return request
             heapq.heappop(heap)
         return None
@@ -79,14 +80,19 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        # its heap entry goes when it surfaces, or here when most are stale
+        # its heap entry goes when it surfaces, or here when most are stale. Whoever pushes it again
+        # must have changed its order
         del self._members[request.request_id]
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-            self._heap = [entry for entry in self._heap if entry[1] in self]
+            self._heap = [e for e in self._heap if e[0] == e[1].order and e[1] in self]
             heapq.heapify(self._heap)
 
     def check_integrity(self) -> None:
-        live = [r.request_id for _, r in self._heap if self._members.get(r.request_id) is r]
+        live = [
+            r.request_id
+            for order, r in self._heap
+            if order == r.order and self._members.get(r.request_id) is r
+        ]
         assert sorted(live) == sorted(self._members), "heap and members of the queue differ"
 
 

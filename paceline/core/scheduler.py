@@ -34,6 +34,7 @@ from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import (
     RequestUpdate,
+    ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
@@ -78,7 +79,7 @@ class Scheduler:
         self.lengths = LengthHistory()
         work = WorkEstimator(self.step_time, self.lengths)
         self.policy = policy or make_policy(PolicyContext(config, work))
-        self.budget: TokenBudget = FixedTokenBudget(config.max_num_batched_tokens)
+        self.budget: TokenBudget = FixedTokenBudget(self.step_time, config.max_num_batched_tokens)
         if config.adaptive_token_budget:
             self.budget = AdaptiveTokenBudget(
                 self.step_time,
@@ -101,9 +102,12 @@ class Scheduler:
             forks=self._forks,
             step_time=self.step_time,
             work=work,
+            budget=self.budget,
         )
         # requests of planned steps whose result is not in yet, step by step
-        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._in_flight: deque[tuple[int, list[Request], StepShape]] = deque()
+        # when the last of them is predicted to end
+        self._busy_until = 0.0
         # who was dropped before being started, until somebody asks
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
@@ -206,18 +210,22 @@ class Scheduler:
         running = self._planner.running
         self._drop_expired(now)
         pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
+        # steps run one after another, so this one starts when those planned before it have ended
+        starts = max(now, self._busy_until) if self._in_flight else now
         self._planner.relegate_late(
             # num_uncomputed_tokens > 1, without the call
             [r for r in running if r.num_tokens + r.num_pending_tokens > r.num_computed_tokens + 1],
-            now,
+            starts,
         )
-        allowance = self.budget.allow(running, now)
+        allowance = self.budget.allow(running, starts)
         self._chunk = allowance.tokens - len(running)
         draft = Draft(allowance)
         if pressure >= Pressure.SMALL_CHUNKS:
             draft.budget = min(draft.budget, len(running) + max(_MIN_CHUNK, self._chunk // 4))
         self.wake_at = self.policy.holds_until(self._waiting.queue, len(running), now)
-        held_by = self._planner.fill(draft, now, held=self.wake_at is not None, pressure=pressure)
+        held_by = self._planner.fill(
+            draft, now, starts=starts, held=self.wake_at is not None, pressure=pressure
+        )
         self._held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(self._held_by, now)
         if not draft.rows:
@@ -237,7 +245,8 @@ class Scheduler:
         )
         self._num_steps += 1
         self._planner.released.clear()
-        self._in_flight.append((plan.step_id, draft.requests))
+        self._in_flight.append((plan.step_id, draft.requests, draft.shape))
+        self._busy_until = starts + self.step_time.predict(draft.shape)
         return plan
 
     # ------------------------------------------------------------------ results in
@@ -249,11 +258,11 @@ class Scheduler:
 
         Tokens of requests that ended meanwhile are dropped.
         """
-        step_id, requests = self._in_flight.popleft()
+        step_id, requests, shape = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         if result.elapsed > 0.0:
             ready = self.step_time.ready
-            predicted = self.step_time.observe(StepShape.of(plan.rows), result.elapsed)
+            predicted = self.step_time.observe(shape, result.elapsed)
             if ready:
                 self._predicted_seconds += predicted
                 self._actual_seconds += result.elapsed
@@ -262,41 +271,42 @@ class Scheduler:
         updates: list[RequestUpdate] = []
         served = self.policy.served
         ended = False
+        # looked up once: this loop turns once for every token
+        finished, samples_at = RequestStatus.FINISHED, ScheduledRow._fields.index("samples")
+        append = updates.append
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
-            if row.samples:
+            samples = row[samples_at]
+            if samples:
                 request.num_pending_tokens -= 1
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 continue
             if failed and row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
                 updates.append(_update_of(request, (), None, failed[row.request_id]))
                 ended = True
                 continue
-            if not row.samples:
+            if not samples:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
                 if request.predicted_ttft is not None:
                     self.forecast.learn(request.predicted_ttft, now - request.arrival_time)
-            reason = None
-            for count, token_id in enumerate(token_ids, 1):
-                reason = request.append_output(token_id)
-                if reason is not None:
-                    if (
-                        reason is FinishReason.STOP
-                        and token_id not in request.sampling.eos_token_ids
-                    ):
-                        request.stop_reason = token_id
-                    self._finish(request, reason, prune=False)
-                    ended = True
-                    token_ids = token_ids[:count]
-                    break
-            served(request, 0, len(token_ids))
+            if len(token_ids) == 1:
+                reason = request.append_output(token_ids[0])
+            else:
+                token_ids, reason = _append_all(request, token_ids)
             if reason is not None:
-                updates.append(_update_of(request, token_ids, row_logprobs))
+                last = request.output_token_ids[-1]
+                if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
+                    request.stop_reason = last
+                self._finish(request, reason, prune=False)
+                ended = True
+                served(request, 0, len(token_ids))
+                append(_update_of(request, token_ids, row_logprobs))
                 continue
+            served(request, 0, len(token_ids))
             # what _update_of would make, without the call
             news = (
                 request.request_id,
@@ -310,7 +320,7 @@ class Scheduler:
                 None,
                 None,
             )
-            updates.append(_new(RequestUpdate, news))
+            append(_new(RequestUpdate, news))
         if ended:
             self._planner.running[:] = [
                 r for r in self._planner.running if r.status is RequestStatus.RUNNING
@@ -389,13 +399,24 @@ class Scheduler:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids or request.fork_of or request.num_swapped_tokens
         for request in known:
-            flying = sum(r is request for _, requests in self._in_flight for r in requests)
+            flying = sum(r is request for _, requests, _ in self._in_flight for r in requests)
             assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
             assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
         for fork in forks:
             assert fork.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)
+
+
+def _append_all(
+    request: Request, token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Add tokens until one ends the output. Returns those that count, and why it ended."""
+    for count, token_id in enumerate(token_ids, 1):
+        reason = request.append_output(token_id)
+        if reason is not None:
+            return token_ids[:count], reason
+    return token_ids, None
 
 
 def _update_of(

@@ -27,6 +27,14 @@ from paceline.core.work import WorkEstimator
 __all__ = ["AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
 
 
+# requests are paced to this share of their TPOT target: what is aimed at is missed half of the time
+_PACE = 0.9
+# a request that would have to go so much faster than its target to catch up is past saving
+_HOPELESS = 0.5
+# of predicted lengths, for the time there is to catch up: rather too short than too long
+_LEFT_QUANTILE = 0.25
+# tokens of a step before anything was measured
+_UNTRAINED = 512
 # observations between two looks at where the knee is
 _REFIT = 16
 
@@ -47,15 +55,26 @@ class TokenBudget(Protocol):
         """What the next step may spend."""
         ...
 
+    def seconds_per_token(self, running: Sequence[Request]) -> float:
+        """What a prompt token takes while these run, all of them being on time."""
+        ...
+
 
 class FixedTokenBudget:
     """The same every step."""
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
+    def __init__(self, model: StepTimeModel, max_num_batched_tokens: int) -> None:
+        self._model = model
         self._allowance = Allowance(max_num_batched_tokens)
 
     def allow(self, running: Sequence[Request], now: float) -> Allowance:
         return self._allowance
+
+    def seconds_per_token(self, running: Sequence[Request]) -> float:
+        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
+        base = StepShape(0, 0.0, len(narrow), sum(narrow))
+        tokens = max(2, self._allowance.tokens - len(running))
+        return self._model.predict(base.plus(0, tokens)) / tokens
 
 
 class AdaptiveTokenBudget:
@@ -97,16 +116,18 @@ class AdaptiveTokenBudget:
 
     def allow(self, running: Sequence[Request], now: float) -> Allowance:
         if not self._model.ready:
-            return Allowance(self._most)
-        due = math.inf
+            return Allowance(min(self._most, max(_UNTRAINED, len(running) + self._floor)))
+        spare = math.inf
         narrow_rows = narrow_keys = 0
         wide_start = 0
         best_effort = bool(running)
         urgent = False
         for request in running:
             slo = request.slo
-            if request.num_uncomputed_tokens > 1:
-                wide_start = max(wide_start, request.num_computed_tokens)
+            computed = request.num_computed_tokens
+            # num_uncomputed_tokens > 1, without the call
+            if request.num_tokens + request.num_pending_tokens > computed + 1:
+                wide_start = max(wide_start, computed)
                 if not slo.best_effort:
                     best_effort = False
                     urgent = urgent or slo.ttft is not None
@@ -115,33 +136,54 @@ class AdaptiveTokenBudget:
                 continue
             best_effort = False
             narrow_rows += 1
-            narrow_keys += request.num_computed_tokens
+            narrow_keys += computed
             if slo.tpot is not None and request.first_token_time is not None:
-                due = min(due, self._due(request, slo.tpot, request.first_token_time, now))
+                spare = min(spare, self._spare(request, slo.tpot, request.first_token_time, now))
         base = StepShape(0, 0.0, narrow_rows, narrow_keys)
         if best_effort:
             allowed = self._best_effort_step
-        elif due == math.inf:
+        elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
             allowed = 0.0 if urgent else math.inf
             return Allowance(self._total(self._knee(), running), allowed)
         else:
-            allowed = (due - now) / max(1.0, self._model.quantile(self._quantile))
+            allowed = spare / max(1.0, self._model.quantile(self._quantile))
         tokens = self._total(self._within(base, wide_start, allowed), running)
         return Allowance(tokens, 0.0 if urgent else allowed)
 
-    def _due(self, request: Request, tpot: float, first_token: float, now: float) -> float:
-        """When its next token is due. One that is too far behind to catch up while it lasts is only
-        kept from falling back further: it has missed, others need not miss for it."""
+    def _spare(self, request: Request, tpot: float, first_token: float, now: float) -> float:
+        """Seconds the next step may take for a paced request: until its next token is due, or, for
+        one that is behind, a share of the time until its last one is, so that it catches up while
+        it lasts and not at once. One that cannot catch up has missed: it is kept at its pace, and
+        others need not miss for it."""
+        pace = _PACE * tpot
         num_output = request.num_tokens - request.num_prompt_tokens
-        due = request.slo.next_token_due(
-            request.arrival_time, first_token, num_output + request.num_pending_tokens
-        )
-        if due < now:
-            left = self._work.output_tokens(request) - num_output
-            if now - due > 0.5 * left * tpot:
-                return now + tpot
-        return due
+        done = num_output + request.num_pending_tokens
+        spare = first_token + done * pace - now
+        if spare >= pace:
+            return spare
+        total = self._work.output_tokens(request, _LEFT_QUANTILE)
+        left = max(1, total - done)
+        catching_up = (first_token + (done + left - 1) * pace - now) / left
+        if catching_up < _HOPELESS * pace:
+            return pace
+        return max(spare, catching_up)
+
+    def seconds_per_token(self, running: Sequence[Request]) -> float:
+        narrow_rows = narrow_keys = 0
+        tightest = math.inf
+        for request in running:
+            if request.slo.best_effort or request.num_uncomputed_tokens > 1:
+                continue
+            narrow_rows += 1
+            narrow_keys += request.num_computed_tokens
+            if request.slo.tpot is not None:
+                tightest = min(tightest, request.slo.tpot)
+        base = StepShape(0, 0.0, narrow_rows, narrow_keys)
+        tokens = self._knee()
+        if tightest < math.inf:
+            tokens = max(self._floor, self._within(base, 0, _PACE * tightest))
+        return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
     def _knee(self) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""

@@ -5,7 +5,9 @@ This module does not know which policy orders it or what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.queues import WaitingQueue
@@ -13,6 +15,18 @@ from paceline.core.request import Request
 from paceline.core.waits import WaitClocks
 
 __all__ = ["WaitingRoom"]
+
+
+_ORDER = attrgetter("order")
+
+
+def _is_targeted(request: Request) -> bool:
+    # all of it stays as it is while a request waits
+    return (
+        request.slo.ttft is not None
+        and not request.slo.best_effort
+        and request.first_scheduled_time is None
+    )
 
 
 class WaitingRoom:
@@ -28,6 +42,8 @@ class WaitingRoom:
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
+        # members with a TTFT target that may still be met, by order
+        self._targeted: list[Request] = []
         # [all others, best effort]
         self._num_requests = [0, 0]
         self._num_tokens = [0, 0]
@@ -62,6 +78,8 @@ class WaitingRoom:
         self._num_tokens[band] += request.num_prompt_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
+        if _is_targeted(request):
+            insort(self._targeted, request, key=_ORDER)
         self.queue.push(request)
 
     def peek(self) -> Request | None:
@@ -83,6 +101,13 @@ class WaitingRoom:
         self._num_requests[band] -= 1
         self._num_tokens[band] -= request.num_prompt_tokens
         self._holders.pop(request.request_id, None)
+        if _is_targeted(request):
+            del self._targeted[bisect_left(self._targeted, request.order, key=_ORDER)]
+
+    @property
+    def targeted(self) -> Sequence[Request]:
+        """Members whose first token is due at some time and has not come, in order."""
+        return self._targeted
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, prompt tokens) taken to be served before a newcomer: all of them, less best
@@ -112,6 +137,7 @@ class WaitingRoom:
                 f"request {request.request_id} waits with blocks that nobody could take back"
             )
         assert set(self._holders) <= {request.request_id for request in members}
+        assert self._targeted == sorted(filter(_is_targeted, members), key=_ORDER)
         bands = [[r for r in members if r.slo.best_effort is band] for band in (False, True)]
         assert [len(band) for band in bands] == self._num_requests
         assert [sum(r.num_prompt_tokens for r in band) for band in bands] == self._num_tokens

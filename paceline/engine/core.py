@@ -15,7 +15,13 @@ from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
-from paceline.core.outputs import RequestUpdate, SchedulerOutput, SchedulerStats, StepResult
+from paceline.core.outputs import (
+    RequestUpdate,
+    SchedulerOutput,
+    SchedulerStats,
+    StepResult,
+    TokenLogprobs,
+)
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.engine.recorder import Recorder
@@ -73,6 +79,8 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, float, Future[StepResult]]] = deque()
         # a step's result came in since the last plan, so what the policy said then is out of date
         self._has_news = False
+        # log-probabilities of prompts that steps brought, until somebody takes them
+        self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
         self.num_steps = 0
         self.last_step_tokens = 0
 
@@ -137,6 +145,7 @@ class EngineCore:
         self._has_news = True
         self.num_steps += 1
         self.last_step_tokens = plan.num_tokens
+        self.prompt_logprobs += result.prompt_logprobs
         done = self._clock()
         updates = self.scheduler.update(plan, result, done)
         if self._recorder is not None:

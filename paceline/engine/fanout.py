@@ -38,6 +38,11 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
         RequestError: refused; the engine holds nothing of this request.
     """
     _check_token_ids(request, core.info.vocab_size)
+    salt = request.cache_salt
+    if request.sampling.prompt_logprobs is not None:
+        # logits of cached positions are not computed, so such a prompt shares nothing; the id is
+        # not used twice at a time
+        salt = f"prompt_logprobs {request.request_id}"
     added: list[str] = []
     for index, request_id in enumerate(choice_ids(request)):
         sequence = Request(
@@ -46,7 +51,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
             sampling=_sampling(request.sampling, index),
             arrival_time=request.arrival_time,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=salt,
             slo=request.slo,
             tenant=request.tenant,
             fork_of=choice_id(request.request_id, 0) if index else None,
@@ -64,7 +69,7 @@ def _sampling(sampling: SamplingParams, index: int) -> SamplingParams:
         return sampling
     # seeds are 64 bits, signed, and wrap
     seed = (sampling.seed + index + _SEEDS // 2) % _SEEDS - _SEEDS // 2
-    return replace(sampling, seed=seed)
+    return replace(sampling, seed=seed, prompt_logprobs=None)
 
 
 def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:

@@ -223,6 +223,7 @@ class EngineFrontend(abc.ABC):
     # ------------------------------------------------------------------ inside
 
     def _deliver(self, message: Outputs, now: float) -> None:
+        self._processor.note_prompt_logprobs(message.prompt_logprobs)
         processed = self._processor.process(message.updates, now)
         self._abort(processed.to_abort)
         for output in processed.outputs:

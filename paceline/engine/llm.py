@@ -141,6 +141,8 @@ class LLM:
             request = self._processor.request(request_of(expired.request_id))
             self._processor.discard(request.request_id)
             yield _refused(request, expired.error)
+        self._processor.note_prompt_logprobs(self._core.prompt_logprobs)
+        self._core.prompt_logprobs.clear()
         processed = self._processor.process(updates, time.monotonic())
         self._core.abort(processed.to_abort)
         yield from processed.outputs

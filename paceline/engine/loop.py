@@ -145,7 +145,8 @@ class EngineLoop:
 
     def _flush(self) -> None:
         stats = engine_stats(self._core, self._clock(), self._iteration_tokens)
-        self._send(Outputs(tuple(self._updates), stats))
+        self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
+        self._core.prompt_logprobs.clear()
         self._updates.clear()
         self._iteration_tokens.clear()
 

@@ -26,7 +26,7 @@ from paceline.core.errors import (
     RequestError,
     UnknownModelError,
 )
-from paceline.core.outputs import RequestUpdate
+from paceline.core.outputs import RequestUpdate, TokenLogprobs
 from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
 
 __all__ = [
@@ -85,6 +85,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
     updates: tuple[RequestUpdate, ...]
     stats: EngineStats
+    # see StepResult
+    prompt_logprobs: tuple[tuple[str, tuple[TokenLogprobs, ...]], ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.outputs import RequestUpdate
+from paceline.core.outputs import RequestUpdate, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.engine.detokenizer import IncrementalDetokenizer, StopFound, StopStrings
 from paceline.engine.fanout import choice_ids
@@ -55,6 +55,9 @@ class _Request:
     first_scheduled: float = 0.0
     first_token: float | None = None
     last_token: float = 0.0
+    # waiting for the next output; None once told
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    told_prompt_logprobs: bool = False
 
     def account(self, update: RequestUpdate, num_tokens: int, index: int, now: float) -> None:
         """Take in the numbers of one update, of which ``num_tokens`` tokens count."""
@@ -79,9 +82,11 @@ class _Request:
                 first_token=self.first_token,
                 last_token=self.last_token,
             )
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return GenerationOutput(
             request_id=self.request.request_id,
             choices=choices,
+            prompt_logprobs=prompt_logprobs,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
@@ -233,6 +238,17 @@ class OutputProcessor:
             del self._choices[choice]
         return tuple(sorted(owner.live))
 
+    def note_prompt_logprobs(
+        self, entries: Iterable[tuple[str, tuple[TokenLogprobs, ...]]]
+    ) -> None:
+        """Take in what the first tokens of choices brought about prompts; told once, though a
+        preempted request computes its prompt again."""
+        for request_id, logprobs in entries:
+            choice = self._choices.get(request_id)
+            if choice is not None and not choice.owner.told_prompt_logprobs:
+                choice.owner.told_prompt_logprobs = True
+                choice.owner.prompt_logprobs = logprobs
+
     def process(self, updates: Iterable[RequestUpdate], now: float) -> Processed:
         """Turn one batch of news into outputs.
 
@@ -279,7 +295,8 @@ def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
         for delta in output.choices:
             deltas.setdefault(delta.index, []).append(delta)
     choices = tuple(_merge_deltas(deltas[index]) for index in sorted(deltas))
-    return msgspec.structs.replace(last, choices=choices)
+    told = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
+    return msgspec.structs.replace(last, choices=choices, prompt_logprobs=told)
 
 
 def _merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:

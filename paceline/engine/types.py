@@ -89,6 +89,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     times: RequestTimes | None = None
     num_preemptions: int = 0
+    # of every prompt token but the first, once, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationReque
 from paceline.server.protocol import GenerationOptions
 from paceline.server.wire import Explanation, Usage
 
-__all__ = ["AnswerHead", "Choice", "UsageCount", "collect", "generation_request"]
+__all__ = ["AnswerHead", "Choice", "Collected", "UsageCount", "collect", "generation_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +85,35 @@ class Choice:
             self.stop_reason = delta.stop_reason
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A whole answer."""
+
+    # choice c of prompt p is at p * n + c
+    choices: list[Choice]
+    usage: Usage
+    # prompt by prompt; None where they were not asked for
+    prompt_logprobs: list[tuple[TokenLogprobs, ...] | None]
+
+
 async def collect(
     outputs: AsyncIterator[tuple[int, GenerationOutput]],
     num_prompts: int,
     n: int,
     *,
     explain: bool,
-) -> tuple[list[Choice], Usage]:
-    """Everything to the end. Choice ``c`` of prompt ``p`` is at ``p * n + c``."""
+) -> Collected:
+    """Everything to the end."""
     choices = [Choice() for _ in range(num_prompts * n)]
     count = UsageCount(num_prompts, explain=explain)
+    prompt_logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * num_prompts
     async for index, output in outputs:
         count.update(index, output)
+        if output.prompt_logprobs is not None:
+            prompt_logprobs[index] = output.prompt_logprobs
         for delta in output.choices:
             choices[index * n + delta.index].add(delta)
-    return choices, count.usage()
+    return Collected(choices, count.usage(), prompt_logprobs)
 
 
 def generation_request(
@@ -118,6 +132,7 @@ def generation_request(
         stop=options.stop,
         include_stop_str_in_output=options.include_stop_str_in_output,
         skip_special_tokens=options.skip_special_tokens,
+        detokenize=options.detokenize,
         arrival_time=arrival_time,
         priority=options.priority,
         cache_salt=options.cache_salt,

@@ -20,6 +20,7 @@ from paceline.server.http import ExchangeMiddleware
 from paceline.server.responding import http_exception
 from paceline.server.routes_generate import generate_router
 from paceline.server.routes_info import info_router
+from paceline.server.routes_other_apis import other_apis_router
 from paceline.server.service import Service, make_service
 
 __all__ = ["create_app", "service_of"]
@@ -41,6 +42,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.service = service
     app.include_router(generate_router(service))
+    app.include_router(other_apis_router(service))
     app.include_router(info_router(service))
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)

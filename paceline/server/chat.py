@@ -14,7 +14,7 @@ from paceline.server.answers import (
     collect,
     generation_request,
 )
-from paceline.server.logprobs import TokenWriter, chat_logprobs
+from paceline.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import ChatRequest
 from paceline.server.service import Service
@@ -36,7 +36,7 @@ from paceline.server.wire import (
     encode,
 )
 
-__all__ = ["ChatStream", "chat_answer", "chat_events"]
+__all__ = ["ChatStream", "chat_answer", "chat_events", "start_chat"]
 
 # a chunk that carries news other than text still has a delta with content, as ever
 _NOTHING = ChatDelta(content="")
@@ -50,7 +50,7 @@ async def chat_events(
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
-    prompt, outputs = await _start(service, request, head, arrival)
+    prompt, outputs = await start_chat(service, request, head, arrival)
     stream = ChatStream(head, request, prompt, service.client.tokenizer)
     async with aclosing(outputs):
         async for _, output in outputs:
@@ -65,26 +65,28 @@ async def chat_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
-    prompt, outputs = await _start(service, request, head, arrival)
+    prompt, outputs = await start_chat(service, request, head, arrival)
     options = request.options
     async with aclosing(outputs):
-        choices, usage = await collect(outputs, 1, options.n, explain=options.explain)
+        whole = await collect(outputs, 1, options.n, explain=options.explain)
     writer = _writer(request, service.client.tokenizer)
     return encode(
         ChatAnswer(
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[_choice(i, choice, request, writer) for i, choice in enumerate(choices)],
-            usage=usage,
+            choices=[_choice(i, choice, request, writer) for i, choice in enumerate(whole.choices)],
+            usage=whole.usage,
+            prompt_logprobs=prompt_logprobs_json(prompt, whole.prompt_logprobs[0], writer),
             prompt_token_ids=prompt if options.return_token_ids else None,
         )
     )
 
 
-async def _start(
+async def start_chat(
     service: Service, request: ChatRequest, head: AnswerHead, arrival: float
 ) -> tuple[list[int], AsyncGenerator[tuple[int, GenerationOutput], None]]:
+    """The prompt's ids, and its deltas as they come."""
     options = request.options
     max_model_len = service.rules.max_model_len
     prompt = await service.prompts.chat(

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Final
 
 from paceline.engine.protocol import Tokenizer
-from paceline.engine.types import ChoiceDelta, GenerationOutput
+from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.server.answers import (
     AnswerHead,
     Choice,
@@ -15,7 +15,12 @@ from paceline.server.answers import (
     collect,
     generation_request,
 )
-from paceline.server.logprobs import TokenWriter, completion_logprobs
+from paceline.server.logprobs import (
+    TokenWriter,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs_json,
+)
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import CompletionRequest
 from paceline.server.service import Service
@@ -26,6 +31,7 @@ from paceline.server.wire import (
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
+    CompletionLogprobs,
     encode,
 )
 
@@ -62,19 +68,20 @@ async def completion_answer(
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
     async with aclosing(outputs):
-        choices, usage = await collect(outputs, len(prompts), n, explain=request.options.explain)
+        whole = await collect(outputs, len(prompts), n, explain=request.options.explain)
     echoes = await _echoes(service, request, prompts)
     writer = _writer(request, service.client.tokenizer)
+    told = whole.prompt_logprobs
     return encode(
         CompletionAnswer(
             id=head.id,
             created=head.created,
             model=head.model,
             choices=[
-                _choice(i, choice, echoes[i // n], prompts[i // n], request, writer)
-                for i, choice in enumerate(choices)
+                _choice(i, choice, echoes[i // n], prompts[i // n], request, writer, told[i // n])
+                for i, choice in enumerate(whole.choices)
             ],
-            usage=usage,
+            usage=whole.usage,
         )
     )
 
@@ -130,11 +137,22 @@ def _choice(
     prompt: list[int],
     request: CompletionRequest,
     writer: TokenWriter,
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None,
 ) -> CompletionChoice:
     options = request.options
     logprobs = None
     if options.sampling.logprobs is not None:
-        logprobs, _ = completion_logprobs(choice.logprobs, writer, 0)
+        offset, echoed = 0, None
+        if request.echo and prompt_logprobs is not None:
+            echoed, offset = echoed_logprobs(prompt, prompt_logprobs, writer)
+        logprobs, _ = completion_logprobs(choice.logprobs, writer, offset)
+        if echoed is not None:
+            logprobs = CompletionLogprobs(
+                echoed.text_offset + logprobs.text_offset,
+                echoed.token_logprobs + logprobs.token_logprobs,
+                echoed.tokens + logprobs.tokens,
+                echoed.top_logprobs + logprobs.top_logprobs,
+            )
     return CompletionChoice(
         index=index,
         text=echo + "".join(choice.text),
@@ -143,6 +161,9 @@ def _choice(
         stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if options.return_token_ids else None,
         prompt_token_ids=prompt if options.return_token_ids else None,
+        prompt_logprobs=prompt_logprobs_json(prompt, prompt_logprobs, writer)
+        if request.tells_prompt_logprobs
+        else None,
     )
 
 

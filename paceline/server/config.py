@@ -10,6 +10,7 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
+from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.tool_formats import TOOL_FORMATS
 
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
@@ -48,6 +49,10 @@ class ServerConfig:
     price_per_hour: float = 0.0
     # how the model writes tool calls, a name of tool_formats; None: as its chat template says
     tool_call_parser: str | None = None
+    # seconds without an event after which a stream gets a comment, also while queued; 0: never
+    sse_keep_alive: float = 15.0
+    # who may ask; empty: everybody
+    api_keys: tuple[ApiKey, ...] = ()
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
 
@@ -66,6 +71,10 @@ class ServerConfig:
             math.isfinite(self.price_per_hour) and self.price_per_hour >= 0,
             f"price_per_hour must be 0 or more, got {self.price_per_hour}",
         )
+        _require(
+            math.isfinite(self.sse_keep_alive) and self.sse_keep_alive >= 0,
+            f"sse_keep_alive must be 0 or more seconds, got {self.sse_keep_alive}",
+        )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, got {value}")
@@ -74,6 +83,8 @@ class ServerConfig:
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
             f"got {self.tool_call_parser!r}",
         )
+        # raises for doubles
+        KeyRing(self.api_keys)
         unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})
         _require(not unknown, f"default_sampling does not know {unknown}")
         try:

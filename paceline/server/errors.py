@@ -30,6 +30,7 @@ __all__ = [
     "ClientDisconnectedError",
     "HttpError",
     "Reply",
+    "anthropic_error_body",
     "error_body",
     "error_response",
     "reply_to",
@@ -39,10 +40,21 @@ _log = logging.getLogger("paceline.server")
 
 _TYPES: Final = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
     501: "NotImplementedError",
+}
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 # never sent: the caller is gone. Only logs and metrics see it
 _GONE: Final = 499
@@ -131,12 +143,21 @@ def error_body(reply: Reply) -> bytes:
     return msgspec.json.encode(_ErrorBody(_Error(reply.message, kind, reply.param, status)))
 
 
-def error_response(reply: Reply) -> Response:
+def anthropic_error_body(reply: Reply, request_id: str) -> bytes:
+    """The same in Anthropic's shape."""
+    error = {"type": _ANTHROPIC_TYPES.get(reply.status, "api_error"), "message": reply.message}
+    return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+
+def error_response(reply: Reply, body: bytes | None = None) -> Response:
+    """The answer to an error, in vLLM's shape or with a ``body`` of JSON in another."""
     headers = {} if reply.retry_after is None else {"Retry-After": str(reply.retry_after)}
     if reply.dropped is not None:
         headers["x-llm-d-request-dropped-reason"] = reply.dropped
+    if reply.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return Response(
-        error_body(reply),
+        error_body(reply) if body is None else body,
         status_code=reply.status,
         media_type="application/json",
         headers=headers,

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from typing import Any, Final
 from uuid import uuid4
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import InvalidRequestError
-from paceline.server.errors import ClientDisconnectedError, HttpError
+from paceline.server.errors import (
+    ClientDisconnectedError,
+    HttpError,
+    Reply,
+    anthropic_error_body,
+    error_response,
+)
 from paceline.server.fields import decode_object, show
 from paceline.server.service import Service
+from paceline.server.targets import parse_tenant
 
-__all__ = ["GENERATE_PATHS", "ExchangeMiddleware", "read_object", "request_id_of"]
+__all__ = [
+    "GENERATE_PATHS",
+    "ExchangeMiddleware",
+    "principal_of",
+    "read_object",
+    "request_id_of",
+    "tenant_of",
+]
+
+_log = logging.getLogger("paceline.server")
 
 # where requests are in flight until their last byte is sent
-GENERATE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATE_PATHS: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/inference/v1/generate",
+    }
+)
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # asked for by machines, all the time
@@ -56,7 +83,11 @@ class ExchangeMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await refusal(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
         finally:
             if generates:
                 self._service.leave()
@@ -65,6 +96,37 @@ class ExchangeMiddleware:
                 method = scope["method"] if scope["method"] in _METHODS else "OTHER"
                 seconds = time.monotonic() - started
                 self._service.metrics.observe_http(handler, method, status, seconds)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a caller without a key that will do; notes who asks otherwise."""
+        try:
+            key = self._service.keys.check(scope["path"], Headers(scope=scope))
+        except HttpError as error:
+            _log.info(
+                "refused id=%s status=%d client=%s",
+                scope["state"]["request_id"],
+                error.status,
+                (scope.get("client") or ("",))[0],
+            )
+            reply = Reply(error.status, str(error))
+            body = None
+            if scope["path"].startswith("/v1/messages"):
+                body = anthropic_error_body(reply, scope["state"]["request_id"])
+            return error_response(reply, body)
+        if key is not None:
+            scope["state"]["principal"] = key.name
+            scope["state"]["speaks_for_others"] = key.scope == "admin"
+        return None
+
+
+def tenant_of(request: Request) -> str:
+    """Who is served, for fairness: the key, or whom a header names where there are no keys or the
+    key is an admin's (a gateway's)."""
+    state = request.scope["state"]
+    principal: str = state.get("principal", "")
+    if principal and not state["speaks_for_others"]:
+        return principal
+    return parse_tenant(request.headers) or principal
 
 
 def _caller_id(scope: Scope) -> bytes | None:
@@ -86,6 +148,12 @@ def request_id_of(request: Request) -> str:
     """The id that ``ExchangeMiddleware`` gave."""
     request_id: str = request.state.request_id
     return request_id
+
+
+def principal_of(request: Request) -> str:
+    """Who asks: the name of the API key, "" where no keys are asked for."""
+    principal: str = request.scope["state"].get("principal", "")
+    return principal
 
 
 async def read_object(request: Request, limit: int) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await service.responses.close()
                 service.prompts.close()
         return 0 if service.dead is None else 1
 

@@ -7,9 +7,22 @@ from typing import Final
 
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import TokenLogprobs
-from paceline.server.wire import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from paceline.server.wire import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    TopLogprob,
+)
 
-__all__ = ["LOWEST_LOGPROB", "TokenWriter", "chat_logprobs", "completion_logprobs"]
+__all__ = [
+    "LOWEST_LOGPROB",
+    "TokenWriter",
+    "chat_logprobs",
+    "completion_logprobs",
+    "echoed_logprobs",
+    "prompt_logprobs_json",
+]
 
 # JSON has no -inf; vLLM's stand-in
 LOWEST_LOGPROB: Final = -9999.0
@@ -68,6 +81,48 @@ def completion_logprobs(
         columns.top_logprobs.append(top)
         offset += len(text)
     return columns, offset
+
+
+def prompt_logprobs_json(
+    prompt: Sequence[int], entries: Sequence[TokenLogprobs] | None, writer: TokenWriter
+) -> list[dict[str, PromptLogprob] | None] | None:
+    """vLLM's shape: per prompt token the likeliest tokens and its own, by id; None for the first,
+    which nothing came before."""
+    if entries is None:
+        return None
+    told: list[dict[str, PromptLogprob] | None] = [None] if prompt else []
+    for entry in entries:
+        row = {
+            str(token_id): PromptLogprob(_finite(value), rank, writer.write(token_id)[0])
+            for rank, (token_id, value) in enumerate(entry.top, 1)
+        }
+        row.setdefault(
+            str(entry.token_id),
+            PromptLogprob(_finite(entry.logprob), entry.rank, writer.write(entry.token_id)[0]),
+        )
+        told.append(row)
+    return told
+
+
+def echoed_logprobs(
+    prompt: Sequence[int], entries: Sequence[TokenLogprobs], writer: TokenWriter
+) -> tuple[CompletionLogprobs, int]:
+    """The prompt's columns, as ``completion_logprobs`` gives the output's. The first token has no
+    log-probability."""
+    columns, _ = completion_logprobs(entries, writer, 0)
+    first = writer.write(prompt[0])[0]
+    size = len(first)
+    rest = [offset + size for offset in columns.text_offset]
+    end = rest[-1] + len(columns.tokens[-1]) if rest else size
+    return (
+        CompletionLogprobs(
+            [0, *rest],
+            [None, *columns.token_logprobs],
+            [first, *columns.tokens],
+            [None, *columns.top_logprobs],
+        ),
+        end,
+    )
 
 
 def _finite(logprob: float) -> float:

@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 # characters; about half a millisecond of tokenising
 _INLINE_CHARS: Final = 4096
 _THREADS: Final = 2
+# tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
+MAX_PROMPT_LOGPROBS: Final = 1024
 
 
 class PromptMaker:
@@ -147,6 +149,12 @@ def sampling_for(
             f"This model's maximum context length is {max_model_len} tokens, and the prompt has "
             f"{length} tokens, which leaves no room for output. Please shorten the prompt.",
             "prompt",
+        )
+    if options.sampling.prompt_logprobs is not None and length > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"log-probabilities are served for prompts of up to {MAX_PROMPT_LOGPROBS} tokens, this "
+            f"one has {length}",
+            "prompt_logprobs",
         )
     wanted = options.max_tokens
     if wanted is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, UnknownModelError
@@ -109,6 +109,8 @@ class GenerationOptions:
     return_tokens_as_token_ids: bool
     # not to be said; tokenised with the prompt
     bad_words: tuple[str, ...]
+    # False: no text is made
+    detokenize: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,10 @@ class CompletionRequest:
     options: GenerationOptions
     # text or token ids, at least one
     prompts: tuple[str | list[int], ...]
-    # put the prompt's text before the output
+    # put the prompt's text before the output, and its log-probabilities if there are any
     echo: bool
+    # log-probabilities of the prompt were asked for by their own field
+    tells_prompt_logprobs: bool
 
 
 def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
@@ -179,23 +183,26 @@ def parse_completion(
     prompts = _prompts(fields.raw("prompt"), rules)
     echo = fields.boolean("echo", False)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    if echo and logprobs is not None:
-        raise InvalidRequestError(
-            "echo with logprobs needs log-probabilities of the prompt, which are not served yet",
-            "echo",
-        )
+    if echo and logprobs is not None and fields.boolean("stream", False):
+        raise InvalidRequestError("echo with logprobs is not served with stream=true", "echo")
     options = _options(
         fields,
         rules,
         max_tokens=fields.integer("max_tokens", 1, _INT32),
         max_tokens_name="max_tokens",
         logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
         tools=None,
         add_special_tokens=True,
         tenant=tenant,
     )
     note_unknown(fields)
-    return CompletionRequest(options=options, prompts=prompts, echo=echo)
+    return CompletionRequest(
+        options=options,
+        prompts=prompts,
+        echo=echo,
+        tells_prompt_logprobs=fields.raw("prompt_logprobs") is not None,
+    )
 
 
 def check_model(fields: Fields, rules: RequestRules) -> None:
@@ -297,6 +304,7 @@ def _options(
     tools: ToolPlan | None,
     add_special_tokens: bool,
     tenant: str,
+    prompt_logprobs: int | None = None,
 ) -> GenerationOptions:
     if max_tokens is not None and max_tokens >= rules.max_model_len:
         raise InvalidRequestError(
@@ -308,10 +316,17 @@ def _options(
     stream_options = fields.object("stream_options")
     if stream_options is not None and not stream:
         raise InvalidRequestError("stream_options needs stream=true", "stream_options")
+    asked = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if asked is not None and stream:
+        raise InvalidRequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
+    if asked is None:
+        asked = prompt_logprobs
     include_usage, continuous = _usage_options(stream_options or {})
     explain = fields.boolean("explain", False)
     return GenerationOptions(
-        sampling=_sampling(fields, rules, max_tokens, logprobs, tools),
+        sampling=replace(
+            _sampling(fields, rules, max_tokens, logprobs, tools), prompt_logprobs=asked
+        ),
         max_tokens=max_tokens,
         n=_or(fields.integer("n", 1, rules.max_choices), 1),
         stream=stream,

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paceline.server.errors import HttpError, error_response, reply_to
+from paceline.server.errors import HttpError, Reply, error_response, reply_to
 from paceline.server.http import request_id_of
 from paceline.server.service import Service
 from paceline.server.wire import encode
@@ -26,8 +26,16 @@ def json_response(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def answering(service: Service, handler: Callable[[Request], Awaitable[Response]]) -> Handler:
-    """``handler``, with every exception turned into an answer and a line in the log."""
+def answering(
+    service: Service,
+    handler: Callable[[Request], Awaitable[Response]],
+    respond: Callable[[Reply, str], Response] = lambda reply, _: error_response(reply),
+) -> Handler:
+    """``handler``, with every exception turned into an answer and a line in the log.
+
+    Args:
+        respond: makes the answer to an error, of the reply and the request's id.
+    """
 
     async def answer(request: Request) -> Response:
         try:
@@ -41,7 +49,7 @@ def answering(service: Service, handler: Callable[[Request], Awaitable[Response]
                 reply.status,
                 reply.param,
             )
-            return error_response(reply)
+            return respond(reply, request_id_of(request))
 
     # what /docs shows; functools.wraps would also pass on names that FastAPI calls by keyword
     answer.__name__ = answer.__qualname__ = getattr(handler, "__name__", "handler")

@@ -1,4 +1,4 @@
-"""The endpoints that generate: ``/v1/chat/completions`` and ``/v1/completions``."""
+"""The endpoints that generate text (chat, completions) or token ids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from paceline.server.chat import chat_answer, chat_events
 from paceline.server.completions import completion_answer, completion_events
-from paceline.server.errors import error_body, reply_to
-from paceline.server.http import read_object, request_id_of
+from paceline.server.errors import Reply, error_body, reply_to
+from paceline.server.http import read_object, request_id_of, tenant_of
 from paceline.server.protocol import (
     GenerationOptions,
     RequestRules,
@@ -22,10 +22,15 @@ from paceline.server.protocol import (
 )
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
-from paceline.server.sse import EventStream, unless_disconnected
-from paceline.server.targets import parse_tenant, with_headers
+from paceline.server.sse import DONE, EventStream, event, first_event, unless_disconnected
+from paceline.server.targets import with_headers
+from paceline.server.token_generate import (
+    parse_token_generate,
+    token_answer,
+    token_events,
+)
 
-__all__ = ["JSON_BODY", "generate_router"]
+__all__ = ["JSON_BODY", "generate_router", "respond"]
 
 # bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
 JSON_BODY: Final = {
@@ -42,6 +47,7 @@ class _Parsed(Protocol):
 
 
 _R = TypeVar("_R", bound=_Parsed)
+_P = TypeVar("_P")
 
 
 def generate_router(service: Service) -> APIRouter:
@@ -55,9 +61,13 @@ def generate_router(service: Service) -> APIRouter:
             service, request, parse_completion, completion_events, completion_answer
         )
 
+    async def generate_tokens(request: Request) -> Response:
+        return await _generate(service, request, parse_token_generate, token_events, token_answer)
+
     for path, handler in (
         ("/v1/chat/completions", chat_completions),
         ("/v1/completions", completions),
+        ("/inference/v1/generate", generate_tokens),
     ):
         router.add_api_route(
             path,
@@ -75,21 +85,40 @@ async def _generate(
     parse: Callable[[dict[str, Any], RequestRules, str], _R],
     events: Callable[[Service, _R, str, float], AsyncGenerator[bytes, None]],
     answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
+    failed: Callable[[Reply], bytes] = lambda reply: event(error_body(reply)) + DONE,
 ) -> Response:
     arrival = time.monotonic()
     service.refuse_if_draining()
     body = await read_object(request, service.config.max_body_bytes)
     body = with_headers(body, request.headers)
-    parsed = parse(body, service.rules, parse_tenant(request.headers))
-    request_id = parsed.options.request_id or request_id_of(request)
-    if not parsed.options.stream:
+    parsed = parse(body, service.rules, tenant_of(request))
+    return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    parsed: _P,
+    options: GenerationOptions,
+    arrival: float,
+    events: Callable[[Service, _P, str, float], AsyncGenerator[bytes, None]],
+    answer: Callable[[Service, _P, str, float], Awaitable[bytes]],
+    failed: Callable[[Reply], bytes],
+) -> Response:
+    """Run a parsed request and answer it, whole or as a stream.
+
+    Args:
+        failed: the last bytes of a stream that breaks.
+    """
+    request_id = options.request_id or request_id_of(request)
+    if not options.stream:
         whole = answer(service, parsed, request_id, arrival)
         return json_response(await unless_disconnected(request.receive, whole))
+    keep_alive = service.config.sse_keep_alive
     source = events(service, parsed, request_id, arrival)
-    # the first event comes before the headers, so that a refusal is still a status code
-    first = await unless_disconnected(request.receive, anext(source))
+    first, rest = await first_event(source, request.receive, keep_alive)
 
     def describe(error: Exception) -> bytes:
-        return error_body(reply_to(error, drain_timeout=service.config.drain_timeout))
+        return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
-    return EventStream(first, source, describe)
+    return EventStream(first, rest, describe, keep_alive)

@@ -19,9 +19,11 @@ from paceline.core.errors import (
 from paceline.engine.protocol import EngineClient
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
+from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.response_store import ResponseStore
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
@@ -43,6 +45,8 @@ class Service:
     metrics: ServerMetrics
     # unix time, for /v1/models
     created: int
+    keys: KeyRing
+    responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
     # why the engine is gone, once it is
@@ -192,6 +196,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,
         created=int(time.time()),
+        keys=KeyRing(config.api_keys),
     )
 
 

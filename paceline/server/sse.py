@@ -11,11 +11,13 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.server.errors import ClientDisconnectedError
 
-__all__ = ["DONE", "EventStream", "event", "unless_disconnected"]
+__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "event", "first_event", "unless_disconnected"]
 
 _T = TypeVar("_T")
 
 DONE: Final = b"data: [DONE]\n\n"
+# a comment, which readers skip
+KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 
 def event(payload: bytes) -> bytes:
@@ -28,23 +30,27 @@ class EventStream(Response):
 
     Args:
         first: what to send with the headers; the source has already shown that it works.
-        events: the rest, ready to send. Ends with ``DONE``.
-        describe: makes the body of the error event when ``events`` raises. Such a stream still
-            ends with ``DONE``, as vLLM's do.
+        events: the rest, ready to send, with whatever ends such a stream.
+        failed: the last bytes of the stream when ``events`` raises.
+        keep_alive: seconds without an event after which a comment is sent, so that nobody between
+            here and the caller thinks the connection dead; 0 sends none.
     """
 
     def __init__(
         self,
         first: bytes,
         events: AsyncGenerator[bytes, None],
-        describe: Callable[[Exception], bytes],
+        failed: Callable[[Exception], bytes],
+        keep_alive: float = 0.0,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # Response counted its empty body
         del self.headers["content-length"]
         self._first = first
         self._events = events
-        self._describe = describe
+        self._failed = failed
+        self._keep_alive = keep_alive
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -58,14 +64,72 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers},
         )
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        beating = asyncio.ensure_future(self._beat(send)) if self._keep_alive > 0 else None
         try:
+            await self._send(send, self._first)
             async for chunk in self._events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._send(send, chunk)
         except Exception as error:
-            failure = event(self._describe(error)) + DONE
-            await send({"type": "http.response.body", "body": failure, "more_body": True})
+            await self._send(send, self._failed(error))
+        finally:
+            if beating is not None:
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _beat(self, send: Send) -> None:
+        """Comments between events. Whole messages do not mix, whichever task sends them."""
+        now = asyncio.get_running_loop().time
+        while True:
+            wait = self._sent_at + self._keep_alive - now()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            else:
+                await self._send(send, KEEP_ALIVE)
+
+
+async def first_event(
+    source: AsyncGenerator[bytes, None], receive: Receive, patience: float
+) -> tuple[bytes, AsyncGenerator[bytes, None]]:
+    """The first event and the rest.
+
+    After ``patience`` seconds (0: never) without one, the first is a comment: the request waits its
+    turn, and its answer begins all the same. An error before that is raised, so that a refusal is
+    still a status code.
+
+    Raises:
+        ClientDisconnectedError: the caller hung up first; ``source`` is closed.
+    """
+    pending = asyncio.ensure_future(anext(source))
+
+    async def wait() -> None:
+        await asyncio.wait((pending,), timeout=patience or None)
+
+    try:
+        await unless_disconnected(receive, wait())
+    except BaseException:
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+        await source.aclose()
+        raise
+    if pending.done():
+        return pending.result(), source
+
+    async def rest() -> AsyncGenerator[bytes, None]:
+        try:
+            yield await pending
+            async for data in source:
+                yield data
+        finally:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+            await source.aclose()
+
+    return KEEP_ALIVE, rest()
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:

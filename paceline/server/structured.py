@@ -18,12 +18,12 @@ from paceline.core.grammar import Grammar
 from paceline.server.fields import Fields, show
 from paceline.server.json_schema import check_schema
 
-__all__ = ["json_grammar", "parse_structured", "schema_text"]
+__all__ = ["STRUCTURED_KINDS", "json_grammar", "parse_structured", "schema_text"]
 
 _MAX_CHOICES: Final = 1024
 # characters of EBNF; the translator is slower than the compiler
 _MAX_EBNF: Final = 1 << 14
-_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
+STRUCTURED_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 # between the parts of JSON: enough to indent, not enough to fill an answer with
 _WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _NO_WHITESPACE: Final = {"whitespace_flexible": False}
@@ -82,7 +82,7 @@ def _response_format(value: dict[str, Any] | None) -> Grammar | None:
 
 
 def _structured_outputs(fields: Fields) -> Grammar | None:
-    given = [kind for kind in _KINDS if fields.raw(kind) not in (None, False)]
+    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) not in (None, False)]
     compact = fields.boolean("disable_any_whitespace", False)
     # vLLM's switches between its own backends
     fields.raw("disable_fallback")
@@ -90,7 +90,7 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
     if unknown:
         raise InvalidRequestError(
             f"structured_outputs has {', '.join(unknown)}, which is not served; it may hold one "
-            f"of {', '.join(_KINDS)}, and disable_any_whitespace",
+            f"of {', '.join(STRUCTURED_KINDS)}, and disable_any_whitespace",
             "structured_outputs",
         )
     if len(given) > 1:

@@ -14,6 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import Fields, show
 
 __all__ = [
+    "NO_EFFECT",
     "REFUSED_IN_CHAT",
     "REFUSED_IN_COMPLETIONS",
     "RefusedFields",
@@ -39,7 +40,6 @@ _EVERYWHERE: Final[RefusedFields] = {
     "guided_decoding_backend": (_given, "the older names of structured_outputs"),
     "use_beam_search": (_given, "beam search"),
     "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
-    "prompt_logprobs": (lambda v: v is not None, "log-probabilities of the prompt"),
     "prompt_embeds": (_given, "a prompt of embeddings"),
     "logprob_token_ids": (_given, "log-probabilities of chosen ids"),
     "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
@@ -70,7 +70,7 @@ REFUSED_IN_COMPLETIONS: Final[RefusedFields] = {
     "best_of": (lambda v: v not in (None, 1), "best_of above 1"),
 }
 # accepted for compatibility; they describe the caller, not the answer
-_NO_EFFECT: Final = (
+NO_EFFECT: Final = (
     "user",
     "metadata",
     "store",
@@ -92,7 +92,7 @@ def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
             raise InvalidRequestError(
                 f"{name}={show(value)} is not served yet: this server does not do {what}", name
             )
-    for name in _NO_EFFECT:
+    for name in NO_EFFECT:
         fields.raw(name)
 
 

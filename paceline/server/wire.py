@@ -31,6 +31,7 @@ __all__ = [
     "CompletionLogprobs",
     "Explanation",
     "FunctionDelta",
+    "PromptLogprob",
     "PromptTokensDetails",
     "ToolCall",
     "ToolCallDelta",
@@ -116,9 +117,16 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
-    token_logprobs: list[float]
+    # null for the first token of an echoed prompt, here and in top_logprobs
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -159,7 +167,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: Usage
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: list[int] | None
 
 
@@ -208,7 +216,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: list[int] | None
 
 

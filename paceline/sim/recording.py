@@ -15,7 +15,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.engine.recorder import RECORDING_VERSION
 from paceline.sim.arrival import Arrival
-from paceline.sim.replica import ReplicaConfig
+from paceline.sim.config import ReplicaConfig
 
 __all__ = ["RecordedRequest", "RecordedStep", "Recording"]
 

@@ -22,14 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError, EngineDeadError, RequestError
+from paceline.core.errors import EngineDeadError, RequestError
 from paceline.core.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.sim.arrival import Arrival, Served
+from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.step_times.base import StepTimes
 
@@ -40,41 +40,6 @@ _TOKEN = (0,)
 _END = 1
 _SAMPLES = itemgetter(4)
 _SAMPLED: dict[int, tuple[tuple[int, ...], ...]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """Seconds outside the steps."""
-
-    # from the caller to the engine's inbox: HTTP, tokenizer, the hop
-    inbound: float = 0.0
-    # from a step's result to the caller
-    outbound: float = 0.0
-    # of the engine's thread between a result, or a message that wakes it, and the next plan
-    loop: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(self.inbound, self.outbound, self.loop) < 0:
-            raise ConfigError(f"delays must be 0 or more seconds, got {self}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaConfig:
-    """One engine, as ``paceline serve`` would be started."""
-
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    pipeline_depth: int = 2
-    delays: Delays = Delays()
-    # what callers ask for where outputs end by themselves; None: exactly what they will get, so
-    # that policies know it
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.pipeline_depth < 1:
-            raise ConfigError(f"pipeline_depth must be at least 1, got {self.pipeline_depth}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
 
 @dataclass(slots=True)
@@ -310,7 +275,8 @@ class Replica:
 
 
 def slo_of(arrival: Arrival) -> Slo:
-    """The scheduler's view of an arrival's targets; class "best-effort" is served last."""
+    """The scheduler's view of an arrival's targets; class "batch" is best effort, as in the
+    server, and so is "best-effort"."""
     if (
         arrival.slo_class == "standard"
         and arrival.ttft is None
@@ -323,7 +289,7 @@ def slo_of(arrival: Arrival) -> Slo:
         ttft=arrival.ttft,
         tpot=arrival.tpot,
         deadline=arrival.deadline,
-        best_effort=arrival.slo_class == "best-effort",
+        best_effort=arrival.slo_class in ("batch", "best-effort"),
     )
 
 

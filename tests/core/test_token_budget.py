@@ -54,33 +54,39 @@ def test_without_targets_it_is_a_fixed_budget() -> None:
     assert budget.allow([running(None)], 0.0).tokens == 512
 
 
-@pytest.mark.parametrize(("tpot", "expected"), [(0.030, 193), (0.020, 97), (0.050, 385)])
+@pytest.mark.parametrize(("tpot", "expected"), [(0.030, 161), (0.020, 65), (0.050, 321)])
 def test_the_chunk_fits_the_slack(tpot: float, expected: int) -> None:
     budget = budget_of(trained())
-    # next token due at 0.0 + 1 * tpot: (tpot - 10 ms) / 0.1 ms tokens, tile-aligned, + 1 running
+    # next token due at 0.9 * tpot: (that - 10 ms) / 0.1 ms tokens, tile-aligned, + 1 running
     assert budget.allow([running(tpot)], 0.0).tokens == expected
 
 
 def test_a_request_ahead_of_schedule_lends_its_slack() -> None:
     budget = budget_of(trained())
     on_time, ahead = running(0.020, num_output=1), running(0.020, num_output=3)
-    assert budget.allow([on_time], 0.0).tokens == 97
-    assert budget.allow([ahead], 0.0).tokens == 481
+    assert budget.allow([on_time], 0.0).tokens == 65
+    assert budget.allow([ahead], 0.0).tokens == 417
 
 
 def test_the_tightest_request_decides() -> None:
     budget = budget_of(trained())
-    assert budget.allow([running(0.050), running(0.020)], 0.0).tokens == 2 + 96
+    assert budget.allow([running(0.050), running(0.020)], 0.0).tokens == 2 + 64
 
 
 def test_late_requests_leave_the_floor_so_prompts_never_starve() -> None:
     budget = budget_of(trained(), floor=64)
-    assert budget.allow([running(0.020)], now=0.5).tokens == 1 + 64
+    assert budget.allow([running(0.020)], now=4.0).tokens == 1 + 64
+
+
+def test_a_request_behind_catches_up_while_it_lasts() -> None:
+    """Half a second late with 499 tokens of 18 ms to go: 1 ms a token does it."""
+    assert budget_of(trained()).allow([running(0.030)], now=0.5).tokens == 129
+    assert budget_of(trained()).allow([running(0.030)], now=2.5).tokens == 97
 
 
 def test_a_request_too_late_to_catch_up_is_paced_from_now_on() -> None:
     """9 s late with at most 499 tokens of 20 ms to go: prompts need not suffer for that."""
-    assert budget_of(trained()).allow([running(0.020)], now=9.0).tokens == 97
+    assert budget_of(trained()).allow([running(0.020)], now=9.0).tokens == 65
 
 
 def test_steps_are_no_larger_than_it_takes_to_be_efficient() -> None:

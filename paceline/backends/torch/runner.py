@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.constraint import OutputConstraint
 from paceline.backends.torch.attention import AttentionBatch
+from paceline.backends.torch.prompt_logprobs import PromptLogprobs
 from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
@@ -58,6 +59,7 @@ class _Slot:
         "is_new",
         "num_blocks",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "sampling",
     )
 
@@ -70,6 +72,11 @@ class _Slot:
         # why none of its rows will bring a token
         self.error: str | None = None
         self.constraint: OutputConstraint | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        wanted = new.sampling.prompt_logprobs
+        if wanted is not None:
+            prompt = new.token_ids[: new.num_prompt_tokens]
+            self.prompt_logprobs = PromptLogprobs(prompt, wanted)
         try:
             self.sampling = PreparedSampling(new.sampling, vocab_size)
         except InvalidRequestError as error:
@@ -145,11 +152,13 @@ class ModelRunner:
         with torch.inference_mode():
             self._apply(plan)
             sampled, logprobs, errors = self._execute(plan.rows)
+            prompt_logprobs = self._take_prompt_logprobs(plan.rows)
         return StepResult(
             step_id=plan.step_id,
             sampled=tuple(sampled),
             logprobs=tuple(logprobs) if any(entry is not None for entry in logprobs) else (),
             errors=tuple(errors),
+            prompt_logprobs=prompt_logprobs,
             elapsed=time.monotonic() - started,
         )
 
@@ -220,12 +229,30 @@ class ModelRunner:
         self._attention.prepare(AttentionBatch(starts, counts, tables))
         sampling = [r for r, row in enumerate(rows) if row.samples]
         masks = self._start_masks(rows, slots, sampling)
+        chosen = ends[sampling] - 1
+        # flat tokens of prompts whose log-probabilities are wanted, row by row
+        asked = {
+            r: wanted
+            for r, slot in enumerate(slots)
+            if slot.prompt_logprobs is not None
+            and (wanted := slot.prompt_logprobs.wanted(rows[r].start, rows[r].num_tokens))
+        }
+        needed = chosen
+        if asked:
+            begins = ends - counts - starts
+            needed = np.unique(np.concatenate([chosen, *(begins[r] + w for r, w in asked.items())]))
         logits = self._decoder.forward(
             torch.from_numpy(token_ids.astype(np.int64)).to(self._device),
             torch.from_numpy(positions).to(self._device),
-            torch.from_numpy(ends[sampling] - 1).to(self._device),
+            torch.from_numpy(needed).to(self._device),
             self._attention,
         )
+        for r, wanted in asked.items():
+            gatherer = slots[r].prompt_logprobs
+            assert gatherer is not None
+            gatherer.add(logits[np.searchsorted(needed, begins[r] + wanted)])
+        if asked:
+            logits = logits[np.searchsorted(needed, chosen)]
         return self._sample(rows, slots, sampling, logits, masks.result() if masks else {})
 
     def _start_masks(
@@ -256,6 +283,20 @@ class ModelRunner:
             forbidden[: len(bits)] = bits == 0
             masks[r] = forbidden
         return masks
+
+    def _take_prompt_logprobs(
+        self, rows: Sequence[ScheduledRow]
+    ) -> tuple[tuple[str, tuple[TokenLogprobs, ...]], ...]:
+        """Of the requests that get their first token in this step."""
+        taken: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
+        for row in rows:
+            slot = self._slots[row.request_id]
+            if row.samples and slot.prompt_logprobs is not None:
+                entries = slot.prompt_logprobs.result()
+                if entries is not None:
+                    taken.append((row.request_id, entries))
+                slot.prompt_logprobs = None
+        return tuple(taken)
 
     def _extend_tables(self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot]) -> None:
         """Append the rows' new blocks and clear every block that a request writes from its first

@@ -45,6 +45,7 @@ class Plans:
         random.Random(seed).shuffle(self.free)
         self.sequences: dict[str, Tracked] = {}
         self.errors: dict[str, str] = {}
+        self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
         self._released: list[str] = []
         self._copies: list[BlockCopy] = []
         self._step_id = 0
@@ -128,6 +129,7 @@ class Plans:
         assert result.step_id == plan.step_id
         assert len(result.sampled) == len(plan.rows)
         self.errors.update(result.errors)
+        self.prompt_logprobs += result.prompt_logprobs
         failed = {request_id for request_id, _ in result.errors}
         for index, row in enumerate(plan.rows):
             expected = int(row.samples and row.request_id not in failed)

@@ -239,3 +239,24 @@ def test_sampling_does_not_depend_on_the_company(llama: TorchBackend) -> None:
     plans.run(until=20, chunk=25)
     assert [plans.sequences[f"{index}"].output for index in range(5)] == alone
     assert len({tuple(output) for output in alone}) == 5
+
+
+def test_log_probabilities_of_the_prompt(llama: TorchBackend) -> None:
+    """The same as the reference model's, whole or in chunks."""
+    prompt = PROMPTS["long"]
+    with torch.no_grad():
+        logits = make_model("llama")(torch.tensor([prompt])).logits[0]
+    expected = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), prompt[1:]]
+    for chunk in (None, 7):
+        plans = Plans(llama)
+        plans.add("asks", prompt, prompt_logprobs=2)
+        plans.add("other", PROMPTS["block"])
+        plans.run(until=2, chunk=chunk)
+        ((request_id, entries),) = plans.prompt_logprobs
+        assert request_id == "asks" and [e.token_id for e in entries] == prompt[1:]
+        values = torch.tensor([entry.logprob for entry in entries])
+        torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
+        for position, entry in enumerate(entries):
+            best = int(logits[position].argmax())
+            assert entry.top[0][0] == best and len(entry.top) == 2
+            assert (entry.rank == 1) == (entry.token_id == best)

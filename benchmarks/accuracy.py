@@ -1,0 +1,290 @@
+"""What reduced precision changes: the default model against itself in float32, on real text.
+
+Method. The text is the Python reference that ``pydoc`` carries: WINDOWS topics, WINDOW tokens of
+each, 5,112 predictions. Every format is a dtype of weights and one of the KV cache. All formats and
+float32 read the same tokens (teacher forcing), and at every position their distributions over the
+next token are compared:
+
+* top-1: the share of positions where the likeliest token is float32's;
+* KL: mean of KL(float32 || format), in nats;
+* perplexity: of the text, and its ratio to float32's.
+
+The text is read twice, because the native kernels take other ways for few and many rows: ``steps``
+reads one token of every window at a time, as decoding does (4-bit weights are read as such only up
+to 8 rows), ``prompts`` reads CHUNK tokens of every window at once. The gate holds for both.
+
+The gate, chosen before any figure was seen:
+
+* KL at most 0.01 nats. The expected log-likelihood ratio a token is the KL: at 0.01 it takes 300
+  sampled tokens, more than the mean answer of Azure's conversation trace, before the odds that they
+  came from float32 or from the other are 20 to 1.
+* top-1 at least 95 %: of twenty greedy choices nineteen stay. Where two tokens are almost equally
+  likely, any rounding may change which one is first, so this cannot be much nearer to 1.
+* perplexity within 1 %: less than what models a few percent apart in size differ by.
+
+Exits with 1 when the format that ``--dtype auto`` picks fails. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.backends.torch.machine import choose_dtype
+from paceline.backends.torch.native import (
+    NativeModel,
+    available_cpus,
+    checkpoint_tensors,
+    unavailable_reason,
+)
+from paceline.backends.torch.rope import inverse_frequencies
+from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.resolve import find_local
+
+MODEL: Final = "smollm2-135m"
+WINDOWS: Final = 8
+WINDOW: Final = 640
+# tokens of each window at once where prompts are imitated
+CHUNK: Final = 32
+BLOCK: Final = 16
+# long prose first; which exist depends on the Python version
+TOPICS: Final = (
+    "execmodel", "objects", "import", "naming", "types", "compound", "customization",
+    "attribute-access", "assignment", "comparisons", "try", "calls", "strings", "function",
+)  # fmt: skip
+
+MAX_KL: Final = 0.01
+MIN_TOP1: Final = 0.95
+MAX_PERPLEXITY_RATIO: Final = 1.01
+
+FORMATS: Final = tuple(
+    f"{dtype}/{kv_dtype}"
+    for dtype in ("bfloat16", "int8", "q4")
+    for kv_dtype in ("bfloat16", "int8")
+)
+REFERENCE: Final = "float32/float32"
+
+# token ids and positions [windows, n] of a step -> logits [windows * n, vocab]
+Forward = Callable[[NDArray[np.int64], int], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How far a format is from float32."""
+
+    top1: float
+    kl: float
+    perplexity: float
+    perplexity_ratio: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether the gate lets it through."""
+        return (
+            self.kl <= MAX_KL
+            and self.top1 >= MIN_TOP1
+            and self.perplexity_ratio <= MAX_PERPLEXITY_RATIO
+        )
+
+
+class Comparison:
+    """Sums over positions, of one format against float32."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._agree = 0
+        self._kl = 0.0
+        self._loss = 0.0
+        self._reference_loss = 0.0
+
+    def add(self, reference: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> None:
+        """Log-probabilities [n, vocab] of both, and the tokens [n] that the text has."""
+        self._count += len(targets)
+        self._agree += int((reference.argmax(1) == other.argmax(1)).sum())
+        self._kl += float((reference.exp() * (reference - other)).sum(1).double().sum())
+        index = targets[:, None]
+        self._loss -= float(other.gather(1, index).double().sum())
+        self._reference_loss -= float(reference.gather(1, index).double().sum())
+
+    def figures(self) -> Figures:
+        """Raises ValueError before anything was added."""
+        if not self._count:
+            raise ValueError("nothing was compared")
+        return Figures(
+            top1=self._agree / self._count,
+            kl=self._kl / self._count,
+            perplexity=math.exp(self._loss / self._count),
+            perplexity_ratio=math.exp((self._loss - self._reference_loss) / self._count),
+        )
+
+
+def text_windows(encode: Callable[[str], Sequence[int]], window: int) -> NDArray[np.int64]:
+    """The first ``window`` tokens of WINDOWS topics, [WINDOWS, window]. Raises ValueError when this
+    Python's topics are too short."""
+    from pydoc_data.topics import topics
+
+    windows: list[Sequence[int]] = []
+    for name in TOPICS:
+        # a token has at least one character
+        ids = encode(topics.get(name, ""))
+        if len(ids) >= window and len(windows) < WINDOWS:
+            windows.append(ids[:window])
+    if len(windows) < WINDOWS:
+        raise ValueError(f"only {len(windows)} of {WINDOWS} topics have {window} tokens")
+    return np.array(windows, dtype=np.int64)
+
+
+def build(path: Path, name: str, threads: int, shape: tuple[int, int]) -> NativeModel:
+    """The model in a format, with room for ``shape``: windows, and tokens of each."""
+    windows, length = shape
+    checkpoint = open_checkpoint(path)
+    dtype, kv_dtype = name.split("/")
+    frequencies, factor = inverse_frequencies(checkpoint.config, length)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    return NativeModel(
+        checkpoint.config,
+        checkpoint_tensors(checkpoint),
+        ((angles.cos() * factor).numpy(), (angles.sin() * factor).numpy()),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        num_blocks=windows * -(-length // BLOCK),
+        block_size=BLOCK,
+        threads=threads,
+    )
+
+
+def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
+    """Reads the next tokens of all windows; see ``Forward``."""
+    windows, length = shape
+    tables = np.arange(windows * -(-length // BLOCK)).reshape(windows, -1)
+
+    def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
+        rows = tokens.size
+        positions = np.tile(np.arange(first, first + tokens.shape[1]), windows)
+        starts = np.arange(windows + 1) * tokens.shape[1]
+        return model.forward(tokens.ravel(), positions, starts, tables, np.arange(rows))
+
+    return forward
+
+
+def chunks(windows: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Pieces [windows, size] of the text and their first positions."""
+    for first in range(0, windows.shape[1], size):
+        yield windows[:, first : first + size], first
+
+
+def log_probabilities(forward: Forward, tokens: NDArray[np.int64], first: int) -> torch.Tensor:
+    """[rows, vocab] float32."""
+    return torch.from_numpy(forward(tokens, first)).log_softmax(1)
+
+
+def compare(
+    windows: NDArray[np.int64], reference: Forward, others: dict[str, Forward], size: int
+) -> dict[str, Figures]:
+    """Read the text ``size`` tokens of every window at a time with all formats."""
+    sums = {name: Comparison() for name in others}
+    length = windows.shape[1]
+    for tokens, first in chunks(windows, size):
+        following = windows[:, first + 1 : first + 1 + tokens.shape[1]]
+        # the last token of a window predicts nothing that is known
+        known = np.tile(np.arange(first, first + tokens.shape[1]) < length - 1, len(windows))
+        if not known.any():
+            break
+        targets = torch.from_numpy(np.ascontiguousarray(following.ravel()))
+        chosen = torch.from_numpy(known)
+        expected = log_probabilities(reference, tokens, first)[chosen]
+        for name, forward in others.items():
+            got = log_probabilities(forward, tokens, first)[chosen]
+            sums[name].add(expected, got, targets)
+    return {name: comparison.figures() for name, comparison in sums.items()}
+
+
+def automatic_format() -> str:
+    """What ``--dtype auto`` computes in on this machine's CPU."""
+    dtype = str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    return f"{dtype}/{dtype}"
+
+
+def show(results: dict[str, dict[str, Any]], automatic: str) -> None:
+    print(f"\n{'weights/KV':20}{'read as':10}{'top-1':>9}{'KL':>11}{'perplexity':>12}{'ratio':>9}")
+    for name, result in results.items():
+        for way in ("steps", "prompts"):
+            got = result[way]
+            print(
+                f"{name if way == 'steps' else '':20}{way:10}{got['top1']:>9.2%}{got['kl']:>11.5f}"
+                f"{got['perplexity']:>12.3f}{got['perplexity_ratio']:>9.4f}"
+            )
+        note = "passes" if result["passes"] else "FAILS"
+        print(f"{'':20}{note}{' (what auto picks)' if name == automatic else ''}")
+    print(f"\ngate: KL <= {MAX_KL}, top-1 >= {MIN_TOP1:.0%}, "
+          f"perplexity ratio <= {MAX_PERPLEXITY_RATIO}")  # fmt: skip
+
+
+def main() -> int:
+    from paceline.engine.tokenizer import load_tokenizer
+
+    parser = argparse.ArgumentParser(prog="benchmarks.accuracy")
+    parser.add_argument("--model", type=Path, help=f"a model's path (default: {MODEL})")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    args = parser.parse_args()
+    path = args.model or find_local(MODEL)
+    reason = unavailable_reason()
+    if path is None or reason is not None:
+        print(reason or f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
+        return 1
+    threads = available_cpus()
+    torch.set_num_threads(threads)
+    automatic = automatic_format()
+    windows = text_windows(load_tokenizer(path).encode, WINDOW)
+    shape = (WINDOWS, WINDOW)
+    models = {name: build(path, name, threads, shape) for name in (REFERENCE, *args.formats)}
+    others = {name: forward_of(model, shape) for name, model in models.items()}
+    reference = others.pop(REFERENCE)
+    print(f"{windows.shape[0]} x {windows.shape[1]} tokens, {len(others)} formats", file=sys.stderr)
+    steps = compare(windows, reference, others, 1)
+    prompts = compare(windows, reference, others, CHUNK)
+
+    def as_json(figures: Figures) -> dict[str, float]:
+        return {
+            "top1": round(figures.top1, 5),
+            "kl": round(figures.kl, 6),
+            "perplexity": round(figures.perplexity, 4),
+            "perplexity_ratio": round(figures.perplexity_ratio, 5),
+        }
+
+    results = {
+        name: {
+            "steps": as_json(steps[name]),
+            "prompts": as_json(prompts[name]),
+            "passes": steps[name].passes and prompts[name].passes,
+        }
+        for name in args.formats
+    }
+    show(results, automatic)
+    about = {
+        "threads": threads,
+        "isa": models[REFERENCE].isa,
+        "python": sys.version.split()[0],
+        "auto": automatic,
+        "predictions": windows.shape[0] * (windows.shape[1] - 1),
+        "gate": {"kl": MAX_KL, "top1": MIN_TOP1, "perplexity_ratio": MAX_PERPLEXITY_RATIO},
+    }
+    print(json.dumps({"bench": "accuracy", "machine": about, "results": results}))
+    for model in models.values():
+        model.close()
+    failed = automatic in results and not results[automatic]["passes"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

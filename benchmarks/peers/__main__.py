@@ -1,0 +1,332 @@
+"""The same work on Paceline and on what else serves the model on a CPU, in one run.
+
+Method. Every engine gets the weights of one GGUF file, an environment of its own (made once, under
+PACELINE_PEERS or the cache's ``peers`` folder) and all processors. Only one works at a time: the
+others are loaded but stopped (SIGSTOP). ``idle`` in the JSON says how many cores each kept busy
+when left alone before that.
+
+Offline. Rows are COUNTxPROMPTxOUTPUT: that many requests of random token ids arrive at once, are
+greedy and have exactly that many output tokens; in ``prefix-`` rows all prompts start alike. Each
+engine runs a row once a round, A B C A B C, on prompts that nobody has seen; the figure is the
+median over the rounds, of wall time from arrival to last token. An engine with several precisions
+is shown with its best one of each row. Paceline's are those that pass the gate of
+``benchmarks.accuracy`` (which runs first); ``paceline-failing`` shows the ones that do not, which
+count nowhere, ``paceline-bf16`` bfloat16 alone. In the
+``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
+than a minute for a row is not asked again in later rounds.
+
+Online. Each HTTP server gets the same Poisson streams of requests with the lengths of Azure's 2023
+conversation trace times 0.25 (lognormal ones of the same means where ../shared/traces is absent),
+whether it keeps up or not. ``within`` is the share of all requests whose first token came within
+1 s and the others at 100 ms a token on average. Rates rise; a server that kept less than 5 % within
+is not asked at higher ones.
+
+Startup is from the process's start to its first token, the model's file in the page cache. Peak
+memory is the sum of the processes' peaks. Ceilings are those of ``benchmarks.kernels``;
+``fraction`` is the least time they allow for a row over the time taken.
+
+QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
+small rows only, and one rate. PEERS=a,b and ROWS=x,y choose; ROWS=none runs the online part alone,
+RATES=none the offline part. A peer that cannot be set up is reported absent with the reason.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.base import REPOSITORY, Peer, Places, Unavailable
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
+from benchmarks.peers.online import Server, arrivals
+from benchmarks.peers.openvino_genai import OpenVino
+from benchmarks.peers.ours import Paceline
+from benchmarks.peers.report import OURS, offline_table, online_table
+from benchmarks.peers.rows import ROWS, Row, parse_row
+from benchmarks.peers.transformers_generate import Transformers
+from benchmarks.peers.vllm_cpu import VllmCpu
+
+MODEL = "smollm2-135m"
+# best first: QUICK runs the first that passes, the server is started with it
+DTYPES = ("q4", "int8", "bfloat16")
+NO_CACHE = f"{OURS}-no-cache"
+BFLOAT16 = f"{OURS}-bf16"
+FAILING = f"{OURS}-failing"
+TRACE = REPOSITORY.parent / "shared" / "traces" / "azure2023_conv_20min.csv"
+HOPELESS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is run."""
+
+    rows: tuple[str, ...]
+    rounds: int
+    # requests a second, rising
+    rates: tuple[float, ...]
+    # of each rate
+    seconds: float
+    # of each engine, at most
+    variants: int
+    # prompt and output tokens of a row at most for the engines that take minutes for more
+    slow_tokens: int
+
+
+FULL = Plan(ROWS, 3, (1.0, 2.0, 4.0, 8.0), 45.0, 3, 80_000)
+QUICK = Plan(
+    ("1x128x128", "8x128x128", "32x128x128", "64x128x128", "16x1024x1", "prefix-64x1024+32x64"),
+    1, (2.0,), 15.0, 1, 2_500,
+)  # fmt: skip
+SLOW_PEERS = ("llama.cpp", "transformers")
+
+
+def chosen(variable: str, default: Sequence[str]) -> list[str]:
+    """A list from the environment; "none" is the empty one."""
+    value = os.environ.get(variable)
+    if not value:
+        return list(default)
+    return [] if value == "none" else [part.strip() for part in value.split(",")]
+
+
+def gate(model: Path) -> tuple[list[str], dict[str, Any]]:
+    """Our precisions that pass ``benchmarks.accuracy``, in the order of DTYPES, and its figures."""
+    argv = [sys.executable, "-m", "benchmarks.accuracy", "--model", str(model)]
+    argv += ["--formats", *(f"{dtype}/bfloat16" for dtype in DTYPES)]
+    done = subprocess.run(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, check=False, text=True)
+    try:
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["results"]
+    except (IndexError, ValueError, KeyError):
+        raise SystemExit(f"benchmarks.accuracy ended with {done.returncode}: {argv}") from None
+    return [name for name in DTYPES if figures[f"{name}/bfloat16"]["passes"]], figures
+
+
+def machine(cpus: tuple[int, ...]) -> dict[str, Any]:
+    """What this was measured on."""
+    cpu, memory = platform.machine(), 0
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            memory = int(line.split()[1]) // 1024
+    return {
+        "cpu": cpu,
+        "cores": len(cpus),
+        "memory_mb": memory,
+        "python": platform.python_version(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def set_up(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that can run, and why the others cannot."""
+    ready, absent = [], {}
+    for peer in peers:
+        print(f"setting up {peer.name}", file=sys.stderr)
+        try:
+            peer.setup()
+        except Unavailable as error:
+            absent[peer.name] = str(error)
+            print(f"  absent: {error}", file=sys.stderr)
+        else:
+            ready.append(peer)
+    return ready, absent
+
+
+def run_offline(
+    plan: Plan, rows: Sequence[Row], peers: Sequence[Peer], places: Places, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows' results by name and peer, and what was seen of the workers."""
+
+    def skip(contender: Contender, row: Row) -> str | None:
+        if contender.peer == NO_CACHE and not row.shared:
+            return "measured in rows with a shared prefix only"
+        if contender.peer in SLOW_PEERS and row.total_tokens > plan.slow_tokens:
+            return f"rows above {plan.slow_tokens} tokens are left out of a quick run"
+        return None
+
+    team = Team(places.folder("logs"), vocab_size)
+    try:
+        measured = run_rows(
+            rows,
+            peers,
+            team,
+            rounds=plan.rounds,
+            vocab_size=vocab_size,
+            skip=skip,
+            report=lambda line: print(f"  {line}", file=sys.stderr),
+        )
+        seen = {
+            "startup_s": dict(team.startup),
+            "idle": dict(team.idle),
+            "about": dict(team.about),
+            "peak_rss_mb": team.peak_rss_mb(),
+            "seconds": {entry.row.name: by_variant(entry) for entry in measured},
+        }
+    finally:
+        team.close()
+    return {entry.row.name: summary(entry) for entry in measured}, seen
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_online(
+    plan: Plan, rates: Sequence[float], peers: Sequence[Peer], places: Places, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures by rate and server, and what was seen of the servers."""
+    servers: list[Server] = []
+    seen: dict[str, dict[str, float]] = {"startup_s": {}, "peak_rss_mb": {}, "idle": {}}
+    absent: dict[str, dict[str, Any]] = {}
+    online: dict[str, dict[str, Any]] = {}
+    hopeless: dict[str, str] = {}
+    try:
+        for peer in peers:
+            print(f"  starting the server of {peer.name}", file=sys.stderr)
+            log = places.folder("logs") / f"{peer.name}-server.log"
+            try:
+                server = Server(peer, free_port(), log, vocab_size)
+            except Unavailable as error:
+                absent[peer.name] = {"absent": str(error)}
+                continue
+            servers.append(server)
+            seen["startup_s"][f"{peer.name} server"] = round(server.startup, 2)
+            seen["idle"][f"{peer.name} server"] = round(server.idle_share(1.0), 3)
+            server.freeze()
+        for number, rate in enumerate(rates):
+            figures = online[f"{rate:g}"] = dict(absent)
+            stream = arrivals(rate, plan.seconds, TRACE, vocab_size, seed=number)
+            for server in servers:
+                if server.name in hopeless:
+                    figures[server.name] = {"absent": hopeless[server.name]}
+                    continue
+                figures[server.name] = server.measure(stream)
+                if figures[server.name]["attainment"] < HOPELESS:
+                    hopeless[server.name] = f"kept less than {HOPELESS:.0%} within at {rate:g}/s"
+        for server in servers:
+            seen["peak_rss_mb"][f"{server.name} server"] = round(server.peak_rss_mb())
+    finally:
+        for server in servers:
+            server.close()
+    return online, seen
+
+
+def by_peer(values: dict[str, float], pick: Any) -> dict[str, float]:
+    """One figure a peer from figures by label ("peer variant")."""
+    grouped: dict[str, list[float]] = {}
+    for label, value in values.items():
+        grouped.setdefault(label.split()[0], []).append(value)
+    return {name: round(pick(group), 2) for name, group in grouped.items()}
+
+
+def main() -> int:
+    from benchmarks.peers.ceilings import measure
+    from paceline.checkpoints.base import open_checkpoint
+    from paceline.checkpoints.resolve import default_cache_dir, find_local
+
+    model = find_local(MODEL)
+    if model is None:
+        print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
+        return 1
+    # ended from outside, it ends what it started: finally clauses run
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    plan = QUICK if os.environ.get("QUICK") else FULL
+    rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
+    rates = [float(rate) for rate in chosen("RATES", [str(rate) for rate in plan.rates])]
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
+    places = Places(root, model, cpus)
+    about = machine(cpus)
+    vocab_size = open_checkpoint(model).config.vocab_size
+
+    print("ceilings", file=sys.stderr)
+    ceilings = measure(len(cpus))
+    print("accuracy of our precisions", file=sys.stderr)
+    passing, accuracy = gate(model)
+    if not passing:
+        print("no precision passes the accuracy gate", file=sys.stderr)
+        return 1
+    rivals: list[Peer] = [OpenVino(places), LlamaCpp(places), VllmCpu(places), Transformers(places)]
+    if plan.variants == 1:
+        for peer in rivals:
+            peer.variants = peer.variants[:1]
+    ours = Paceline(places, OURS, tuple(passing[: plan.variants]))
+    peers: list[Peer] = [ours, *rivals]
+    if "bfloat16" in passing and ours.variants != ("bfloat16",):
+        peers.insert(1, Paceline(places, BFLOAT16, ("bfloat16",)))
+    failing = tuple(dtype for dtype in DTYPES if dtype not in passing)
+    if failing:
+        peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
+    wanted = chosen("PEERS", [peer.name for peer in peers])
+    unknown = set(wanted) - {peer.name for peer in peers}
+    if unknown:
+        print(f"PEERS: {', '.join(sorted(unknown))} not among "
+              f"{', '.join(peer.name for peer in peers)}", file=sys.stderr)  # fmt: skip
+        return 2
+    ready, absent = set_up([peer for peer in peers if peer.name in wanted])
+    offline_peers = list(ready)
+    if any(row.shared for row in rows) and ours in ready:
+        offline_peers.append(Paceline(places, NO_CACHE, ours.variants[:1], prefix_caching=False))
+
+    offline, seen = run_offline(plan, rows, offline_peers, places, vocab_size)
+    for values in offline.values():
+        values.update({name: {"absent": reason} for name, reason in absent.items()})
+    serving = [peer for peer in ready if peer.name not in (BFLOAT16, FAILING)]
+    online, served = run_online(plan, rates, serving if rates else [], places, vocab_size)
+
+    fractions = {
+        name: round(ceilings.floor_s(parse_row(name), values[OURS]["variant"])
+                    / values[OURS]["seconds"], 3)
+        for name, values in offline.items() if "seconds" in values.get(OURS, {})
+    }  # fmt: skip
+    results = {
+        "offline": offline,
+        "online": online,
+        "startup_s": by_peer(seen["startup_s"], min) | served["startup_s"],
+        "peak_rss_mb": by_peer(seen["peak_rss_mb"], max) | served["peak_rss_mb"],
+        "ceilings": {**ceilings.as_json(), "fraction": fractions},
+        "idle_cores": {**seen["idle"], **served["idle"]},
+        "accuracy": accuracy,
+        "about": seen["about"],
+        "seconds": seen["seconds"],
+        "absent": absent,
+    }
+    names = [peer.name for peer in offline_peers]
+    kind = "quick" if plan is QUICK else "full"
+    print(f"\n{about['cpu']}, {about['cores']} cores; {kind} run, median of {plan.rounds}\n")
+    if offline:
+        print(offline_table(offline, names), "\n")
+    if online:
+        print(online_table(online), "\n")
+    for title, key in (
+        ("start to first token, s", "startup_s"),
+        ("peak memory, MiB", "peak_rss_mb"),
+    ):
+        print(f"{title}: " + ", ".join(f"{name} {value:g}" for name, value in results[key].items()))
+    if fractions:
+        print("share of the ceilings: " + ", ".join(f"{k} {v:.0%}" for k, v in fractions.items()))
+    for name, reason in absent.items():
+        print(f"absent: {name}: {reason}")
+    print()
+    print(json.dumps({"bench": "peers", "machine": about, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

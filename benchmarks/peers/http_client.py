@@ -1,0 +1,133 @@
+"""One streamed completion over HTTP, timed. As little work a token as possible: client and server
+share the processors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Timing", "complete"]
+
+_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a request's tokens came; seconds of ``time.monotonic``."""
+
+    sent: float
+    # arrival of each event with text or tokens; an event may carry several tokens
+    events: tuple[float, ...]
+    # as the server counted them
+    output_tokens: int
+    # empty: all is well
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.events[0] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds a token after the first; None for a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.events[-1] - self.events[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Seconds between events."""
+        return tuple(b - a for a, b in zip(self.events, self.events[1:], strict=False))
+
+
+async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+    """Lines of a body, without their ends."""
+    rest = b""
+    while True:
+        if chunked:
+            size = int((await reader.readline()).split(b";")[0] or b"0", 16)
+            data = await reader.readexactly(size) if size else b""
+            await reader.readline()
+        else:
+            data = await reader.read(1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+    if rest:
+        yield rest
+
+
+async def complete(
+    port: int, model: str, prompt: list[int], max_tokens: int, *, timeout: float
+) -> Timing:
+    """Stream one greedy completion of exactly ``max_tokens``. Never raises: errors are in the
+    result, whose ``output_tokens`` is then 0."""
+    sent = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout):
+            return await _complete(port, model, prompt, max_tokens, sent)
+    except TimeoutError:
+        return Timing(sent, (), 0, f"not done within {timeout:.0f} s")
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        return Timing(sent, (), 0, f"{type(error).__name__}: {error}")
+
+
+async def _complete(
+    port: int, model: str, prompt: list[int], max_tokens: int, sent: float
+) -> Timing:
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
+    try:
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        await writer.drain()
+        status = await reader.readline()
+        headers = {}
+        while (line := (await reader.readline()).strip()) != b"":
+            name, _, value = line.partition(b":")
+            headers[name.lower()] = value.strip().lower()
+        chunked = headers.get(b"transfer-encoding") == b"chunked"
+        if b" 200 " not in status:
+            text = b" ".join([part async for part in _lines(reader, chunked)])
+            raise ValueError(f"{status.decode().strip()} {text.decode(errors='replace')[:200]}")
+        return await _read_events(_lines(reader, chunked), sent, max_tokens)
+    finally:
+        writer.close()
+
+
+async def _read_events(lines: AsyncIterator[bytes], sent: float, max_tokens: int) -> Timing:
+    events: list[float] = []
+    usage: dict[str, Any] = {}
+    async for line in lines:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.monotonic()
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise ValueError(str(event["error"])[:200])
+        usage = event.get("usage") or usage
+        if event.get("choices"):
+            events.append(now)
+    tokens = usage.get("completion_tokens", 0)
+    if tokens != max_tokens or not events:
+        raise ValueError(f"asked for {max_tokens} tokens, got {tokens} in {len(events)} events")
+    return Timing(sent, tuple(events), tokens)

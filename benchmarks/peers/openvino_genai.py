@@ -1,0 +1,95 @@
+"""OpenVINO GenAI's ContinuousBatchingPipeline, which reads the GGUF file itself.
+
+Its settings are its own defaults but for the number of threads, room in the KV cache for every
+row, and the tokens of a step: 256 by default, 2048 as the other engines have.
+It has no HTTP server of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.base import Command, Places, Unavailable, make_venv
+from benchmarks.peers.jobs import Done, Job, serve
+
+__all__ = ["OpenVino"]
+
+_PACKAGE = "openvino-genai>=2026.4"
+_CACHE_GB = 3
+
+
+class OpenVino:
+    """See ``base.Peer``. A variant is the most tokens of a step."""
+
+    name = "openvino-genai"
+    variants: tuple[str, ...] = ("256", "2048")
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._folder = places.folder(self.name)
+
+    def setup(self) -> None:
+        make_venv(self._folder, [_PACKAGE])
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        python = self._folder / "venv" / "bin" / "python"
+        arguments = (variant, str(int(prefix_caching)), str(len(self._places.cpus)))
+        return Command((str(python), "-m", __name__, str(self._places.model), *arguments))
+
+    def server(self, port: int) -> Command:
+        raise Unavailable("a library: it has no HTTP server of its own")
+
+
+class _Pipeline:
+    """The worker's end."""
+
+    def __init__(self, model: str, max_tokens: str, prefix_caching: str, threads: str) -> None:
+        genai: Any = importlib.import_module("openvino_genai")
+        self._openvino: Any = importlib.import_module("openvino")
+        self._numpy: Any = importlib.import_module("numpy")
+        config = genai.SchedulerConfig()
+        config.cache_size = _CACHE_GB
+        config.max_num_batched_tokens = int(max_tokens)
+        config.enable_prefix_caching = bool(int(prefix_caching))
+        self._genai = genai
+        self._pipeline = genai.ContinuousBatchingPipeline(
+            Path(model), config, "CPU", {"INFERENCE_NUM_THREADS": int(threads)}
+        )
+        self.about = {
+            "version": importlib.import_module("importlib.metadata").version("openvino-genai"),
+            "weights": Path(model).name,
+        }
+        self._count = 0
+
+    def run(self, job: Job) -> Done:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens = job.max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        prompts = [
+            self._openvino.Tensor(self._numpy.array([prompt], dtype="int64"))
+            for prompt in job.prompts
+        ]
+        started = time.perf_counter()
+        handles = []
+        for prompt in prompts:
+            handles.append(self._pipeline.add_request(self._count, prompt, config))
+            self._count += 1
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        seconds = time.perf_counter() - started
+        tokens = sum(len(out.generated_ids) for handle in handles for out in handle.read_all())
+        return Done(seconds, tokens)
+
+
+def _load() -> tuple[_Pipeline, dict[str, Any]]:
+    pipeline = _Pipeline(*sys.argv[1:])
+    return pipeline, pipeline.about
+
+
+if __name__ == "__main__":
+    serve(_load)

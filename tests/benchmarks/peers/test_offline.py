@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.base import Command, Unavailable
+from benchmarks.peers.offline import Contender, Measured, Team, by_variant, run_rows, summary
+from benchmarks.peers.report import offline_table
+from benchmarks.peers.rows import ROWS, make_job, parse_row
+
+VOCAB = 1000
+
+
+class FakePeer:
+    """Workers of tests.benchmarks.peers.fake_worker; with prefix caching another one."""
+
+    def __init__(self, name: str, record: Path, modes: tuple[str, ...] = ("ok",)) -> None:
+        self.name = name
+        self.variants = modes
+        self._record = record
+
+    def setup(self) -> None:
+        pass
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        return Command(
+            (sys.executable, "-m", "tests.benchmarks.peers.fake_worker", variant,
+             str(self._record)),
+            (("FAKE", f"{self.name} {prefix_caching}"),),
+        )  # fmt: skip
+
+    def server(self, port: int) -> Command:
+        raise Unavailable("no server")
+
+
+def test_rows_say_what_they_are() -> None:
+    row = parse_row("64x128x32")
+    assert (row.count, row.shared, row.own, row.output) == (64, 0, 128, 32)
+    assert row.prompt_tokens == 64 * 128 and row.total_tokens == 64 * 160
+    row = parse_row("prefix-64x1024+32x64")
+    assert (row.count, row.shared, row.own, row.output) == (64, 1024, 32, 64)
+    assert row.total_tokens == 64 * (1056 + 64)
+    assert [parse_row(name).name for name in ROWS] == list(ROWS)
+    for bad in ("64x128", "0x1x1", "64x1024+32x64", "prefix-64x32x64", "axbxc", "1x1x1 "):
+        with pytest.raises(ValueError, match="row"):
+            parse_row(bad)
+
+
+def test_prompts_share_exactly_the_prefix_and_differ_between_rounds() -> None:
+    row = parse_row("prefix-4x64+32x8")
+    job = make_job(row, VOCAB, seed=0)
+    assert job.max_tokens == 8 and job.shared == 64
+    assert {len(prompt) for prompt in job.prompts} == {96}
+    assert len({tuple(prompt[:64]) for prompt in job.prompts}) == 1
+    assert len({tuple(prompt[64:]) for prompt in job.prompts}) == 4
+    assert all(100 <= token < VOCAB for prompt in job.prompts for token in prompt)
+    assert make_job(row, VOCAB, seed=0) == job
+    assert make_job(row, VOCAB, seed=1).prompts[0][:64] != job.prompts[0][:64]
+
+
+def test_contenders_take_turns_and_the_best_variant_counts(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    peers = [FakePeer("a", record, ("ok", "fail")), FakePeer("b", record)]
+    team = Team(tmp_path, VOCAB, idle_seconds=0.02)
+    lines: list[str] = []
+    try:
+        rows = [parse_row("2x7x3"), parse_row("3x13x1")]
+        first, second = run_rows(rows, peers, team, rounds=2, vocab_size=VOCAB, report=lines.append)
+        assert set(team.startup) == set(team.idle) == {"a ok", "a fail", "b ok"}
+        assert set(team.peak_rss_mb()) == {"a ok", "b ok"}, "the one that failed was ended"
+    finally:
+        team.close()
+    timed = [line for line in record.read_text().splitlines() if line.endswith(" 2")]
+    pids = [line.split()[0] for line in timed]
+    assert len(set(pids)) == 3 and pids[:3] == pids[3:], "A B C A B C"
+    assert len(lines) == 2 * 3 + 2 * 2
+
+    values = summary(first)
+    assert values["a"] == {
+        "output_tps": 3.0, "total_tps": 10.0, "seconds": 2.0, "variant": "ok", "rounds": 2,
+    }  # fmt: skip
+    assert set(values) == {"a", "b"}
+    assert by_variant(first) == {"a ok": [2.0, 2.0], "a fail": [2.0, 2.0], "b ok": [2.0, 2.0]}
+    # in the second row one variant broke: the other stands for the peer
+    assert "13 is too many" in second.failed[Contender("a", "fail")]
+    assert summary(second)["a"]["variant"] == "ok"
+
+
+def test_prefix_rows_have_workers_of_their_own_where_that_is_another_command(
+    tmp_path: Path,
+) -> None:
+    team = Team(tmp_path, VOCAB, idle_seconds=0.02)
+    try:
+        rows = [parse_row("1x4x1"), parse_row("prefix-2x4+4x1")]
+        run_rows(rows, [FakePeer("a", tmp_path / "r")], team, rounds=1, vocab_size=VOCAB)
+        assert set(team.startup) == {"a ok", "a ok prefix"}
+    finally:
+        team.close()
+
+
+def test_a_peer_that_does_not_run_is_absent_with_the_reason(tmp_path: Path) -> None:
+    peers = [FakePeer("a", tmp_path / "r", ("refuse",)), FakePeer("b", tmp_path / "r")]
+    team = Team(tmp_path, VOCAB, idle_seconds=0.02)
+    try:
+        (measured,) = run_rows(
+            [parse_row("1x4x1")],
+            peers,
+            team,
+            rounds=1,
+            vocab_size=VOCAB,
+            skip=lambda contender, row: "too slow" if contender.peer == "b" else None,
+        )
+    finally:
+        team.close()
+    values = summary(measured)
+    assert "no such model: 42" in values["a"]["absent"]
+    assert values["b"] == {"absent": "too slow"}
+
+
+def test_the_table_compares_with_the_best_other_engine() -> None:
+    measured = Measured(parse_row("4x10x10"))
+    measured.seconds[Contender("paceline", "q4")] = [1.0, 9.0, 2.0]
+    measured.seconds[Contender("paceline-bf16", "bfloat16")] = [1.0]
+    measured.seconds[Contender("slow", "x")] = [8.0]
+    measured.seconds[Contender("fast", "x")] = [5.0]
+    measured.seconds[Contender("fast", "y")] = [4.0]
+    measured.failed[Contender("gone", "x")] = "not here"
+    single = Measured(parse_row("1x9x1"))
+    single.seconds[Contender("paceline", "q4")] = [0.1]
+    names = ["paceline", "paceline-bf16", "slow", "fast", "gone"]
+    table = offline_table({m.row.name: summary(m) for m in (measured, single)}, names)
+    head, first, second = table.splitlines()
+    assert head.split() == ["tokens/s", *names, "ratio"]
+    assert first.split() == ["4x10x10", "20", "40", "5", "10", "-", "2.00x", "fast"]
+    assert second.split() == ["1x9x1", "(all)", "100", "-", "-", "-", "-", "-"]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.accuracy import (
+    MAX_KL,
+    MAX_PERPLEXITY_RATIO,
+    MIN_TOP1,
+    REFERENCE,
+    WINDOWS,
+    Comparison,
+    Figures,
+    Forward,
+    build,
+    compare,
+    forward_of,
+    text_windows,
+)
+from paceline.backends.torch.native import unavailable_reason
+from tests.backends.torch.models import VOCAB, save_model
+
+SHAPE = (3, 40)
+
+
+def test_figures_by_hand() -> None:
+    reference = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
+    other = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log()
+    comparison = Comparison()
+    comparison.add(reference, other, torch.tensor([0, 1]))
+    figures = comparison.figures()
+    assert figures.top1 == 0.5
+    assert figures.kl == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2)
+    assert figures.perplexity == pytest.approx(math.exp((math.log(4) + math.log(10)) / 2))
+    assert figures.perplexity_ratio == pytest.approx(math.sqrt(2))
+    with pytest.raises(ValueError, match="nothing"):
+        Comparison().figures()
+
+
+def test_the_gate_needs_all_three() -> None:
+    good = {"top1": MIN_TOP1, "kl": MAX_KL, "perplexity": 9.0}
+    assert Figures(**good, perplexity_ratio=MAX_PERPLEXITY_RATIO).passes
+    assert not Figures(**good, perplexity_ratio=MAX_PERPLEXITY_RATIO + 0.001).passes
+    assert not Figures(**good | {"kl": MAX_KL * 1.01}, perplexity_ratio=1.0).passes
+    assert not Figures(**good | {"top1": MIN_TOP1 - 0.001}, perplexity_ratio=1.0).passes
+    assert not Figures(**good | {"kl": math.nan}, perplexity_ratio=1.0).passes
+
+
+def test_windows_are_text_and_too_little_of_it_is_an_error() -> None:
+    windows = text_windows(lambda text: [ord(letter) % 128 for letter in text], 200)
+    assert windows.shape == (WINDOWS, 200)
+    assert len({tuple(window) for window in windows.tolist()}) == WINDOWS
+    with pytest.raises(ValueError, match=f"only 0 of {WINDOWS} topics have 10000000 tokens"):
+        text_windows(lambda text: [0] * len(text), 10_000_000)
+
+
+def test_every_prediction_counts_once_with_the_token_that_follows() -> None:
+    """A model that is sure of token + 1 has perplexity 1 on a text that counts up."""
+    windows = (np.arange(7)[None] + np.array([[0], [50]])).astype(np.int64)
+
+    def counter(wrong_at: int | None) -> Forward:
+        def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
+            logits = np.full((tokens.size, 100), -30.0, dtype=np.float32)
+            for row, token in enumerate(tokens.ravel()):
+                logits[row, token + (2 if token == wrong_at else 1)] = 30.0
+            return logits
+
+        return forward
+
+    for size in (1, 3, 7):
+        others = {"same": counter(None), "wrong": counter(52)}
+        results = compare(windows, counter(None), others, size)
+        assert results["same"].top1 == 1.0 and results["same"].kl == pytest.approx(0.0)
+        assert results["same"].perplexity == pytest.approx(1.0)
+        assert results["wrong"].top1 == pytest.approx(11 / 12), f"2 x 6 predictions, {size=}"
+        assert results["wrong"].perplexity == pytest.approx(math.exp(60 / 12), rel=1e-3)
+
+
+def test_formats_of_a_real_model_differ_from_float32_by_their_rounding(tmp_path: Path) -> None:
+    reason = unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    save_model(tmp_path, "llama")
+    windows = np.random.default_rng(0).integers(0, VOCAB, SHAPE)
+    models = {
+        name: build(tmp_path, name, 1, SHAPE)
+        for name in (REFERENCE, "bfloat16/bfloat16", "int8/int8")
+    }
+    forwards = {name: forward_of(model, SHAPE) for name, model in models.items()}
+    reference = forwards[REFERENCE]
+    try:
+        steps = compare(windows, reference, forwards, 1)
+        prompts = compare(windows, reference, forwards, 16)
+    finally:
+        for model in models.values():
+            model.close()
+    for way in (steps, prompts):
+        assert way[REFERENCE].top1 == 1.0 and way[REFERENCE].kl == pytest.approx(0.0, abs=1e-6)
+        assert 0 < way["bfloat16/bfloat16"].kl < way["int8/int8"].kl < 0.1
+        assert way["int8/int8"].perplexity_ratio == pytest.approx(1.0, abs=0.1)
+    # the two ways read the same text
+    assert steps[REFERENCE].perplexity == pytest.approx(prompts[REFERENCE].perplexity, rel=1e-4)
