@@ -6,7 +6,7 @@
 #   make check          style, types and layers only
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
-#   make bench-batching, make bench-scheduler     (QUICK=1 for a short run)
+#   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
 #   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
 #   make bench-accuracy   what reduced precision changes on real text; the gate
@@ -38,7 +38,7 @@ STAMP := $(VENV)/.installed
 export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
 .PHONY: serve test quick check format model venv clean clean-venv studies \
-	bench-batching bench-scheduler bench-sim bench-accuracy bench-peers
+	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -69,6 +69,9 @@ bench-batching: $(STAMP) model
 
 bench-scheduler: $(STAMP)
 	@$(BIN)/python -m benchmarks.scheduler
+
+bench-goodput: $(STAMP) model
+	@$(BIN)/python -m benchmarks.goodput
 
 bench-sim: $(STAMP) model
 	@$(BIN)/python -m benchmarks.sim $(VLLM_RUNS)

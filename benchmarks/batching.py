@@ -1,12 +1,14 @@
 """What batching buys: one request alone, 64 at once, transformers one by one; static, continuous.
 
 Method. All sides run SmolLM2-135M-Instruct from the same GGUF file in the same dtype with the same
-number of threads, in this process, greedy, on prompts of random token ids (no two share a prefix,
-and prefix caching is off, so that a repetition computes everything again). Outputs have exactly the
-stated length: end-of-sequence does not end them. Rates are output tokens per second of wall time
-from the first request's arrival to the last request's end, prompts included. The sides take turns,
-A B C A B C, and the table gives medians over the rounds: three for table 1, one for table 2, whose
-runs last minutes each. A short run of each side comes first, untimed.
+number of threads and the same PyTorch (``--compute torch``; the native kernels, which serve by
+default on a CPU, are compared with other engines in ``bench-peers``), in this process, greedy, on
+prompts of random token ids (no two share a prefix, and prefix caching is off, so that a repetition
+computes everything again). Outputs have exactly the stated length: end-of-sequence does not end
+them. Rates are output tokens per second of wall time from the first request's arrival to the last
+request's end, prompts included. The sides take turns, A B C A B C, and the table gives medians over
+the rounds: three for table 1, one for table 2, whose runs last minutes each. A short run of each
+side comes first, untimed.
 
 Table 1, prompts of 128 and outputs of 128 tokens:
 
@@ -252,6 +254,7 @@ def settings(
         model_path=str(path),
         device="cpu",
         dtype=args.dtype,
+        compute="torch",
         max_model_len=length,
         block_size=16,
         num_blocks=max_num_seqs * blocks_each + max_num_seqs,

@@ -56,7 +56,7 @@ from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from paceline.sim.vllm_runs import VllmRun, find_runs, predict
 
 QUICK = os.environ.get("QUICK", "") not in ("", "0")
-SECONDS = 25.0 if QUICK else 120.0
+SECONDS = 25.0 if QUICK else 100.0
 MANY = 20_000 if QUICK else 1_000_000
 LOAD = 0.7
 TTFT_TARGET, TPOT_TARGET = 1.0, 0.1

@@ -6,13 +6,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 __all__ = ["Timing", "complete"]
 
 _LIMIT = 1 << 20
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,26 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 async def complete(
-    port: int, model: str, prompt: list[int], max_tokens: int, *, timeout: float
+    port: int,
+    model: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    timeout: float,
+    fields: Mapping[str, Any] = NO_FIELDS,
+    headers: Mapping[str, str] = NO_FIELDS,
 ) -> Timing:
     """Stream one greedy completion of exactly ``max_tokens``. Never raises: errors are in the
-    result, whose ``output_tokens`` is then 0."""
+    result, whose ``output_tokens`` is then 0.
+
+    Args:
+        fields: more fields of the body, such as targets.
+        headers: more headers.
+    """
     sent = time.monotonic()
     try:
         async with asyncio.timeout(timeout):
-            return await _complete(port, model, prompt, max_tokens, sent)
+            return await _complete(port, model, prompt, max_tokens, sent, fields, headers)
     except TimeoutError:
         return Timing(sent, (), 0, f"not done within {timeout:.0f} s")
     except (OSError, ValueError, asyncio.IncompleteReadError) as error:
@@ -80,7 +94,13 @@ async def complete(
 
 
 async def _complete(
-    port: int, model: str, prompt: list[int], max_tokens: int, sent: float
+    port: int,
+    model: str,
+    prompt: list[int],
+    max_tokens: int,
+    sent: float,
+    fields: Mapping[str, Any],
+    extra: Mapping[str, str],
 ) -> Timing:
     body = json.dumps(
         {
@@ -91,13 +111,17 @@ async def _complete(
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **fields,
         }
     ).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
     try:
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            b"Content-Type: application/json\r\n"
+            + "".join(f"{name}: {value}\r\n" for name, value in extra.items()).encode()
+            + b"Content-Length: %d\r\n\r\n" % len(body)
+            + body
         )
         await writer.drain()
         status = await reader.readline()

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from paceline.backends.null import NullBackend
 from paceline.core.backend import BackendInfo
+from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import SchedulerOutput, StepResult
 
 __all__ = ["SimulatedBackend"]
@@ -61,6 +62,10 @@ class SimulatedBackend:
     @property
     def info(self) -> BackendInfo:
         return self._info
+
+    def constrain(self, matchers: MatcherSource) -> None:
+        """Grammars are the null backend's affair."""
+        self._backend.constrain(matchers)
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         seconds = self._seconds(plan)

@@ -185,10 +185,10 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
     group.add_argument(
         "--compute",
-        choices=("torch", "native"),
+        choices=("auto", "torch", "native"),
         default=default.compute,
-        help="native computes whole steps in the C++ library, on the CPU (default "
-        f"{default.compute})",
+        help="native computes whole steps in the C++ library, on the CPU; auto takes it where it "
+        f"can serve the model, and the log says why (default {default.compute})",
     )
     group.add_argument(
         "--max-model-len",

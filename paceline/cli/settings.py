@@ -28,8 +28,8 @@ class EngineSettings:
     device: str = "auto"
     # "auto", "float32" or "bfloat16"
     dtype: str = "auto"
-    # what computes: "torch", or "native" for the C++ library
-    compute: str = "torch"
+    # what computes: "torch", "native" for the C++ library, or "auto" for whichever is faster here
+    compute: str = "auto"
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # tokens per KV block

@@ -53,7 +53,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     for flag, value, unset in (
         ("--device", settings.device, "auto"),
         ("--dtype", settings.dtype, "auto"),
-        ("--compute", settings.compute, "torch"),
+        ("--compute", settings.compute, "auto"),
         ("--threads", settings.threads, None),
     ):
         if value != unset:

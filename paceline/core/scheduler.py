@@ -112,6 +112,9 @@ class Scheduler:
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
+        # the last plan holds best-effort rows alone: planning past it would only make whoever
+        # arrives meanwhile wait for another step
+        self.yields = False
         # what held the head of the queue up in the last step, and its prompt tokens
         self._held_by: Reason | None = None
         self._chunk = config.max_num_batched_tokens
@@ -245,6 +248,7 @@ class Scheduler:
         )
         self._num_steps += 1
         self._planner.released.clear()
+        self.yields = all(request.slo.best_effort for request in draft.requests)
         self._in_flight.append((plan.step_id, draft.requests, draft.shape))
         self._busy_until = starts + self.step_time.predict(draft.shape)
         return plan

@@ -69,15 +69,15 @@ class StepShape(NamedTuple):
         return cls(wide_tokens, wide_keys, narrow_rows, narrow_keys)
 
     def features(self) -> tuple[float, ...]:
-        raw = (
-            1.0,
-            self.wide_tokens,
-            self.wide_keys,
-            self.narrow_rows,
-            self.narrow_keys,
-            float(self.wide_tokens > 0),
+        constant, per_token, per_key, per_row, per_narrow_key, any_wide = _SCALES
+        return (
+            constant,
+            self.wide_tokens * per_token,
+            self.wide_keys * per_key,
+            self.narrow_rows * per_row,
+            self.narrow_keys * per_narrow_key,
+            any_wide if self.wide_tokens > 0 else 0.0,
         )
-        return tuple(value * scale for value, scale in zip(raw, _SCALES, strict=True))
 
 
 class StepTimeModel:

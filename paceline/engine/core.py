@@ -35,7 +35,7 @@ class EngineCore:
     Args:
         backend: owned from here on; ``close`` closes it.
         pipeline_depth: steps handed to the backend at once. 1 plans a step when the one before
-            is done; 2 plans step N+1 while step N runs.
+            is done; 2 plans step N+1 while step N runs, unless that is best effort alone.
         clock: seconds, monotonic.
         recorder: told of every request and step; owned from here on.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
@@ -126,7 +126,9 @@ class EngineCore:
         Raises:
             EngineDeadError: the backend broke; the engine cannot go on.
         """
-        while len(self._in_flight) < self._depth:
+        while not self._in_flight or (
+            len(self._in_flight) < self._depth and not self.scheduler.yields
+        ):
             now = self._clock()
             plan = self.scheduler.schedule(now)
             self._has_news = False

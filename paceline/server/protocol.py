@@ -22,7 +22,7 @@ from paceline.core.slo import Slo
 from paceline.server.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.messages import parse_messages
 from paceline.server.structured import parse_structured
-from paceline.server.targets import parse_slo
+from paceline.server.targets import CLASSES, parse_slo
 from paceline.server.tool_calls import ToolPlan, parse_tools
 from paceline.server.tool_formats import ToolFormat, detect_format
 from paceline.server.unserved import (
@@ -72,7 +72,8 @@ class RequestRules:
     # see ServerConfig
     default_sampling: Mapping[str, float]
     trust_request_chat_template: bool
-    slo_classes: Mapping[str, Slo]
+    # targets by name
+    slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls
     tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
 

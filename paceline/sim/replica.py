@@ -140,7 +140,7 @@ class Replica:
                 break
             self._add(inbox.popleft(), now)
         if scheduler.has_unfinished or steps:
-            while len(steps) < self._depth:
+            while not steps or (len(steps) < self._depth and not scheduler.yields):
                 plan = scheduler.schedule(now)
                 if not plan.rows:
                     break

@@ -201,7 +201,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         "queue_timeout_s": "queue_timeout",
         "swap_bytes": "swap_space",
     }
-    elsewhere = {"model_name", "model_path", "log_level", "log_format"}
+    elsewhere = {"model_name", "model_path", "log_level", "log_format", "record"}
     for field in fields(EngineSettings):
         if field.name not in elsewhere:
             assert renamed.get(field.name, field.name) in flags, field.name

@@ -28,6 +28,20 @@ def make_null(_: Path) -> ModelBackend:
     )
 
 
+def make_simulated(folder: Path) -> ModelBackend:
+    """On a clock that only its own sleeping moves."""
+    from paceline.backends.simulated import SimulatedBackend
+
+    inner = make_null(folder)
+    assert isinstance(inner, NullBackend)
+    time = [0.0]
+
+    def sleep(seconds: float) -> None:
+        time[0] += seconds
+
+    return SimulatedBackend(inner, lambda plan: 0.01, clock=lambda: time[0], sleep=sleep)
+
+
 def make_torch(folder: Path) -> ModelBackend:
     return load_tiny(folder, block_size=4, compute="torch")
 
@@ -79,6 +93,7 @@ def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
 BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {
     "native": make_native,
     "null": make_null,
+    "simulated": make_simulated,
     "torch": make_torch,
 }
 

@@ -6,6 +6,7 @@ one process share nothing but the machine.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,17 +22,21 @@ from paceline.backends.torch.machine import (
     choose_threads,
 )
 from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.native import unavailable_reason, unsupported_reason, variants
 from paceline.backends.torch.native_step import check_native, load_native, native_block_bytes
 from paceline.backends.torch.rope import RotaryTable, longest_sequence
 from paceline.backends.torch.runner import BlockStore, ModelRunner, StepModel
 from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.config import ModelConfig
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import BlockSwap, SchedulerOutput, StepResult
 
 __all__ = ["TorchBackend"]
+
+_log = logging.getLogger(__name__)
 
 # blocks moved to measure how long one takes
 _SWAPPED = 8
@@ -76,8 +81,8 @@ class TorchBackend:
             max_model_len: longest sequence served; None: all the model's positions.
             max_num_seqs: requests that run at once; sizes buffers, more are possible.
             threads: processor threads; None: as many as there are cores to use.
-            compute: "torch", or "native" for the C++ library on the CPU, which adds the dtypes
-                "int8" and "q4" of weights.
+            compute: "torch", "native" for the C++ library on the CPU, which adds the dtypes "int8"
+                and "q4" of weights, or "auto": native where it can serve the model.
             swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size. It is
                 taken when first needed.
 
@@ -162,8 +167,11 @@ def _build(
     length = longest if max_model_len is None else max_model_len
     if not 1 <= length <= longest:
         raise ConfigError(f"max_model_len={length} is not in 1 to {longest}, the model's positions")
-    if compute not in ("torch", "native"):
-        raise ConfigError(f"compute must be torch or native, got {compute!r}")
+    if compute not in ("auto", "torch", "native"):
+        raise ConfigError(f"compute must be auto, torch or native, got {compute!r}")
+    if compute == "auto":
+        compute, why = _choose_compute(config, block_size, device)
+        _log.info("compute=%s dtype=%s: %s", compute, dtype, why)
     native = compute == "native"
     if native and device.type != "cpu":
         raise ConfigError(f"--compute native runs on the CPU, not on {device}")
@@ -234,6 +242,16 @@ def _build(
         swap_block_seconds=_swap_seconds(store, min(num_blocks, num_host_blocks)),
     )
     return runner, info
+
+
+def _choose_compute(config: ModelConfig, block_size: int, device: torch.device) -> tuple[str, str]:
+    """What ``compute="auto"`` takes, and why."""
+    if device.type != "cpu":
+        return "torch", f"the native kernels are for the CPU, the device is {device}"
+    reason = unavailable_reason() or unsupported_reason(config, block_size)
+    if reason is not None:
+        return "torch", f"the native kernels cannot serve this: {reason}"
+    return "native", f"native kernels for {variants()[0]}"
 
 
 def _swap_seconds(store: BlockStore, num_blocks: int) -> float:
