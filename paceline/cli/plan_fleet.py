@@ -12,7 +12,6 @@ from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.sim.plan import FleetAnswer, FleetOption
-    from paceline.sim.step_times.spec import Source
 
 __all__ = ["add_parser"]
 
@@ -149,11 +148,8 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
     if args.step_times:
         if gpus != [1]:
             raise ConfigError("--gpus: the step times of --step-times are those of a whole replica")
-
-        def source(seed: int) -> Source:
-            return open_step_times(args.step_times, seed=seed)
-
-        return [FleetOption(args.step_times, source, price_per_hour=prices[0])]
+        fitted = open_step_times(args.step_times)
+        return [FleetOption(args.step_times, fitted.another, price_per_hour=prices[0])]
     model = find_model(args.model)
     return [
         FleetOption.of_hardware(HardwareCard.named(name), model, count, price_per_hour=price)

@@ -281,10 +281,9 @@ def _pool(point: _Point) -> Pool:
 
     args = point.args
     decoding = args.decode_replicas or 0
-    sources = [
-        open_step_times(args.step_times, seed=args.seed + index)
-        for index in range(args.replicas + decoding)
-    ]
+    first = open_step_times(args.step_times, seed=args.seed)
+    others = range(1, args.replicas + decoding)
+    sources = [first, *(first.another(args.seed + index) for index in others)]
     config = _config(point, sources[0])
     specs = [ReplicaSpec(config, source.times) for source in sources]
     split = None

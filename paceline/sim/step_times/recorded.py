@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,6 +97,12 @@ class RecordedStepTimes:
         self._rng = None if seed is None else random.Random(seed)
         self._means = [float(np.mean(found)) for found in self._ratios]
         self.quality = _quality(fitted * np.where(is_wide, *self._means[::-1]), measured)
+
+    def another(self, seed: int) -> RecordedStepTimes:
+        """The same fit for another replica, its noise, if it has any, from a seed of its own."""
+        other = copy(self)
+        other._rng = None if self._rng is None else random.Random(seed)
+        return other
 
     def judge(self, recording: Recording) -> FitQuality:
         """How well the same fit explains another recording: what changed between the two."""

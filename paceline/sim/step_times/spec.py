@@ -12,7 +12,7 @@ This module does not know the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -34,6 +34,14 @@ class Source:
     kv_bytes: float | None = None
     # of one token; None where the model is not known
     kv_bytes_per_token: float | None = None
+
+    def another(self, seed: int) -> Source:
+        """For another replica: noise has a state, what is fitted is fitted once."""
+        from paceline.sim.step_times.recorded import RecordedStepTimes
+
+        if isinstance(self.times, RecordedStepTimes):
+            return replace(self, times=self.times.another(seed))
+        return self
 
     def num_blocks(self, block_size: int) -> int | None:
         """KV blocks that fit; None where that is not known."""
@@ -67,8 +75,6 @@ def open_step_times(spec: str, *, seed: int = 0) -> Source:
             kv_bytes_per_token=model.kv_bytes_per_token(),
         )
     if kind == "recorded" and len(parts) <= 2:
-        from dataclasses import replace
-
         from paceline.sim.recording import Recording
         from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays
 
