@@ -95,14 +95,15 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
     # stop and eos ids cannot be sampled before this many output tokens
     min_tokens: int = 0
+    # the following stay out of repr: they may be long, and no plan depends on them
     # what the output must look like
-    grammar: Grammar | None = None
+    grammar: Grammar | None = field(default=None, repr=False)
     # nothing else is sampled, not even what ends the output; None: everything may be
-    allowed_token_ids: frozenset[int] | None = None
+    allowed_token_ids: frozenset[int] | None = field(default=None, repr=False)
     # the last token of such a sequence is not sampled after its others
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     # None: none; k: of each prompt token its own and the k likeliest tokens' log-probabilities
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         finite = (-1e6, 1e6)

@@ -11,20 +11,18 @@ that says so; an unknown one is ignored and, at debug level, logged.
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError, UnknownModelError
-from paceline.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from paceline.core.request import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.server.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.messages import parse_messages
-from paceline.server.structured import parse_structured
-from paceline.server.targets import CLASSES, parse_slo
+from paceline.server.rules import RequestRules
+from paceline.server.sampling_fields import INT32, INT64, or_else, parse_bad_words, parse_sampling
+from paceline.server.targets import parse_slo
 from paceline.server.tool_calls import ToolPlan, parse_tools
-from paceline.server.tool_formats import ToolFormat, detect_format
 from paceline.server.unserved import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
@@ -44,38 +42,16 @@ __all__ = [
     "parse_template_options",
 ]
 
-_INT32: Final = 2**31 - 1
-_INT64: Final = 2**63
 _MAX_STOPS: Final = 16
 _MAX_STOP_CHARS: Final = 1024
 _MAX_SALT_CHARS: Final = 1024
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
 # what render_chat passes itself; the template must not get a second opinion
 _RESERVED_KWARGS: Final = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"chat_template"}
 )
 _EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRules:
-    """What a server holds requests against; fixed while it runs."""
-
-    served_model_names: tuple[str, ...]
-    vocab_size: int
-    max_model_len: int
-    max_choices: int
-    max_prompts: int
-    eos_token_ids: frozenset[int]
-    # see ServerConfig
-    default_sampling: Mapping[str, float]
-    trust_request_chat_template: bool
-    # targets by name
-    slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
-    # how the model writes tool calls
-    tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +129,12 @@ def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> C
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if top is not None and not wanted:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs=true", "top_logprobs")
-    limit = fields.integer("max_completion_tokens", 1, _INT32)
+    limit = fields.integer("max_completion_tokens", 1, INT32)
     limit_name = "max_completion_tokens"
     if limit is None:
-        limit, limit_name = fields.integer("max_tokens", 1, _INT32), "max_tokens"
+        limit, limit_name = fields.integer("max_tokens", 1, INT32), "max_tokens"
     else:
-        fields.integer("max_tokens", 1, _INT32)
+        fields.integer("max_tokens", 1, INT32)
     options = _options(
         fields,
         rules,
@@ -189,7 +165,7 @@ def parse_completion(
     options = _options(
         fields,
         rules,
-        max_tokens=fields.integer("max_tokens", 1, _INT32),
+        max_tokens=fields.integer("max_tokens", 1, INT32),
         max_tokens_name="max_tokens",
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
@@ -326,10 +302,10 @@ def _options(
     explain = fields.boolean("explain", False)
     return GenerationOptions(
         sampling=replace(
-            _sampling(fields, rules, max_tokens, logprobs, tools), prompt_logprobs=asked
+            parse_sampling(fields, rules, max_tokens, logprobs, tools), prompt_logprobs=asked
         ),
         max_tokens=max_tokens,
-        n=_or(fields.integer("n", 1, rules.max_choices), 1),
+        n=or_else(fields.integer("n", 1, rules.max_choices), 1),
         stream=stream,
         # the explanation is part of the usage
         include_usage=include_usage or explain,
@@ -338,7 +314,7 @@ def _options(
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
         # special tokens may be what marks a call
         skip_special_tokens=fields.boolean("skip_special_tokens", not (tools and tools.calls)),
-        priority=_or(fields.integer("priority", -_INT64, _INT64 - 1), 0),
+        priority=or_else(fields.integer("priority", -INT64, INT64 - 1), 0),
         cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
         slo=parse_slo(fields.raw("slo"), rules.slo_classes),
         tenant=tenant,
@@ -349,7 +325,7 @@ def _options(
         explain=explain,
         return_token_ids=fields.boolean("return_token_ids", False),
         return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
-        bad_words=_bad_words(fields.array("bad_words") or []),
+        bad_words=parse_bad_words(fields.array("bad_words") or []),
     )
 
 
@@ -363,75 +339,6 @@ def _usage_options(stream_options: dict[str, Any]) -> tuple[bool, bool]:
         raise InvalidRequestError(f"stream_options.{error}", "stream_options") from None
 
 
-def _sampling(
-    fields: Fields,
-    rules: RequestRules,
-    max_tokens: int | None,
-    logprobs: int | None,
-    tools: ToolPlan | None,
-) -> SamplingParams:
-    """Ranges of the numbers are checked by SamplingParams itself."""
-    default = rules.default_sampling
-    min_tokens = _or(fields.integer("min_tokens", 0, _INT32), 0)
-    top_k = _or(fields.integer("top_k", -1, _INT32), int(default.get("top_k", 0)))
-    seed = fields.integer("seed", -_INT64, _INT64 - 1)
-    stop_token_ids = fields.token_ids("stop_token_ids", rules.vocab_size) or []
-    if len(stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequestError(
-            f"stop_token_ids may hold {MAX_STOP_TOKENS} ids, got {len(stop_token_ids)}",
-            "stop_token_ids",
-        )
-    ignore_eos = fields.boolean("ignore_eos", False)
-    grammar = parse_structured(fields)
-    if tools is not None:
-        grammar = tools.grammar(grammar)
-    if grammar is not None and ignore_eos:
-        raise InvalidRequestError(
-            f"ignore_eos cannot go with {grammar.field}: the output ends where the grammar does",
-            "ignore_eos",
-        )
-    allowed = fields.token_ids("allowed_token_ids", rules.vocab_size)
-    return SamplingParams(
-        max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
-        temperature=_or(fields.number("temperature"), default.get("temperature", 1.0)),
-        top_k=max(0, top_k),
-        top_p=_or(fields.number("top_p"), default.get("top_p", 1.0)),
-        min_p=_or(fields.number("min_p"), default.get("min_p", 0.0)),
-        presence_penalty=_or(fields.number("presence_penalty"), 0.0),
-        frequency_penalty=_or(fields.number("frequency_penalty"), 0.0),
-        repetition_penalty=_or(
-            fields.number("repetition_penalty"), default.get("repetition_penalty", 1.0)
-        ),
-        logit_bias=_logit_bias(fields.object("logit_bias") or {}, rules.vocab_size),
-        seed=secrets.randbits(63) if seed is None else seed,
-        logprobs=logprobs,
-        stop_token_ids=frozenset(stop_token_ids),
-        eos_token_ids=frozenset() if ignore_eos else rules.eos_token_ids,
-        min_tokens=min_tokens,
-        grammar=grammar,
-        allowed_token_ids=None if allowed is None else frozenset(allowed),
-    )
-
-
-def _logit_bias(values: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs = []
-    for key, value in values.items():
-        if not _TOKEN_ID_KEY.fullmatch(key) or int(key) >= vocab_size:
-            raise InvalidRequestError(
-                f"logit_bias has key {show(key)}; keys are token ids, of this model 0 to "
-                f"{vocab_size - 1}",
-                "logit_bias",
-            )
-        if type(value) not in (int, float) or not -100 <= value <= 100:
-            raise InvalidRequestError(
-                f"logit_bias of token {key} must be a number between -100 and 100, "
-                f"got {show(value)}",
-                "logit_bias",
-            )
-        pairs.append((int(key), float(value)))
-    return tuple(pairs)
-
-
 def _stop(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -443,14 +350,6 @@ def _stop(value: Any) -> tuple[str, ...]:
     if len(values) > _MAX_STOPS:
         raise InvalidRequestError(f"stop may hold {_MAX_STOPS} strings, got {len(values)}", "stop")
     return tuple(check_string(item, "stop", 1, _MAX_STOP_CHARS) for item in values)
-
-
-def _bad_words(values: list[Any]) -> tuple[str, ...]:
-    if len(values) > MAX_BAD_WORDS[0] // 2:
-        raise InvalidRequestError(
-            f"bad_words may hold {MAX_BAD_WORDS[0] // 2} strings, got {len(values)}", "bad_words"
-        )
-    return tuple(check_string(value, "bad_words", 1, _MAX_STOP_CHARS) for value in values)
 
 
 def _request_id(fields: Fields) -> str | None:
@@ -467,7 +366,7 @@ def _truncation(fields: Fields) -> int | None:
     value = fields.raw("truncate_prompt_tokens")
     if value is None:
         return None
-    count = check_integer(value, "truncate_prompt_tokens", -1, _INT32)
+    count = check_integer(value, "truncate_prompt_tokens", -1, INT32)
     if count == 0:
         raise InvalidRequestError(
             "truncate_prompt_tokens must be -1 (as many as fit) or at least 1, got 0",
@@ -483,10 +382,3 @@ def _truncation_side(fields: Fields) -> str:
             f"truncation_side must be left or right, got {show(side)}", "truncation_side"
         )
     return side
-
-
-_T = TypeVar("_T")
-
-
-def _or(value: _T | None, default: _T) -> _T:
-    return default if value is None else value
