@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerStats
+from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.step_time import StepShape
@@ -34,13 +36,20 @@ _LENGTHS = [
 NEEDED = sum(-(-(prompt + output) // BLOCK) for prompt, output in _LENGTHS[:64])
 
 
+class _NewestFirst(FcfsPolicy):
+    """First come, first served; the last to come gives way, whatever it loses."""
+
+    def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
+        return candidates[-1:]
+
+
 def _seconds(shape: StepShape) -> float:
     return 0.004 + 4e-4 * (shape.wide_tokens + shape.narrow_rows)
 
 
 def _run(num_blocks: int, **options: Any) -> tuple[dict[str, list[int]], SchedulerStats]:
     num_host_blocks = options.pop("num_host_blocks", 0)
-    prefix_caching = options.pop("enable_prefix_caching", True)
+    POLICIES["newest-first"] = _NewestFirst
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=1024, max_num_seqs=64, **options),
         CacheConfig(
@@ -48,7 +57,6 @@ def _run(num_blocks: int, **options: Any) -> tuple[dict[str, list[int]], Schedul
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             swap_block_seconds=1e-4,
-            enable_prefix_caching=prefix_caching,
         ),
     )
     backend = NullBackend(
@@ -90,9 +98,11 @@ def wasted_tokens() -> dict[str, Any]:
     tight = int(SHARE * NEEDED)
     roomy, _ = _run(NEEDED + 64)
     newest, before = _run(
-        tight, preemption="recompute", future_memory_check=False, enable_prefix_caching=False
+        tight, policy="newest-first", preemption="recompute", future_memory_check=False
     )
-    paced, after = _run(tight, num_host_blocks=tight // 2)
+    paced, after = _run(
+        tight, policy="deadline", pressure_threshold=0.88, num_host_blocks=tight // 2
+    )
     return {
         "memory_share": SHARE,
         "wasted_tokens": after.num_recomputed_tokens,

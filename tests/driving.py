@@ -118,6 +118,9 @@ class Driver:
         assert len(plan.rows) <= self.config.max_num_seqs
         assert all(row.num_tokens >= 1 for row in plan.rows)
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+        started = {new.request_id for new in plan.new_requests}
+        dropped = set(plan.released) - started
+        assert not dropped & {row.request_id for row in plan.rows}, "a row of a dropped request"
         self.expired += self.scheduler.take_expired()
         if plan.rows:
             self.plans.append(plan)

@@ -342,7 +342,7 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         type=byte_count,
         metavar="SIZE",
         help="host memory for swapped KV blocks; default: half the KV cache's size, taken as it "
-        "is used",
+        "is used; on CUDA 4GiB at most, pinned at once",
     )
     group.add_argument(
         "--priority-ageing",

@@ -96,7 +96,8 @@ def _torch_backend(settings: EngineSettings) -> ModelBackend:
         max_num_seqs=settings.max_num_seqs,
         threads=settings.threads,
         compute=settings.compute,
-        swap_bytes=settings.swap_bytes,
+        # memory that could never be used
+        swap_bytes=0 if settings.preemption == "recompute" else settings.swap_bytes,
     )
 
 

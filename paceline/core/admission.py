@@ -19,7 +19,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.kv_cache import blocks_for, fits
 from paceline.core.pressure import Pressure
-from paceline.core.request import Request
+from paceline.core.request import Request, RequestStatus
 
 __all__ = ["Admission", "Expired", "check_door"]
 
@@ -88,6 +88,10 @@ class Admission:
         shortest = min((limit for limit in limits if limit is not None), default=None)
         if shortest is not None:
             heapq.heappush(self._limits, (request.arrival_time + shortest, number, request))
+            if len(self._limits) > 64 and number % len(self._limits) == 0:
+                # those that ended keep their prompts alive no longer
+                self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
+                heapq.heapify(self._limits)
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose time to be started is over; the caller skips those that were."""

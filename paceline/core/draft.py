@@ -93,7 +93,7 @@ class Draft:
         """Tokens of the largest chunk for which there is room: a multiple of the tile, and one at
         least."""
         if self.seconds == math.inf:
-            return self.budget
+            return max(1, self.budget)
         low, high = 1, max(1, self.budget // _TILE)
         while low < high:
             middle = (low + high + 1) // 2

@@ -109,7 +109,8 @@ class FirstTokenForecast:
     def __init__(self, step_time: StepTimeModel, work: WorkEstimator) -> None:
         self._step_time = step_time
         self._work = work
-        self._bias = 1.0
+        # what came by what was said, lately
+        self.bias = 1.0
         self._base = StepShape()
         # output tokens that those running will still have, fewest first
         self._left: list[int] = []
@@ -158,11 +159,11 @@ class FirstTokenForecast:
             rounds, index = divmod(missing - 1, len(self._left))
             mean = sum(self._left) / len(self._left)
             wait = (self._left[index] + rounds * mean) * max(idle_step, 1e-9)
-        return self._bias * (max(ahead, wait) + prompt)
+        return self.bias * (max(ahead, wait) + prompt)
 
-    def learn(self, predicted: float, actual: float) -> None:
-        """Take in what became of a forecast."""
-        if predicted > 0.0:
-            # how far this forecast was off the present bias, bounded against outliers
-            ratio = min(4.0, max(0.25, actual / predicted))
-            self._bias = min(4.0, max(0.25, self._bias * (1.0 + 0.05 * (ratio - 1.0))))
+    def learn(self, raw: float, actual: float) -> None:
+        """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""
+        if raw > 0.0:
+            # bounded against outliers
+            ratio = min(4.0, max(0.25, actual / raw))
+            self.bias += 0.05 * (ratio - self.bias)

@@ -18,9 +18,10 @@ class Forks:
 
     def __init__(self) -> None:
         self._by_parent: dict[str, list[Request]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_parent.values()))
+        return self._size
 
     def __bool__(self) -> bool:
         return bool(self._by_parent)
@@ -31,15 +32,23 @@ class Forks:
 
     def add(self, parent: Request, child: Request) -> None:
         self._by_parent.setdefault(parent.request_id, []).append(child)
+        self._size += 1
 
     def take(self, parent: Request) -> list[Request]:
         """Take out all that wait for ``parent``; empty when nobody does."""
-        return self._by_parent.pop(parent.request_id, [])
+        children = self._by_parent.pop(parent.request_id, [])
+        self._size -= len(children)
+        return children
+
+    def of(self, parent: Request) -> tuple[Request, ...]:
+        """Those that wait for ``parent``."""
+        return tuple(self._by_parent.get(parent.request_id, ()))
 
     def remove(self, child: Request) -> None:
         """Take one out that ended while it waited."""
         assert child.fork_of is not None
         siblings = self._by_parent[child.fork_of]
         siblings.remove(child)
+        self._size -= 1
         if not siblings:
             del self._by_parent[child.fork_of]

@@ -26,7 +26,11 @@ def pace_allows(request: Request, running: Iterable[Request], model: StepTimeMod
     of a step that would be late."""
     if request.slo.best_effort or not model.ready:
         return True
+    # a target that not even a row alone can meet is past caring for
+    least = model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE
     tightest = request.slo.tpot
+    if tightest is not None and tightest < least:
+        tightest = None
     rows = 0
     keys = request.num_tokens
     for other in running:
@@ -35,7 +39,7 @@ def pace_allows(request: Request, running: Iterable[Request], model: StepTimeMod
             continue
         rows += 1
         keys += other.num_computed_tokens
-        if slo.tpot is not None and (tightest is None or slo.tpot < tightest):
+        if slo.tpot is not None and slo.tpot >= least and (tightest is None or slo.tpot < tightest):
             tightest = slo.tpot
     if tightest is None or rows == 0:
         return True

@@ -12,6 +12,7 @@ import math
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -38,6 +39,9 @@ __all__ = ["Planner"]
 _ORDER = attrgetter("order")
 # see draft.py
 _new = tuple.__new__
+# of those waiting, looked at by one triage: the work of so many takes longer than targets last
+_MAX_TRIAGED = 256
+_STEPS_BETWEEN_TRIAGES = 8
 # tokens for which there must be room to let a best-effort request in
 _TILE = 16
 # requests found to be late and passed over in one step at most
@@ -77,6 +81,9 @@ class Planner:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_relegated = 0
+        # changes among those waiting that the last triage knew of, and steps since then
+        self._triaged_at = -1
+        self._since_triage = 0
 
     def fill(
         self, draft: Draft, now: float, *, starts: float, held: bool, pressure: Pressure
@@ -114,13 +121,17 @@ class Planner:
             late = self._run(draft, [r for r in running if r.slo.best_effort], 0, now)
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
-        head = self._waiting.peek()
-        if held_by is None and head is not None:
+        if held_by is None and self._waiting.peek(best_effort=True) is not None:
+            if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
+                # or whoever comes next would wait for a long step of work that nobody waits for
+                draft.seconds = min(draft.seconds, self._budget.best_effort_seconds)
             held_by = self._let_in(draft, now, pressure, best_effort=True)
         if not draft.rows and not draft.narrow:
             # no wide row could be had after all (memory): do not waste the step
             draft.narrow = True
-            self._run(draft, list(running), 0, now)
+            rest = [r for r in running if r.slo.best_effort]
+            self._run(draft, [r for r in running if not r.slo.best_effort], len(rest), now)
+            self._run(draft, [r for r in running if r.slo.best_effort], 0, now)
         for child in draft.forked:
             self._waiting.enter(child, now)
         return held_by
@@ -131,7 +142,7 @@ class Planner:
         """For a policy that does not mix: wide rows while there are any to compute."""
         draft.wide = any(r.num_uncomputed_tokens > 1 for r in self.running)
         if not draft.wide and not held:
-            head = self._waiting.peek()
+            head = self._waiting.first()
             draft.wide = not self.running or (
                 head is not None
                 and len(self.running) < self._config.max_num_seqs
@@ -195,7 +206,7 @@ class Planner:
                 while extension is None:
                     preempted = True
                     if not self._waiting.drop_blocks():
-                        victim = self._victim(running, index)
+                        victim = self._victim(draft, running, index)
                         self._preempt(victim, now)
                         if victim in running:
                             running.remove(victim)
@@ -219,11 +230,14 @@ class Planner:
             return draft.narrow if wanted == 1 else draft.wide
         return not request.slo.best_effort or draft.spares(request, self._step_time)
 
-    def _victim(self, running: list[Request], index: int) -> Request:
+    def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
         """Who gives blocks up for ``running[index]``: nobody who has a row already."""
         candidates = running[index:]
         if not running[index].slo.best_effort:
-            candidates += [r for r in self.running if r.slo.best_effort]
+            served = {request.request_id for request in draft.requests}
+            candidates += [
+                r for r in self.running if r.slo.best_effort and r.request_id not in served
+            ]
         return self._preemption.victim(candidates, self._policy.expendable)
 
     def _preempt(self, request: Request, now: float) -> None:
@@ -238,8 +252,14 @@ class Planner:
 
     def _displace(self, now: float) -> None:
         """Preempt running requests that stand in the way of a better waiting one."""
-        head = self._waiting.peek()
-        if head is None or head.num_pending_tokens:
+        head = self._waiting.first()
+        if (
+            head is None
+            or head.num_pending_tokens
+            # it would not be let in whoever made way
+            or self._is_late(head, now)
+            or not self._is_paced(head)
+        ):
             return
         chosen = choose_displaced(
             head, self.running, self._policy.displaces, self._kv, self._config.max_num_seqs
@@ -263,6 +283,14 @@ class Planner:
         waiting = self._waiting.targeted
         if not waiting or not self._config.relegate_late or not self._step_time.ready:
             return
+        # predictions move slowly: look again when somebody came or went, or every so often
+        self._since_triage += 1
+        if (
+            self._triaged_at == self._waiting.num_changes
+            and self._since_triage < _STEPS_BETWEEN_TRIAGES
+        ):
+            return
+        self._since_triage = 0
         per_token = self._budget.seconds_per_token(self.running)
         unfinished = sum(
             left
@@ -271,12 +299,15 @@ class Planner:
         )
 
         def seconds(request: Request) -> float:
-            return request.num_prompt_tokens * per_token
+            # a fork has its prompt already
+            return request.num_uncomputed_tokens * per_token
 
-        for loser in triage(waiting, starts + unfinished * per_token, seconds):
+        first = list(islice(waiting, _MAX_TRIAGED))
+        for loser in triage(first, starts + unfinished * per_token, seconds):
             self._waiting.remove(loser)
             self._relegate(loser)
             self._waiting.push(loser)
+        self._triaged_at = self._waiting.num_changes
 
     def _is_late(self, request: Request, now: float) -> bool:
         """Whether not even computing nothing else would meet its TTFT target any more."""
@@ -295,7 +326,7 @@ class Planner:
     def _relegate(self, request: Request) -> None:
         request.slo = replace(request.slo, best_effort=True)
         request.relegated = True
-        request.order = (self._policy.key(request), request.order[1])
+        request.order = (self._policy.later(request.order[0]), request.order[1])
         self.num_relegated += 1
 
     # ------------------------------------------------------------------ those waiting
@@ -310,22 +341,21 @@ class Planner:
         tried = num_late = 0
         outlook: MemoryOutlook | None = None
         held_by: Reason | None = None
-        while (request := self._waiting.peek()) is not None:
-            if request.slo.best_effort and not best_effort:
-                break
+        while (request := self._next(draft, pressure, best_effort, passed)) is not None:
             if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
                 break
             if len(self.running) >= self._config.max_num_seqs:
                 held_by = held_by or Reason.SLOTS
                 break
-            if request.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT and self.running:
-                held_by = held_by or Reason.PRESSURE
-                break
-            if request.slo.best_effort and not draft.has_room(0, _TILE, self._step_time):
-                held_by = held_by or Reason.BUDGET
-                break
-            self._waiting.pop()
+            if request.slo.best_effort and self.running:
+                if pressure >= Pressure.HOLD_BEST_EFFORT:
+                    held_by = held_by or Reason.PRESSURE
+                    break
+                if not draft.has_room(0, _TILE, self._step_time):
+                    held_by = held_by or Reason.BUDGET
+                    break
+            self._waiting.take(request)
             if request.num_pending_tokens:
                 # preempted while its token was being computed: ready once that is known
                 passed.append(request)
@@ -341,6 +371,9 @@ class Planner:
             obstacle = self._obstacle(request, outlook, num_shared)
             if obstacle is not None:
                 passed.append(request)
+                if request.slo.best_effort and not best_effort:
+                    # its turn had come, but it holds nobody up
+                    continue
                 held_by = held_by or obstacle
                 head = head or request
                 tried += 1
@@ -360,6 +393,32 @@ class Planner:
         for request in passed:
             self._waiting.push(request)
         return held_by
+
+    def _next(
+        self, draft: Draft, pressure: Pressure, best_effort: bool, passed: list[Request]
+    ) -> Request | None:
+        """Who is tried next: of the kind asked for. A best-effort request that has waited so long
+        that its turn has come among the others is tried with them, but never in their way."""
+        if best_effort:
+            return self._waiting.peek(best_effort=True)
+        head = self._waiting.peek(best_effort=False)
+        patient = self._waiting.peek(best_effort=True)
+        if (
+            head is not None
+            and patient is not None
+            and patient.order < head.order
+            and pressure < Pressure.HOLD_BEST_EFFORT
+            and draft.has_room(0, _TILE, self._step_time)
+            and not any(request.slo.best_effort for request in passed)
+        ):
+            return patient
+        return head
+
+    def _is_paced(self, request: Request) -> bool:
+        """Whether everybody's tokens stay in time with one more."""
+        return not self._config.pace_admission or pace_allows(
+            request, self.running, self._step_time
+        )
 
     def _outlook(self, best_effort: bool) -> MemoryOutlook:
         """The running requests' memory; best effort makes way, so others need not count it."""
@@ -381,7 +440,7 @@ class Planner:
             if self._waiting.drop_blocks() and self._kv.admit(request, beside_others=False):
                 return None
             return Reason.MEMORY
-        if self._config.pace_admission and not pace_allows(request, self.running, self._step_time):
+        if not self._is_paced(request):
             return Reason.PACE
         if outlook is not None and not outlook.admits(request, num_shared):
             return Reason.MEMORY

@@ -246,6 +246,8 @@ class Request:
     num_chunks: int = 0
     relegated: bool = False
     predicted_ttft: float | None = None
+    # what the forecast had been multiplied by
+    forecast_bias: float = 1.0
     # predicted final number of output tokens; valid while there are fewer
     predicted_output: int = 0
     # since when it waits, and what the queue had been held up by until then

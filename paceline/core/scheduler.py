@@ -42,7 +42,7 @@ from paceline.core.outputs import (
     TokenLogprobs,
 )
 from paceline.core.planner import Planner
-from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
+from paceline.core.policies import FcfsPolicy, PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.pressure import Pressure, PressureValve
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step_time import StepShape, StepTimeModel
@@ -56,6 +56,8 @@ __all__ = ["Scheduler"]
 # a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
 # every token of every request
 _new = tuple.__new__
+# what holds requests up until one that runs ends
+_FULL = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
 
@@ -87,11 +89,13 @@ class Scheduler:
                 work=work,
                 best_effort_step_s=config.best_effort_step_s,
             )
+        # most policies do not count what was served: not asking them saves a call for every token
+        self._policy_listens = getattr(type(self.policy), "served", None) is not FcfsPolicy.served
         self.valve = PressureValve(config.pressure_threshold)
         self.forecast = FirstTokenForecast(self.step_time, work)
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingRoom(self.policy.make_queue(), self.kv)
+        self._waiting = WaitingRoom(self.policy.make_queue, self.kv)
         self._forks = Forks()
         self._planner = Planner(
             config,
@@ -139,6 +143,7 @@ class Scheduler:
         check_door(request, self._requests, self.config, self.cache)
         if request.fork_of is None:
             request.predicted_ttft = self._predict_ttft(request)
+            request.forecast_bias = self.forecast.bias
             waiting = len(self._waiting) + len(self._forks)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level)
             self._admission.limit(request, self._num_added)
@@ -180,7 +185,7 @@ class Scheduler:
             return None
         if self._looked_at != self._num_steps:
             self._looked_at = self._num_steps
-            full = self._held_by in (Reason.SLOTS, Reason.MEMORY, Reason.PACE)
+            full = bool(len(self._waiting)) and self._held_by in _FULL
             running = self._planner.running
             free = 0 if full else self.config.max_num_seqs - len(running)
             self.forecast.look(running, free_places=free, tokens_per_step=self._chunk)
@@ -196,8 +201,12 @@ class Scheduler:
 
     def _drop_expired(self, now: float) -> None:
         for request in self._admission.expired(now):
-            if request.first_scheduled_time is None and request in self._waiting:
-                for fork in [fork for fork in self._forks if fork.fork_of == request.request_id]:
+            if (
+                request.first_scheduled_time is None
+                and self._requests.get(request.request_id) is request
+                and request.status is RequestStatus.WAITING
+            ):
+                for fork in self._forks.of(request):
                     self._finish(fork, FinishReason.ABORT)
                 predicted = self._predict_ttft(request)
                 self._expired.append(self._admission.expiry(request, now, predicted))
@@ -225,7 +234,7 @@ class Scheduler:
         draft = Draft(allowance)
         if pressure >= Pressure.SMALL_CHUNKS:
             draft.budget = min(draft.budget, len(running) + max(_MIN_CHUNK, self._chunk // 4))
-        self.wake_at = self.policy.holds_until(self._waiting.queue, len(running), now)
+        self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held_by = self._planner.fill(
             draft, now, starts=starts, held=self.wake_at is not None, pressure=pressure
         )
@@ -256,12 +265,14 @@ class Scheduler:
     # ------------------------------------------------------------------ results in
 
     def update(
-        self, plan: SchedulerOutput, result: StepResult, now: float
+        self, plan: SchedulerOutput, result: StepResult, now: float, *, tell_all: bool = True
     ) -> tuple[RequestUpdate, ...]:
         """Take in what a step sampled; plans are updated in the order they were made.
 
-        Tokens of requests that ended meanwhile are dropped.
+        Tokens of requests that ended meanwhile are dropped. ``tell_all=False`` returns the news of
+        requests that ended alone: a simulator has nobody to stream tokens to.
         """
+        self._looked_at = -1
         step_id, requests, shape = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         if result.elapsed > 0.0:
@@ -274,6 +285,7 @@ class Scheduler:
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
         served = self.policy.served
+        listens = self._policy_listens
         ended = False
         # looked up once: this loop turns once for every token
         finished, samples_at = RequestStatus.FINISHED, ScheduledRow._fields.index("samples")
@@ -295,8 +307,7 @@ class Scheduler:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
-                if request.predicted_ttft is not None:
-                    self.forecast.learn(request.predicted_ttft, now - request.arrival_time)
+                self._learn_ttft(request, now)
             if len(token_ids) == 1:
                 reason = request.append_output(token_ids[0])
             else:
@@ -310,7 +321,10 @@ class Scheduler:
                 served(request, 0, len(token_ids))
                 append(_update_of(request, token_ids, row_logprobs))
                 continue
-            served(request, 0, len(token_ids))
+            if listens:
+                served(request, 0, len(token_ids))
+            if not tell_all:
+                continue
             # what _update_of would make, without the call
             news = (
                 request.request_id,
@@ -331,8 +345,20 @@ class Scheduler:
             ]
         return tuple(updates)
 
+    def _learn_ttft(self, request: Request, now: float) -> None:
+        """Take in what became of a forecast, where it was of what then happened."""
+        if (
+            request.predicted_ttft is not None
+            and not request.slo.best_effort
+            and not request.num_preemptions
+        ):
+            self.forecast.learn(
+                request.predicted_ttft / request.forecast_bias, now - request.arrival_time
+            )
+
     def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
         """End a request and free its blocks; ``prune`` takes it out of the running list too."""
+        self._looked_at = -1
         if request.status is RequestStatus.RUNNING:
             self._planner.released.append(request.request_id)
             if prune:

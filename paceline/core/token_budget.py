@@ -51,6 +51,9 @@ class Allowance(NamedTuple):
 class TokenBudget(Protocol):
     """Asked once a step, before anything is planned."""
 
+    # of a step in which all is best effort
+    best_effort_seconds: float
+
     def allow(self, running: Sequence[Request], now: float) -> Allowance:
         """What the next step may spend."""
         ...
@@ -62,6 +65,8 @@ class TokenBudget(Protocol):
 
 class FixedTokenBudget:
     """The same every step."""
+
+    best_effort_seconds = math.inf
 
     def __init__(self, model: StepTimeModel, max_num_batched_tokens: int) -> None:
         self._model = model
@@ -106,7 +111,7 @@ class AdaptiveTokenBudget:
         self._model = model
         self._most = max_num_batched_tokens
         self._work = work
-        self._best_effort_step = best_effort_step_s
+        self.best_effort_seconds = best_effort_step_s
         self._overhead = overhead
         self._known_at = -1
         self._tiles = 1
@@ -141,7 +146,7 @@ class AdaptiveTokenBudget:
                 spare = min(spare, self._spare(request, slo.tpot, request.first_token_time, now))
         base = StepShape(0, 0.0, narrow_rows, narrow_keys)
         if best_effort:
-            allowed = self._best_effort_step
+            allowed = self.best_effort_seconds
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
             allowed = 0.0 if urgent else math.inf

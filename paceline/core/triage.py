@@ -36,10 +36,17 @@ def triage(
         ttft = request.slo.ttft
         assert ttft is not None, "only requests with a target can miss it"
         work = seconds(request)
-        end += work
-        heapq.heappush(kept, (-work, number, request))
-        if end > request.arrival_time + ttft:
-            largest, _, loser = heapq.heappop(kept)
-            end += largest
+        due = request.arrival_time + ttft
+        if end + work <= due:
+            end += work
+            heapq.heappush(kept, (-work, number, request))
+            continue
+        largest = -kept[0][0] if kept else 0.0
+        if largest > work and end + work - largest <= due:
+            loser = heapq.heapreplace(kept, (-work, number, request))[2]
+            end += work - largest
             left_out.append(loser)
+        else:
+            # it is the largest, or late whoever else is left out
+            left_out.append(request)
     return left_out

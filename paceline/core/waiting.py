@@ -6,7 +6,8 @@ This module does not know which policy orders it or what runs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
 from paceline.core.kv_cache import KVCacheManager
@@ -30,32 +31,39 @@ def _is_targeted(request: Request) -> bool:
 
 
 class WaitingRoom:
-    """All requests that could run next. Those that wait for an event are elsewhere (``forks``).
+    """All requests that could run next, best effort apart from the others. Those that wait for an
+    event are elsewhere (``forks``).
 
     Args:
-        queue: orders them; nobody else may change it.
+        make_queue: the policy's; called twice. Nobody else may change the queues.
     """
 
-    def __init__(self, queue: WaitingQueue, kv: KVCacheManager) -> None:
-        self.queue = queue
+    def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
+        # [all others, best effort]
+        self._queues = (make_queue(), make_queue())
         self.clocks = WaitClocks()
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
         # members with a TTFT target that may still be met, by order
         self._targeted: list[Request] = []
-        # [all others, best effort]
-        self._num_requests = [0, 0]
+        # arrivals and departures of these
+        self.num_changes = 0
         self._num_tokens = [0, 0]
 
     def __len__(self) -> int:
-        return len(self.queue)
+        return len(self._queues[0]) + len(self._queues[1])
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self.queue)
+        return chain(*self._queues)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self.queue
+        return request in self._queues[request.slo.best_effort]
+
+    @property
+    def ordinary(self) -> WaitingQueue:
+        """The queue of those that are not best effort, to look at."""
+        return self._queues[0]
 
     def enter(self, request: Request, now: float) -> None:
         """A request begins to wait."""
@@ -72,36 +80,40 @@ class WaitingRoom:
         request.waits = spent
 
     def push(self, request: Request) -> None:
-        """Put a request at its place; one that was popped goes on waiting."""
+        """Put a request at its place; one that was taken goes on waiting."""
         band = request.slo.best_effort
-        self._num_requests[band] += 1
         self._num_tokens[band] += request.num_prompt_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
         if _is_targeted(request):
+            self.num_changes += 1
             insort(self._targeted, request, key=_ORDER)
-        self.queue.push(request)
+        self._queues[band].push(request)
 
-    def peek(self) -> Request | None:
-        return self.queue.peek()
+    def peek(self, *, best_effort: bool) -> Request | None:
+        """The first of its kind."""
+        return self._queues[best_effort].peek()
 
-    def pop(self) -> Request | None:
-        request = self.queue.pop()
-        if request is not None:
-            self._uncount(request)
-        return request
+    def first(self) -> Request | None:
+        """The first of all: best effort only if nobody else waits."""
+        return self._queues[0].peek() or self._queues[1].peek()
+
+    def take(self, head: Request) -> None:
+        """Take out what ``peek`` or ``first`` has just shown."""
+        taken = self._queues[head.slo.best_effort].pop()
+        assert taken is head, "somebody else came first"
+        self._uncount(head)
 
     def remove(self, request: Request) -> None:
-        """Take a member out for good."""
-        self.queue.remove(request)
+        """Take a member out, wherever it stands. It may come back as best effort."""
+        self._queues[request.slo.best_effort].remove(request)
         self._uncount(request)
 
     def _uncount(self, request: Request) -> None:
-        band = request.slo.best_effort
-        self._num_requests[band] -= 1
-        self._num_tokens[band] -= request.num_prompt_tokens
+        self._num_tokens[request.slo.best_effort] -= request.num_prompt_tokens
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
+            self.num_changes += 1
             del self._targeted[bisect_left(self._targeted, request.order, key=_ORDER)]
 
     @property
@@ -113,11 +125,11 @@ class WaitingRoom:
         """(requests, prompt tokens) taken to be served before a newcomer: all of them, less best
         effort unless it is that itself."""
         bands = 2 if request.slo.best_effort else 1
-        return sum(self._num_requests[:bands]), sum(self._num_tokens[:bands])
+        return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
 
     def prefetch(self) -> None:
         """Fetch the swapped blocks of the first, if it has any and there is room."""
-        head = self.queue.peek()
+        head = self.first()
         if head is not None and not head.num_pending_tokens and self._kv.prefetch(head):
             self._holders[head.request_id] = head
 
@@ -131,14 +143,14 @@ class WaitingRoom:
 
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
-        members = list(self.queue)
+        members = list(self)
         for request in members:
             assert bool(request.block_ids) == (request.request_id in self._holders), (
                 f"request {request.request_id} waits with blocks that nobody could take back"
             )
         assert set(self._holders) <= {request.request_id for request in members}
         assert self._targeted == sorted(filter(_is_targeted, members), key=_ORDER)
-        bands = [[r for r in members if r.slo.best_effort is band] for band in (False, True)]
-        assert [len(band) for band in bands] == self._num_requests
-        assert [sum(r.num_prompt_tokens for r in band) for band in bands] == self._num_tokens
-        self.queue.check_integrity()
+        for band, queue in enumerate(self._queues):
+            assert all(request.slo.best_effort == bool(band) for request in queue)
+            assert sum(request.num_prompt_tokens for request in queue) == self._num_tokens[band]
+            queue.check_integrity()

@@ -249,11 +249,10 @@ class Replica:
         result = StepResult(
             step_id=step.plan.step_id, sampled=step.requests_end, elapsed=step.seconds
         )
-        for update in self.scheduler.update(step.plan, result, now):
-            if update[3] is not None:
-                job = self._jobs.pop(update[0])
-                job.last_token = now
-                self._on_end(self, job, True, now)
+        for update in self.scheduler.update(step.plan, result, now, tell_all=False):
+            job = self._jobs.pop(update[0])
+            job.last_token = now
+            self._on_end(self, job, True, now)
 
     def served(self, job: Job, *, refused: bool = False) -> Served:
         """The record of a job that ended on this replica."""

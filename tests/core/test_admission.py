@@ -44,7 +44,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     driver.step()
     driver.add(make_request("b", 4, 50))
     with pytest.raises(QueueFullError, match="limit is 30 s") as error:
-        for index in range(9):
+        for index in range(20):
             driver.add(make_request(f"c{index}", 4, 50))
     predicted = driver.scheduler._predict_ttft(make_request("d", 4, 50))
     assert predicted is not None

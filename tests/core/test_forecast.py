@@ -62,5 +62,5 @@ def test_a_bias_corrects_itself() -> None:
     forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
     before = forecast_of(forecast)
     for _ in range(200):
-        forecast.learn(forecast_of(forecast), 2.0 * before)
+        forecast.learn(forecast_of(forecast) / forecast.bias, 2.0 * before)
     assert 1.9 * before < forecast_of(forecast) < 2.1 * before

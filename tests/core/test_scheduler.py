@@ -520,3 +520,20 @@ def test_the_same_events_give_the_same_plans() -> None:
         return driver.plans
 
     assert plans() == plans()
+
+
+def test_a_simulator_may_ask_for_the_ends_alone() -> None:
+    told: list[list[str]] = []
+    for tell_all in (True, False):
+        driver = Driver(num_blocks=100)
+        for index in range(4):
+            driver.add(make_request(f"r{index}", 6, 2 + index))
+        ends = []
+        while driver.scheduler.has_unfinished:
+            plan = driver.scheduler.schedule(driver.now)
+            result = driver.backend.execute(plan).result()
+            updates = driver.scheduler.update(plan, result, driver.now, tell_all=tell_all)
+            assert tell_all or all(update.finish_reason is not None for update in updates)
+            ends += [u.request_id for u in updates if u.finish_reason is not None]
+        told.append(ends)
+    assert told[0] == told[1] == ["r0", "r1", "r2", "r3"]

@@ -101,8 +101,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("abc"),
         slo=st.builds(
             Slo,
-            ttft=st.sampled_from([None, 0.1, 5.0]),
-            tpot=st.sampled_from([None, 0.01, 1.5]),
+            ttft=st.sampled_from([None, 0.1, 5.0, 30.0]),
+            tpot=st.sampled_from([None, 0.01, 1.5, 4.0]),
+            queue_ttl=st.sampled_from([None, None, 4.0]),
             deadline=st.sampled_from([None, 20.0]),
             best_effort=st.booleans(),
         ),

@@ -38,6 +38,8 @@ __all__ = ["TorchBackend"]
 
 _log = logging.getLogger(__name__)
 
+# host memory to swap to on CUDA, unless said otherwise
+_PINNED_BYTES = 4 << 30
 # blocks moved to measure how long one takes
 _SWAPPED = 8
 
@@ -52,6 +54,8 @@ class TorchBackend:
         self._info = info
         self._executor = executor
         self._mask_thread: ThreadPoolExecutor | None = None
+        # the last fetch of swapped blocks
+        self._prefetch: Future[None] | None = None
 
     @classmethod
     def load(
@@ -83,8 +87,8 @@ class TorchBackend:
             threads: processor threads; None: as many as there are cores to use.
             compute: "torch", "native" for the C++ library on the CPU, which adds the dtypes "int8"
                 and "q4" of weights, or "auto": native where it can serve the model.
-            swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size. It is
-                taken when first needed.
+            swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size, taken as
+                it is used; on CUDA 4 GiB at most, pinned at once.
 
         Raises:
             CheckpointError: the model cannot be read.
@@ -129,9 +133,12 @@ class TorchBackend:
         if self._runner is None:
             raise RuntimeError("the backend is closed")
         runner = self._runner
+        if self._prefetch is not None and self._prefetch.done():
+            # blocks that did not come back must not be computed with
+            self._prefetch.result()
         future = self._executor.submit(runner.run, plan)
         if plan.prefetches:
-            self._executor.submit(runner.prefetch, plan)
+            self._prefetch = self._executor.submit(runner.prefetch, plan)
         return future
 
     def constrain(self, matchers: MatcherSource) -> None:
@@ -194,7 +201,12 @@ def _build(
             max_model_len=length,
             device=device,
         )
-    num_host_blocks = num_blocks // 2 if swap_bytes is None else swap_bytes // bytes_per_block
+    if swap_bytes is None:
+        # on CUDA it is pinned, so taken at once
+        most = _PINNED_BYTES if device.type == "cuda" else math.inf
+        num_host_blocks = int(min(num_blocks // 2, most // bytes_per_block))
+    else:
+        num_host_blocks = swap_bytes // bytes_per_block
     decoder: StepModel
     store: BlockStore
     if native:

@@ -148,8 +148,11 @@ class ModelRunner:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
-        started = time.monotonic()
         with torch.inference_mode():
+            if plan.swaps:
+                # not part of the step's time: that is to say how long its rows take
+                self._attention.swap_blocks(plan.swaps)
+            started = time.monotonic()
             self._apply(plan)
             sampled, logprobs, errors = self._execute(plan.rows)
             prompt_logprobs = self._take_prompt_logprobs(plan.rows)
@@ -171,8 +174,6 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released:
             self._release(request_id)
-        if plan.swaps:
-            self._attention.swap_blocks(plan.swaps)
         for new in plan.new_requests:
             self._add(new)
         if plan.block_copies:

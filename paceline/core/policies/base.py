@@ -34,11 +34,16 @@ class SchedulingPolicy(Protocol):
     mixes: bool
 
     def make_queue(self) -> WaitingQueue:
-        """The queue of waiting requests; called once."""
+        """A queue of waiting requests. Called twice: best effort waits apart."""
         ...
 
     def key(self, request: Request) -> float:
         """Smaller runs sooner; equal keys run in order of arrival. Called once, when added."""
+        ...
+
+    def later(self, key: float) -> float:
+        """The key of a request that has become best effort: not smaller, and without asking ``key``
+        again."""
         ...
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:

@@ -33,6 +33,9 @@ class FcfsPolicy:
         late = self._context.config.best_effort_delay_s if request.slo.best_effort else 0.0
         return request.arrival_time + late
 
+    def later(self, key: float) -> float:
+        return key + self._context.config.best_effort_delay_s
+
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         return [r for r in candidates if r.slo.best_effort] or candidates
 

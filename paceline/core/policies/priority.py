@@ -24,6 +24,10 @@ class PriorityPolicy(FcfsPolicy):
     def key(self, request: Request) -> float:
         return request.priority + self._arrival(request) / self._context.config.priority_ageing_s
 
+    def later(self, key: float) -> float:
+        config = self._context.config
+        return key + config.best_effort_delay_s / config.priority_ageing_s
+
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         last = super().expendable(candidates)
         worst = max(request.priority for request in last)
