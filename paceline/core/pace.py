@@ -2,45 +2,54 @@
 
 The TPOT guard of SCORPIO (arXiv 2505.23022), without its credits: requests are let in while a step
 that computes one token for each of those running, and for the newcomer, is predicted to take no
-longer than the tightest TPOT among them.
+longer than the tightest TPOT among them. A target that not even a row alone can meet is past caring
+for: nobody else waits for it.
 
 This module does not know the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from typing import Final
 
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.survey import Survey
 
-__all__ = ["pace_allows"]
+__all__ = ["PaceGuard"]
 
 # of the target, for steps that take longer than predicted
 _SHARE: Final = 0.9
 
 
-def pace_allows(request: Request, running: Iterable[Request], model: StepTimeModel) -> bool:
-    """Whether ``request`` may join. Best-effort requests count on neither side: they are left out
-    of a step that would be late."""
-    if request.slo.best_effort or not model.ready:
-        return True
-    # a target that not even a row alone can meet is past caring for
-    least = model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE
-    tightest = request.slo.tpot
-    if tightest is not None and tightest < least:
-        tightest = None
-    rows = 0
-    keys = request.num_tokens
-    for other in running:
-        slo = other.slo
-        if slo.best_effort:
-            continue
-        rows += 1
-        keys += other.num_computed_tokens
-        if slo.tpot is not None and slo.tpot >= least and (tightest is None or slo.tpot < tightest):
-            tightest = slo.tpot
-    if tightest is None or rows == 0:
-        return True
-    return model.predict(StepShape(0, 0.0, rows + 1, keys)) <= _SHARE * tightest
+class PaceGuard:
+    """Made for one step, of what runs. Best-effort requests count on neither side: they are left
+    out of a step that would be late."""
+
+    def __init__(self, survey: Survey, model: StepTimeModel) -> None:
+        self._model = model
+        # a target below this cannot be met
+        self._least = least = model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE
+        self._tightest = min((t for t in survey.targets if t >= least), default=math.inf)
+        self._rows, self._keys = len(survey.ordinary), survey.narrow_keys
+
+    def add(self, request: Request) -> None:
+        """It runs too."""
+        self._rows += 1
+        self._keys += request.num_computed_tokens
+        self._tightest = min(self._tightest, self._target(request))
+
+    def allows(self, request: Request) -> bool:
+        """Whether ``request`` may join those running."""
+        if request.slo.best_effort or self._rows == 0 or not self._model.ready:
+            return True
+        tightest = min(self._tightest, self._target(request))
+        if tightest == math.inf:
+            return True
+        shape = StepShape(0, 0.0, self._rows + 1, self._keys + request.num_tokens)
+        return self._model.predict(shape) <= _SHARE * tightest
+
+    def _target(self, request: Request) -> float:
+        tpot = request.slo.tpot
+        return math.inf if tpot is None or tpot < self._least else tpot

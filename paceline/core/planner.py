@@ -22,12 +22,13 @@ from paceline.core.forecast import MemoryOutlook
 from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.outputs import NewRequest, ScheduledRow
-from paceline.core.pace import pace_allows
+from paceline.core.pace import PaceGuard
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.preemption import Preemption
 from paceline.core.pressure import Pressure
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step_time import StepTimeModel
+from paceline.core.survey import Survey
 from paceline.core.token_budget import TokenBudget
 from paceline.core.triage import triage
 from paceline.core.waiting import WaitingRoom
@@ -81,16 +82,26 @@ class Planner:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_relegated = 0
+        # of this step
+        self._guard = PaceGuard(Survey(), step_time)
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
 
     def fill(
-        self, draft: Draft, now: float, *, starts: float, held: bool, pressure: Pressure
+        self,
+        draft: Draft,
+        survey: Survey,
+        now: float,
+        *,
+        starts: float,
+        held: bool,
+        pressure: Pressure,
     ) -> Reason | None:
         """Plan rows.
 
         Args:
+            survey: of ``running``.
             starts: when the step is predicted to start.
             held: the policy lets nobody in for now.
             pressure: the memory valve's level.
@@ -98,18 +109,20 @@ class Planner:
         Returns:
             What holds the head of the queue up; None if nothing does.
         """
+        self._guard = PaceGuard(survey, self._step_time)
         if not held:
-            self._triage(starts)
-            self._displace(now)
+            self._triage(survey, starts)
+            if self._displace(now):
+                survey = Survey.of(self.running)
+                self._guard = PaceGuard(survey, self._step_time)
         if not self._policy.mixes:
             self._choose_kind(draft, held)
         running = self.running
-        ordinary = [r for r in running if not r.slo.best_effort]
-        others = len(running) - len(ordinary)
-        if pressure >= Pressure.PREEMPT_BEST_EFFORT and ordinary and others:
-            self._preempt([r for r in running if r.slo.best_effort][-1], now)
+        others = len(survey.best_effort)
+        if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.ordinary and others:
+            self._preempt(survey.best_effort[-1], now)
             others -= 1
-        preempted = self._run(draft, ordinary, others, now)
+        preempted = self._run(draft, survey.ordinary, others, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
@@ -118,7 +131,9 @@ class Planner:
             held_by = self._let_in(draft, now, pressure, best_effort=False)
             draft.budget += others
         if others:
-            late = self._run(draft, [r for r in running if r.slo.best_effort], 0, now)
+            # those that ran before: whoever was let in just now has a row
+            rest = [r for r in survey.best_effort if r.status is RequestStatus.RUNNING]
+            late = self._run(draft, rest, 0, now)
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
         if held_by is None and self._waiting.peek(best_effort=True) is not None:
@@ -250,17 +265,17 @@ class Planner:
         self.released.append(request.request_id)
         self._waiting.enter(request, now)
 
-    def _displace(self, now: float) -> None:
-        """Preempt running requests that stand in the way of a better waiting one."""
+    def _displace(self, now: float) -> bool:
+        """Preempt running requests that stand in the way of a better waiting one, if any do."""
         head = self._waiting.first()
         if (
             head is None
             or head.num_pending_tokens
             # it would not be let in whoever made way
             or self._is_late(head, now)
-            or not self._is_paced(head)
+            or not self._allows(head)
         ):
-            return
+            return False
         chosen = choose_displaced(
             head, self.running, self._policy.displaces, self._kv, self._config.max_num_seqs
         )
@@ -269,16 +284,21 @@ class Planner:
             head.times_bypassed = self._config.max_bypasses
         for loser in chosen:
             self._preempt(loser, now)
+        return bool(chosen)
 
-    def relegate_late(self, running: Iterable[Request], now: float) -> None:
-        """Running requests whose first token is late whatever happens make way for the others."""
-        for request in running:
+    def relegate_late(self, wide: Iterable[Request], now: float) -> bool:
+        """Running requests whose first token is late whatever happens make way for the others.
+        Returns whether there were any."""
+        found = False
+        for request in wide:
             if self._is_late(request, now):
+                found = True
                 self.running.remove(request)
                 self._relegate(request)
                 insort(self.running, request, key=_ORDER)
+        return found
 
-    def _triage(self, starts: float) -> None:
+    def _triage(self, survey: Survey, starts: float) -> None:
         """Let those go who cannot all be on time."""
         waiting = self._waiting.targeted
         if not waiting or not self._config.relegate_late or not self._step_time.ready:
@@ -291,11 +311,9 @@ class Planner:
         ):
             return
         self._since_triage = 0
-        per_token = self._budget.seconds_per_token(self.running)
+        per_token = self._budget.seconds_per_token(survey)
         unfinished = sum(
-            left
-            for request in self.running
-            if not request.slo.best_effort and (left := request.num_uncomputed_tokens) > 1
+            request.num_uncomputed_tokens for request in survey.wide if not request.slo.best_effort
         )
 
         def seconds(request: Request) -> float:
@@ -414,11 +432,9 @@ class Planner:
             return patient
         return head
 
-    def _is_paced(self, request: Request) -> bool:
+    def _allows(self, request: Request) -> bool:
         """Whether everybody's tokens stay in time with one more."""
-        return not self._config.pace_admission or pace_allows(
-            request, self.running, self._step_time
-        )
+        return not self._config.pace_admission or self._guard.allows(request)
 
     def _outlook(self, best_effort: bool) -> MemoryOutlook:
         """The running requests' memory; best effort makes way, so others need not count it."""
@@ -440,7 +456,7 @@ class Planner:
             if self._waiting.drop_blocks() and self._kv.admit(request, beside_others=False):
                 return None
             return Reason.MEMORY
-        if not self._is_paced(request):
+        if not self._allows(request):
             return Reason.PACE
         if outlook is not None and not outlook.admits(request, num_shared):
             return Reason.MEMORY
@@ -466,6 +482,8 @@ class Planner:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
         insort(self.running, request, key=_ORDER)
+        if not request.slo.best_effort:
+            self._guard.add(request)
         draft.new.append(
             NewRequest(
                 request_id=request.request_id,

@@ -46,6 +46,7 @@ from paceline.core.policies import FcfsPolicy, PolicyContext, SchedulingPolicy, 
 from paceline.core.pressure import Pressure, PressureValve
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.survey import Survey
 from paceline.core.token_budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
 from paceline.core.waiting import WaitingRoom
 from paceline.core.waits import REASONS, Reason
@@ -224,19 +225,17 @@ class Scheduler:
         pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         # steps run one after another, so this one starts when those planned before it have ended
         starts = max(now, self._busy_until) if self._in_flight else now
-        self._planner.relegate_late(
-            # num_uncomputed_tokens > 1, without the call
-            [r for r in running if r.num_tokens + r.num_pending_tokens > r.num_computed_tokens + 1],
-            starts,
-        )
-        allowance = self.budget.allow(running, starts)
+        survey = Survey.of(running)
+        if self._planner.relegate_late(survey.wide, starts):
+            survey = Survey.of(running)
+        allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
         draft = Draft(allowance)
         if pressure >= Pressure.SMALL_CHUNKS:
             draft.budget = min(draft.budget, len(running) + max(_MIN_CHUNK, self._chunk // 4))
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held_by = self._planner.fill(
-            draft, now, starts=starts, held=self.wake_at is not None, pressure=pressure
+            draft, survey, now, starts=starts, held=self.wake_at is not None, pressure=pressure
         )
         self._held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(self._held_by, now)

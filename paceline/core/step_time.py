@@ -133,7 +133,7 @@ class StepTimeModel:
             ]
             self._moment[i] = self._moment[i] * keep + share * seconds
         self.num_observations += 1
-        if self.num_observations <= 64 or self.num_observations % 8 == 0:
+        if self.num_observations <= 64 or self.num_observations % 16 == 0:
             self._solve()
             self._sorted_ratios = sorted(self._ratios)
         return predicted

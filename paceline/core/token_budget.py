@@ -17,11 +17,11 @@ This module does not know the queue, memory or the clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.survey import Survey
 from paceline.core.work import WorkEstimator
 
 __all__ = ["AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
@@ -54,11 +54,11 @@ class TokenBudget(Protocol):
     # of a step in which all is best effort
     best_effort_seconds: float
 
-    def allow(self, running: Sequence[Request], now: float) -> Allowance:
+    def allow(self, running: Survey, now: float) -> Allowance:
         """What the next step may spend."""
         ...
 
-    def seconds_per_token(self, running: Sequence[Request]) -> float:
+    def seconds_per_token(self, running: Survey) -> float:
         """What a prompt token takes while these run, all of them being on time."""
         ...
 
@@ -72,14 +72,12 @@ class FixedTokenBudget:
         self._model = model
         self._allowance = Allowance(max_num_batched_tokens)
 
-    def allow(self, running: Sequence[Request], now: float) -> Allowance:
+    def allow(self, running: Survey, now: float) -> Allowance:
         return self._allowance
 
-    def seconds_per_token(self, running: Sequence[Request]) -> float:
-        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
-        base = StepShape(0, 0.0, len(narrow), sum(narrow))
-        tokens = max(2, self._allowance.tokens - len(running))
-        return self._model.predict(base.plus(0, tokens)) / tokens
+    def seconds_per_token(self, running: Survey) -> float:
+        tokens = max(2, self._allowance.tokens - running.num_running)
+        return self._model.predict(running.base.plus(0, tokens)) / tokens
 
 
 class AdaptiveTokenBudget:
@@ -119,48 +117,32 @@ class AdaptiveTokenBudget:
         self._floor = floor
         self._quantile = quantile
 
-    def allow(self, running: Sequence[Request], now: float) -> Allowance:
+    def allow(self, running: Survey, now: float) -> Allowance:
         if not self._model.ready:
-            return Allowance(min(self._most, max(_UNTRAINED, len(running) + self._floor)))
+            return Allowance(min(self._most, max(_UNTRAINED, running.num_running + self._floor)))
+        base = running.base
+        wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
         spare = math.inf
-        narrow_rows = narrow_keys = 0
-        wide_start = 0
-        best_effort = bool(running)
-        urgent = False
-        for request in running:
-            slo = request.slo
-            computed = request.num_computed_tokens
-            # num_uncomputed_tokens > 1, without the call
-            if request.num_tokens + request.num_pending_tokens > computed + 1:
-                wide_start = max(wide_start, computed)
-                if not slo.best_effort:
-                    best_effort = False
-                    urgent = urgent or slo.ttft is not None
-                continue
-            if slo.best_effort:
-                continue
-            best_effort = False
-            narrow_rows += 1
-            narrow_keys += computed
-            if slo.tpot is not None and request.first_token_time is not None:
-                spare = min(spare, self._spare(request, slo.tpot, request.first_token_time, now))
-        base = StepShape(0, 0.0, narrow_rows, narrow_keys)
-        if best_effort:
+        for request in running.paced:
+            spare = min(spare, self._spare(request, now))
+        if running.num_running and not running.ordinary:
             allowed = self.best_effort_seconds
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
-            allowed = 0.0 if urgent else math.inf
+            allowed = 0.0 if running.urgent else math.inf
             return Allowance(self._total(self._knee(), running), allowed)
         else:
             allowed = spare / max(1.0, self._model.quantile(self._quantile))
         tokens = self._total(self._within(base, wide_start, allowed), running)
-        return Allowance(tokens, 0.0 if urgent else allowed)
+        return Allowance(tokens, 0.0 if running.urgent else allowed)
 
-    def _spare(self, request: Request, tpot: float, first_token: float, now: float) -> float:
+    def _spare(self, request: Request, now: float) -> float:
         """Seconds the next step may take for a paced request: until its next token is due, or, for
         one that is behind, a share of the time until its last one is, so that it catches up while
         it lasts and not at once. One that cannot catch up has missed: it is kept at its pace, and
         others need not miss for it."""
+        tpot, first_token = request.slo.tpot, request.first_token_time
+        assert tpot is not None and first_token is not None, "it is paced"
         pace = _PACE * tpot
         num_output = request.num_tokens - request.num_prompt_tokens
         done = num_output + request.num_pending_tokens
@@ -174,20 +156,11 @@ class AdaptiveTokenBudget:
             return pace
         return max(spare, catching_up)
 
-    def seconds_per_token(self, running: Sequence[Request]) -> float:
-        narrow_rows = narrow_keys = 0
-        tightest = math.inf
-        for request in running:
-            if request.slo.best_effort or request.num_uncomputed_tokens > 1:
-                continue
-            narrow_rows += 1
-            narrow_keys += request.num_computed_tokens
-            if request.slo.tpot is not None:
-                tightest = min(tightest, request.slo.tpot)
-        base = StepShape(0, 0.0, narrow_rows, narrow_keys)
+    def seconds_per_token(self, running: Survey) -> float:
+        base = running.base
         tokens = self._knee()
-        if tightest < math.inf:
-            tokens = max(self._floor, self._within(base, 0, _PACE * tightest))
+        if running.paced:
+            tokens = max(self._floor, self._within(base, 0, _PACE * running.tightest))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
     def _knee(self) -> int:
@@ -216,6 +189,6 @@ class AdaptiveTokenBudget:
                 high = middle - 1
         return low * tile
 
-    def _total(self, tokens: int, running: Sequence[Request]) -> int:
+    def _total(self, tokens: int, running: Survey) -> int:
         """A chunk of prompt and one token for each of those running."""
-        return min(self._most, len(running) + max(tokens, self._floor))
+        return min(self._most, running.num_running + max(tokens, self._floor))

@@ -13,6 +13,7 @@ from paceline.core.request import Request, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
 from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.survey import Survey
 from paceline.core.token_budget import AdaptiveTokenBudget
 from paceline.core.work import WorkEstimator
 from tests.driving import Driver, make_request
@@ -50,50 +51,50 @@ def running(tpot: float | None, first_token: float = 0.0, num_output: int = 1) -
 
 def test_without_targets_it_is_a_fixed_budget() -> None:
     budget = budget_of(trained())
-    assert budget.allow([], 0.0).tokens == 512
-    assert budget.allow([running(None)], 0.0).tokens == 512
+    assert budget.allow(Survey.of([]), 0.0).tokens == 512
+    assert budget.allow(Survey.of([running(None)]), 0.0).tokens == 512
 
 
 @pytest.mark.parametrize(("tpot", "expected"), [(0.030, 161), (0.020, 65), (0.050, 321)])
 def test_the_chunk_fits_the_slack(tpot: float, expected: int) -> None:
     budget = budget_of(trained())
     # next token due at 0.9 * tpot: (that - 10 ms) / 0.1 ms tokens, tile-aligned, + 1 running
-    assert budget.allow([running(tpot)], 0.0).tokens == expected
+    assert budget.allow(Survey.of([running(tpot)]), 0.0).tokens == expected
 
 
 def test_a_request_ahead_of_schedule_lends_its_slack() -> None:
     budget = budget_of(trained())
     on_time, ahead = running(0.020, num_output=1), running(0.020, num_output=3)
-    assert budget.allow([on_time], 0.0).tokens == 65
-    assert budget.allow([ahead], 0.0).tokens == 417
+    assert budget.allow(Survey.of([on_time]), 0.0).tokens == 65
+    assert budget.allow(Survey.of([ahead]), 0.0).tokens == 417
 
 
 def test_the_tightest_request_decides() -> None:
     budget = budget_of(trained())
-    assert budget.allow([running(0.050), running(0.020)], 0.0).tokens == 2 + 64
+    assert budget.allow(Survey.of([running(0.050), running(0.020)]), 0.0).tokens == 2 + 64
 
 
 def test_late_requests_leave_the_floor_so_prompts_never_starve() -> None:
     budget = budget_of(trained(), floor=64)
-    assert budget.allow([running(0.020)], now=4.0).tokens == 1 + 64
+    assert budget.allow(Survey.of([running(0.020)]), now=4.0).tokens == 1 + 64
 
 
 def test_a_request_behind_catches_up_while_it_lasts() -> None:
     """Half a second late with 499 tokens of 18 ms to go: 1 ms a token does it."""
-    assert budget_of(trained()).allow([running(0.030)], now=0.5).tokens == 129
-    assert budget_of(trained()).allow([running(0.030)], now=2.5).tokens == 97
+    assert budget_of(trained()).allow(Survey.of([running(0.030)]), now=0.5).tokens == 129
+    assert budget_of(trained()).allow(Survey.of([running(0.030)]), now=2.5).tokens == 97
 
 
 def test_a_request_too_late_to_catch_up_is_paced_from_now_on() -> None:
     """9 s late with at most 499 tokens of 20 ms to go: prompts need not suffer for that."""
-    assert budget_of(trained()).allow([running(0.020)], now=9.0).tokens == 65
+    assert budget_of(trained()).allow(Survey.of([running(0.020)]), now=9.0).tokens == 65
 
 
 def test_steps_are_no_larger_than_it_takes_to_be_efficient() -> None:
     """10 ms are 3 % of a step of 3,233 tokens, and 25 % of one of 300."""
-    assert budget_of(trained(), overhead=0.03).allow([], 0.0).tokens == 512
-    assert budget_of(trained(), overhead=0.25).allow([], 0.0).tokens == 320
-    assert budget_of(trained(), overhead=0.25).allow([running(None)], 0.0).tokens == 321
+    assert budget_of(trained(), overhead=0.03).allow(Survey.of([]), 0.0).tokens == 512
+    assert budget_of(trained(), overhead=0.25).allow(Survey.of([]), 0.0).tokens == 320
+    assert budget_of(trained(), overhead=0.25).allow(Survey.of([running(None)]), 0.0).tokens == 321
 
 
 def batch(request: Request) -> Request:
@@ -104,19 +105,19 @@ def batch(request: Request) -> Request:
 def test_best_effort_alone_runs_in_short_steps() -> None:
     """10 ms and 0.1 ms a token: 30 ms are 192 tokens."""
     budget = budget_of(trained(), best_effort_step_s=0.030)
-    assert budget.allow([batch(running(None))], 0.0) == (1 + 192, 0.030)
-    assert budget.allow([batch(running(None)), running(None)], 0.0).tokens == 512
+    assert budget.allow(Survey.of([batch(running(None))]), 0.0) == (1 + 192, 0.030)
+    assert budget.allow(Survey.of([batch(running(None)), running(None)]), 0.0).tokens == 512
 
 
 def test_a_prompt_with_a_target_keeps_best_effort_rows_out() -> None:
     prompt = make_request("p", 300, slo=Slo(ttft=1.0))
-    assert budget_of(trained()).allow([prompt, batch(running(None))], 0.0).seconds == 0.0
+    assert budget_of(trained()).allow(Survey.of([prompt, batch(running(None))]), 0.0).seconds == 0.0
     patient = make_request("p", 300)
-    assert budget_of(trained()).allow([patient, batch(running(None))], 0.0).seconds > 1.0
+    assert budget_of(trained()).allow(Survey.of([patient, batch(running(None))]), 0.0).seconds > 1.0
 
 
 def test_an_untrained_model_is_not_trusted() -> None:
-    assert budget_of(StepTimeModel()).allow([running(0.011)], 0.0).tokens == 512
+    assert budget_of(StepTimeModel()).allow(Survey.of([running(0.011)]), 0.0).tokens == 512
 
 
 def longest_gap(adaptive: bool) -> float:

@@ -1,0 +1,84 @@
+"""What runs, added up once for everybody who asks at the start of a step.
+
+This module does not decide anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from paceline.core.request import Request
+from paceline.core.step_time import StepShape
+
+__all__ = ["Survey"]
+
+
+class Survey:
+    """Running requests by kind. *Narrow* is one token behind or none, *wide* is more."""
+
+    __slots__ = (
+        "best_effort",
+        "narrow_keys",
+        "narrow_rows",
+        "num_running",
+        "ordinary",
+        "paced",
+        "targets",
+        "tightest",
+        "urgent",
+        "wide",
+    )
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        # in order
+        self.ordinary: list[Request] = []
+        self.best_effort: list[Request] = []
+        # of both
+        self.wide: list[Request] = []
+        # of ordinary narrow ones
+        self.narrow_rows = 0
+        self.narrow_keys = 0
+        # ordinary narrow ones with a TPOT target and a first token, and the least such target
+        self.paced: list[Request] = []
+        self.tightest = math.inf
+        # TPOT targets of ordinary ones
+        self.targets: list[float] = []
+        # an ordinary wide one has a TTFT target
+        self.urgent = False
+
+    @classmethod
+    def of(cls, running: Iterable[Request]) -> Survey:
+        survey = cls()
+        ordinary, best_effort, wide = survey.ordinary, survey.best_effort, survey.wide
+        rows = keys = 0
+        for request in running:
+            slo = request.slo
+            computed = request.num_computed_tokens
+            is_wide = request.num_tokens + request.num_pending_tokens > computed + 1
+            if is_wide:
+                wide.append(request)
+            if slo.best_effort:
+                best_effort.append(request)
+                continue
+            ordinary.append(request)
+            if slo.tpot is not None:
+                survey.targets.append(slo.tpot)
+            if is_wide:
+                survey.urgent = survey.urgent or slo.ttft is not None
+                continue
+            rows += 1
+            keys += computed
+            if slo.tpot is not None and request.first_token_time is not None:
+                survey.paced.append(request)
+                if slo.tpot < survey.tightest:
+                    survey.tightest = slo.tpot
+        survey.narrow_rows, survey.narrow_keys = rows, keys
+        survey.num_running = len(ordinary) + len(best_effort)
+        return survey
+
+    @property
+    def base(self) -> StepShape:
+        """A step of one token for each ordinary narrow request."""
+        return StepShape(0, 0.0, self.narrow_rows, self.narrow_keys)
