@@ -45,7 +45,7 @@ QUICK = bool(os.environ.get("QUICK"))
 SECONDS = 15.0 if QUICK else 30.0
 # of the rate at which a burst is worked off
 RATES = (0.6, 1.2) if QUICK else (0.5, 0.8, 1.2, 2.0)
-BUDGETS = (256, 1024) if QUICK else (128, 256, 1024)
+BUDGETS = (256, 1024) if QUICK else (256, 512, 1024)
 ARRIVALS = {"poisson": 1.0, "bursty": 4.0}
 ATTAINMENT = 0.9
 # below this vLLM's server is not asked at higher rates

@@ -33,6 +33,9 @@ class Draft:
         self.seconds = allowance.seconds
         # tokens that best-effort requests may still get although there is no room for them
         self.charity = _CHARITY
+        # seconds left for best-effort rows, as of so many rows
+        self._room = 0.0
+        self._room_at = -1
         # which rows this step takes; both where the policy mixes
         self.narrow = self.wide = True
         # what ``shape`` is made of
@@ -106,7 +109,17 @@ class Draft:
     def spares(self, request: Request, model: StepTimeModel) -> bool:
         """Whether a best-effort request that runs gets a row: if there is room, or if it was passed
         over long enough and not too many others have been given one for that reason."""
-        if self.has_room(request.num_computed_tokens, 1, model):
+        if self.seconds == math.inf or not self.rows:
+            request.num_skipped_steps = 0
+            return True
+        if self._room_at != len(self.rows):
+            self._room_at = len(self.rows)
+            self._room = self.seconds - model.predict(self.shape)
+        cost_s = model.row_seconds(request.num_computed_tokens)
+        if cost_s <= self._room:
+            # the next one asks once this one has its row
+            self._room -= cost_s
+            self._room_at += 1
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1

@@ -110,6 +110,10 @@ class StepTimeModel:
         seconds: float = sum(map(mul, self._weights, shape.features()))
         return seconds
 
+    def row_seconds(self, start: int) -> float:
+        """What one more row of one token adds to a step."""
+        return self._weights[3] * _SCALES[3] + self._weights[4] * _SCALES[4] * start
+
     def quantile(self, q: float) -> float:
         """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
         if not self._sorted_ratios:
