@@ -117,6 +117,11 @@ class KVCacheManager:
         self._forget_host(request)
         return True
 
+    def hash_prompt(self, request: Request) -> None:
+        """Hash a new request's prompt for the prefix cache, so that no step has to wait for it."""
+        if self.config.enable_prefix_caching:
+            self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
+
     def num_in_use(self, request: Request) -> int:
         """Blocks a waiting request would start with that others hold, or it itself does."""
         return sum(self.pool.ref_count(block_id) > 0 for block_id in self.starting_blocks(request))

@@ -148,6 +148,7 @@ class Scheduler:
             waiting = len(self._waiting) + len(self._forks)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level)
             self._admission.limit(request, self._num_added)
+            self.kv.hash_prompt(request)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request

@@ -28,6 +28,7 @@ _SCALES: Final = (1.0, 1e-3, 1e-6, 1e-2, 1e-5, 1.0)
 _SIZE: Final = len(_SCALES)
 _RIDGE: Final = 1e-6
 _SWEEPS: Final = 12
+_LATER_SWEEPS: Final = 4
 _WINDOW: Final = 256
 
 
@@ -146,7 +147,7 @@ class StepTimeModel:
         """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
         weights, gram, moment = self._weights, self._gram, self._moment
         ridge = _RIDGE * gram[0][0]
-        for _ in range(_SWEEPS):
+        for _ in range(_SWEEPS if self.num_observations <= 64 else _LATER_SWEEPS):
             for i in range(_SIZE):
                 row = gram[i]
                 diagonal = row[i] + ridge
