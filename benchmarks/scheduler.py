@@ -5,8 +5,9 @@ results made up in advance (every row samples one token). Requests are long enou
 set is renewed as they finish: prompts of 256 tokens, outputs of 64 to 192, 16-token blocks, prefix
 caching on. Timed is exactly what the engine's thread would spend per step: ``schedule`` plus
 ``update``. The garbage collector is on, set as an engine process sets it. Prints a table
-over the number waiting and one JSON line for RUNNING = 256, WAITING = 10,000. Rows ``everything``: the default policy with
-all that predicts, paces, swaps and relieves pressure at work (see ``measure``).
+over the number waiting and one JSON line for RUNNING = 256, WAITING = 10,000. Rows ``everything``:
+the default policy with all that predicts, paces, swaps and relieves pressure at work (see
+``measure``).
 """
 
 from __future__ import annotations
