@@ -258,8 +258,9 @@ class Scheduler:
         self._num_steps += 1
         self._planner.released.clear()
         self.yields = all(request.slo.best_effort for request in draft.requests)
-        self._in_flight.append((plan.step_id, draft.requests, draft.shape))
-        self._busy_until = starts + self.step_time.predict(draft.shape)
+        shape = draft.shape
+        self._in_flight.append((plan.step_id, draft.requests, shape))
+        self._busy_until = starts + self.step_time.predict(shape)
         return plan
 
     # ------------------------------------------------------------------ results in
@@ -305,22 +306,30 @@ class Scheduler:
                 continue
             if not samples:
                 continue
-            if request.first_token_time is None:
-                request.first_token_time = now
-                self._learn_ttft(request, now)
-            if len(token_ids) == 1:
-                reason = request.append_output(token_ids[0])
+            total = request.num_tokens + 1
+            if (
+                len(token_ids) == 1
+                and total < request.max_total_tokens
+                and token_ids[0] not in request.stop_ids
+                and request.first_token_time is not None
+            ):
+                # nearly all, by the shortest way: the other branch would do the same
+                request.output_token_ids.append(token_ids[0])
+                request.num_tokens = total
             else:
+                if request.first_token_time is None:
+                    request.first_token_time = now
+                    self._learn_ttft(request, now)
                 token_ids, reason = _append_all(request, token_ids)
-            if reason is not None:
-                last = request.output_token_ids[-1]
-                if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
-                    request.stop_reason = last
-                self._finish(request, reason, prune=False)
-                ended = True
-                served(request, 0, len(token_ids))
-                append(_update_of(request, token_ids, row_logprobs))
-                continue
+                if reason is not None:
+                    last = request.output_token_ids[-1]
+                    if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
+                        request.stop_reason = last
+                    self._finish(request, reason, prune=False)
+                    ended = True
+                    served(request, 0, len(token_ids))
+                    append(_update_of(request, token_ids, row_logprobs))
+                    continue
             if listens:
                 served(request, 0, len(token_ids))
             if not tell_all:
