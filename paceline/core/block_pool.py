@@ -81,6 +81,12 @@ class BlockPool:
         prefix cache (their content is not to be trusted).
         """
         hashes, ref_counts = self._hashes, self._ref_counts
+        if not self._cached:
+            # nothing has a hash: the same in fewer steps, for those who do without prefix caching
+            self._blank += [b for b in reversed(block_ids) if ref_counts[b] == 1]
+            for block_id in block_ids:
+                ref_counts[block_id] -= 1
+            return
         for block_id in reversed(block_ids):
             ref_counts[block_id] -= 1
             if ref_counts[block_id] == 0:
