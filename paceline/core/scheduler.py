@@ -256,16 +256,14 @@ class Scheduler:
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
         if self._held_by is Reason.SLOTS or self._held_by is Reason.BUDGET:
             self._waiting.prefetch()
-        swaps, prefetches = self.kv.take_swaps()
         plan = SchedulerOutput(
-            step_id=self._num_steps,
-            rows=tuple(draft.rows),
-            new_requests=tuple(draft.new),
-            block_copies=tuple(draft.copies),
-            released=tuple(self._planner.released),
-            num_tokens=draft.num_tokens,
-            swaps=swaps,
-            prefetches=prefetches,
+            self._num_steps,
+            tuple(draft.rows),
+            tuple(draft.new),
+            tuple(draft.copies),
+            tuple(self._planner.released),
+            draft.num_tokens,
+            *self.kv.take_swaps(),
         )
         self._num_steps += 1
         self._planner.released.clear()
@@ -289,7 +287,7 @@ class Scheduler:
         step_id, requests, shape, _ = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         # the next one has just begun
-        self._busy_until = now + sum(step[3] for step in self._in_flight)
+        self._busy_until = now + sum([step[3] for step in self._in_flight])
         if result.elapsed > 0.0:
             ready = self.step_time.ready
             predicted = self.step_time.observe(shape, result.elapsed)
