@@ -27,6 +27,8 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         # ids are keys; an OrderedDict is a linked list with O(1) removal from the middle
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # free blocks that have a hash
+        self._num_cached_free = 0
 
     @property
     def num_free(self) -> int:
@@ -36,6 +38,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks, free or not, that the prefix cache can find."""
         return len(self._cached)
+
+    @property
+    def num_cached_free(self) -> int:
+        """Free blocks that the prefix cache can find."""
+        return self._num_cached_free
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
@@ -48,7 +55,9 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
-            self._forget(block_id)
+            if self._hashes[block_id] is not None:
+                self._num_cached_free -= 1
+                self._forget(block_id)
             self._ref_counts[block_id] = 1
             taken.append(block_id)
         return taken
@@ -58,6 +67,7 @@ class BlockPool:
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
+                self._num_cached_free -= self._hashes[block_id] is not None
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, forget: bool = False) -> None:
@@ -75,6 +85,8 @@ class BlockPool:
                 self._free[block_id] = None
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
+                else:
+                    self._num_cached_free += 1
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, free or in use."""
@@ -91,6 +103,7 @@ class BlockPool:
         """Forget every cached prefix; blocks in use stay in use."""
         self._cached.clear()
         self._hashes = [None] * self.num_blocks
+        self._num_cached_free = 0
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
@@ -112,5 +125,7 @@ class BlockPool:
             assert self._hashes[block_id] == block_hash, (
                 f"block {block_id}: cached under a wrong hash"
             )
+        idle = sum(self._hashes[block_id] is not None for block_id in self._free)
+        assert idle == self._num_cached_free, f"{idle} cached free blocks, not as counted"
         hashed = sum(block_hash is not None for block_hash in self._hashes)
         assert hashed == len(self._cached), f"{hashed} hashed blocks, {len(self._cached)} cached"

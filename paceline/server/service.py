@@ -12,6 +12,7 @@ from typing import Final
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    EngineError,
     QueueFullError,
     RequestError,
     RequestFailedError,
@@ -71,6 +72,15 @@ class Service:
         self.refuse_if_draining()
         self.client.check_health()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``check_health`` returns."""
+        try:
+            self.check_health()
+        except EngineError:
+            return False
+        return True
+
     def enter(self) -> None:
         self.in_flight += 1
         self.idle.clear()
@@ -127,7 +137,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        observer = RequestObserver(self.metrics, request)
+        observer = RequestObserver(self.metrics.requests, request)
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
         try:
@@ -173,10 +183,14 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     info = client.info
     names = config.served_model_names or (info.model,)
     metrics = ServerMetrics(
-        info, lambda: client.stats, names[0], price_per_hour=config.price_per_hour
+        info,
+        lambda: client.stats,
+        names[0],
+        price_per_hour=config.price_per_hour,
+        ready=lambda: service.is_ready,
     )
     _listen(client, metrics)
-    return Service(
+    service = Service(
         client=client,
         config=config,
         rules=RequestRules(
@@ -198,6 +212,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
     )
+    return service
 
 
 def _listen(client: EngineClient, metrics: ServerMetrics) -> None:
