@@ -53,12 +53,16 @@ class BlockPool:
         The caller has checked ``num_free``; KeyError otherwise.
         """
         taken = []
+        free, hashes, cached, ref_counts = self._free, self._hashes, self._cached, self._ref_counts
         for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
-            if self._hashes[block_id] is not None:
+            block_id, _ = free.popitem(last=False)
+            # as _forget does, without the call: this runs for every block of every request
+            block_hash = hashes[block_id]
+            if block_hash is not None:
+                del cached[block_hash]
+                hashes[block_id] = None
                 self._num_cached_free -= 1
-                self._forget(block_id)
-            self._ref_counts[block_id] = 1
+            ref_counts[block_id] = 1
             taken.append(block_id)
         return taken
 
@@ -77,14 +81,15 @@ class BlockPool:
         prefix stays useful longer than what followed it. ``forget`` also drops them from the
         prefix cache (their content is not to be trusted).
         """
+        free, hashes, ref_counts = self._free, self._hashes, self._ref_counts
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
                 if forget:
                     self._forget(block_id)
-                self._free[block_id] = None
-                if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                free[block_id] = None
+                if hashes[block_id] is None:
+                    free.move_to_end(block_id, last=False)
                 else:
                     self._num_cached_free += 1
 
@@ -92,12 +97,14 @@ class BlockPool:
         """The block with this content, free or in use."""
         return self._cached.get(block_hash)
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Offer a full block to the prefix cache. The first block with a content wins; a
-        duplicate stays unregistered and is evicted first once free."""
-        if block_hash not in self._cached:
-            self._cached[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Offer full blocks to the prefix cache. The first block with a content wins; a duplicate
+        stays unregistered and is evicted first once free."""
+        cached = self._cached
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_hash not in cached:
+                cached[block_hash] = block_id
+                self._hashes[block_id] = block_hash
 
     def reset_cache(self) -> None:
         """Forget every cached prefix; blocks in use stay in use."""

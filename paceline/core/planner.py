@@ -171,6 +171,7 @@ class Planner:
         preempted = False
         block_size = self._cache.block_size
         rows, requests = draft.rows, draft.requests
+        pool = self._kv.pool
         plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
         caching = self._cache.enable_prefix_caching
         # such plain rows that the draft does not count yet, and the keys before them
@@ -184,12 +185,16 @@ class Planner:
                 plain
                 and total - computed == 1
                 and total < request.max_total_tokens
-                and computed < len(request.block_ids) * block_size
                 and not request.shares_tail
+                and (computed < len(request.block_ids) * block_size or pool.num_free)
             ):
                 # what most rows of most steps are, by the shortest way: the rest of this loop would
                 # do the same
-                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, (), True)))
+                block_ids: tuple[int, ...] = ()
+                if computed == len(request.block_ids) * block_size:
+                    block_ids = tuple(pool.allocate(1))
+                    request.block_ids += block_ids
+                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, block_ids, True)))
                 requests.append(request)
                 handed_out += 1
                 handed_keys += computed

@@ -59,6 +59,7 @@ class EngineLoop:
 
     Args:
         send: takes every message for the client, in order; must not block.
+        at_rest: called once whenever there has been nothing to do for a moment.
     """
 
     def __init__(
@@ -67,11 +68,14 @@ class EngineLoop:
         inbox: Inbox,
         send: Callable[[EngineMessage], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        at_rest: Callable[[], object] = lambda: None,
     ) -> None:
         self._core = core
         self._inbox = inbox
         self._send = send
         self._clock = clock
+        self._at_rest = at_rest
         self._readiness = Readiness(core.matchers)
         # news of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
@@ -108,6 +112,7 @@ class EngineLoop:
                 self._flush()
             else:
                 self._core.check_integrity()
+                self._at_rest()
                 checked = True
 
     def _patience(self, busy: bool, checked: bool) -> float:

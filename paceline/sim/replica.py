@@ -208,8 +208,7 @@ class Replica:
         missing = request.block_hashes[len(held) : (request.num_tokens - 1) // kv.block_size]
         kv.pool.acquire(held)
         landed = kv.pool.allocate(min(len(missing), kv.pool.num_free))
-        for block_id, block_hash in zip(landed, missing, strict=False):
-            kv.pool.register(block_id, block_hash)
+        kv.pool.register(landed, missing[: len(landed)])
         kv.pool.release([*held, *landed])
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
