@@ -73,6 +73,11 @@ class ServerMetrics:
         self._process_text = ""
         self._process_at = -_PROCESS_SECONDS
 
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's latest snapshot."""
+        return self._stats()
+
     def observe_stats(self, stats: EngineStats) -> None:
         """Take in the token counts of the engine's latest steps; once for every snapshot."""
         self._engine.observe_steps(stats)
