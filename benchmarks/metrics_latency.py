@@ -7,8 +7,8 @@ bring. Meanwhile /metrics is asked for RATE times a second for SECONDS seconds, 
 server's port and on ``--metrics-port``, each over a new connection and over one kept open; before
 that, 50 times each while the server is idle. Timed is from before the connection (or the request,
 where it is kept open) to the last byte of the answer, so the client's own wake-ups are in it.
-Two more rows tell what the rest costs: ``loop`` is /version, whose handler does nothing, so what any
-answer of the event loop takes; ``floor`` is a process that sends as many bytes and does nothing
+Two more rows tell what the rest costs: ``loop`` is /version, whose handler does nothing, so what
+any answer of the event loop takes; ``floor`` is a process that sends as many bytes and does nothing
 else, so what the machine takes. The streams' reader, the engine, the API process and this one share
 the cores; what the streams brought is printed with the table. ``staleness`` is what the exporter
 says of its numbers' age.

@@ -173,6 +173,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="PRICE",
         help="what the machine costs, for the metric paceline:cost_per_million_tokens",
     )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of every request to this OTLP/HTTP collector, such as "
+        "http://127.0.0.1:4318; needs paceline[otel]; default: no traces",
+    )
     add_engine_options(parser)
     add_admission_options(parser)
     parser.set_defaults(run=run)
@@ -237,6 +243,7 @@ def run(args: argparse.Namespace) -> int:
             tool_call_parser=args.tool_call_parser,
             sse_keep_alive=args.sse_keep_alive,
             api_keys=api_keys,
+            otlp_endpoint=args.otlp_endpoint,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(

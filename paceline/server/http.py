@@ -72,6 +72,8 @@ class ExchangeMiddleware:
         generates = scope["path"] in GENERATE_PATHS
         if generates:
             self._service.enter()
+            if self._service.tracing is not None:
+                self._service.tracing.arrive(scope)
         status = _STATUS_GONE
         sent = 0
         started = time.monotonic()

@@ -143,6 +143,8 @@ class _Life:
                 await serving
                 await service.responses.close()
                 service.prompts.close()
+                if service.tracing is not None:
+                    await asyncio.to_thread(service.tracing.close)
         return 0 if service.dead is None else 1
 
     async def _started(self, serving: asyncio.Future[None]) -> None:

@@ -27,6 +27,7 @@ from paceline.server.protocol import RequestRules
 from paceline.server.response_store import ResponseStore
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
+from paceline.server.tracing import Tracing
 
 __all__ = ["Service", "make_service"]
 
@@ -47,6 +48,8 @@ class Service:
     # unix time, for /v1/models
     created: int
     keys: KeyRing
+    # None: nobody asked for traces
+    tracing: Tracing | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -138,11 +141,15 @@ class Service:
 
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         observer = RequestObserver(self.metrics.requests, request)
+        trace = None if self.tracing is None else self.tracing.follow(request)
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
+        failure: Exception | None = None
         try:
             async for output in outputs:
                 observer.output(output, time.monotonic())
+                if trace is not None:
+                    trace.output(output)
                 self._check(output)
                 if output.finished:
                     end = "done"
@@ -150,9 +157,13 @@ class Service:
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)
+            failure = error
             raise
         finally:
-            observer.close(time.monotonic(), refused=refused, shed=shed)
+            now = time.monotonic()
+            observer.close(now, refused=refused, shed=shed)
+            if trace is not None:
+                trace.end(failure, now)
             await _close(outputs)
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
@@ -211,6 +222,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         metrics=metrics,
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
+        tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
     )
     return service
 
