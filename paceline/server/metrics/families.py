@@ -225,5 +225,6 @@ def _braces(labels: Mapping[str, str]) -> str:
 
 def _number(value: float) -> str:
     if math.isfinite(value):
-        return repr(value)
+        # an int of another kind (an enum) writes itself otherwise
+        return repr(float(value))
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.server.metrics.engine import EngineMetrics
-from paceline.server.metrics.families import Registry
+from paceline.server.metrics.families import Family, Registry
 from paceline.server.metrics.http import HttpMetrics
 from paceline.server.metrics.requests import RequestMetrics
 
@@ -72,6 +72,11 @@ class ServerMetrics:
         ProcessCollector(registry=self._process_registry)
         self._process_text = ""
         self._process_at = -_PROCESS_SECONDS
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """All but those of the process, which prometheus_client knows."""
+        return (*self.registry, *self._age)
 
     @property
     def stats(self) -> EngineStats:
