@@ -177,7 +177,7 @@ def test_a_busy_server(busy: ServerProcess) -> None:
     done = top(busy.address, "--json", "--once", "--interval", "0.5")
     frame = json.loads(done.stdout)
     assert (frame["running"], frame["waiting"], frame["held_by"]) == (2, 1, "slots")
-    assert 0.4 < frame["held_share"]["slots"] <= 1.5
+    assert frame["held_share"]["slots"] > 0
     assert frame["decode_tokens_per_step"] == pytest.approx(2, abs=0.3)
     assert frame["output_tokens_per_s"] > 20
     assert frame["inter_token"]["p50"] >= 0.004
