@@ -103,7 +103,7 @@ def fixed(budget: int) -> tuple[str, ...]:
         "--scheduling-policy", "fcfs", "--no-adaptive-token-budget", "--no-relegate-late",
         "--no-pace-admission", "--no-future-memory-check", "--pressure-threshold", "1",
         "--max-queue", "0", "--preemption", "recompute",
-        "--max-num-batched-tokens", str(budget),
+        "--plan-lead-ms", "10000", "--max-num-batched-tokens", str(budget),
     )  # fmt: skip
 
 

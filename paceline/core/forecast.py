@@ -126,13 +126,14 @@ class FirstTokenForecast:
         # what came by what was said, lately
         self.bias = 1.0
         self._base = StepShape()
-        # output tokens that those running will still have, fewest first
-        self._left: list[int] = []
+        self._running: Sequence[Request] = ()
+        # output tokens that those running will still have, fewest first; None until asked for
+        self._left: list[int] | None = None
         self._free_places = 0
         self._tokens_per_step = 1
 
     def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
-        """Take in what runs.
+        """Take in what runs. Good until the next step or end of a request.
 
         Args:
             free_places: requests that could run beside it now.
@@ -140,9 +141,8 @@ class FirstTokenForecast:
         """
         narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
-        self._left = sorted(
-            self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens) for r in running
-        )
+        self._running = running
+        self._left = None
         self._free_places = free_places
         self._tokens_per_step = max(2, tokens_per_step)
 
@@ -168,12 +168,20 @@ class FirstTokenForecast:
         prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
         wait = 0.0
         missing = requests_ahead + 1 - self._free_places
-        if missing > 0 and self._left:
+        left = self._tokens_left() if missing > 0 else []
+        if left:
             # those that will run then end too: rounds of the same lengths
-            rounds, index = divmod(missing - 1, len(self._left))
-            mean = sum(self._left) / len(self._left)
-            wait = (self._left[index] + rounds * mean) * max(idle_step, 1e-9)
+            rounds, index = divmod(missing - 1, len(left))
+            wait = (left[index] + rounds * sum(left) / len(left)) * max(idle_step, 1e-9)
         return self.bias * (max(ahead, wait) + prompt)
+
+    def _tokens_left(self) -> list[int]:
+        if self._left is None:
+            self._left = sorted(
+                self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens)
+                for r in self._running
+            )
+        return self._left
 
     def learn(self, raw: float, actual: float) -> None:
         """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""

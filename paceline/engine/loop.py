@@ -4,7 +4,7 @@
 
     while not told to stop:
         take every message that is there      (waits only when there is nothing to do)
-        core.step()
+        core.step()                           (takes messages again before it plans ahead)
         send the news of the step, in one message
 
 This module does not know sockets, processes or text.
@@ -77,6 +77,7 @@ class EngineLoop:
         self._clock = clock
         self._at_rest = at_rest
         self._readiness = Readiness(core.matchers)
+        self._shutdown: Shutdown | None = None
         # news of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
         # steps whose token counts were not sent yet
@@ -94,21 +95,16 @@ class EngineLoop:
         self._flush()
         checked = False
         while True:
-            busy = self._core.has_work
-            messages = self._inbox.receive(self._patience(busy, checked))
-            for message in messages:
-                if isinstance(message, Shutdown):
-                    return message
-                self._handle(message)
-            if self._readiness:
-                self._admit_ready()
+            came = self._take(self._patience(self._core.has_work, checked))
+            if self._shutdown is not None:
+                return self._shutdown
             if self._core.has_work:
                 checked = False
                 self._step()
             elif self._readiness and not self._updates:
                 # soon something to do: neither a beat nor a look over
                 continue
-            elif messages or checked:
+            elif came or checked:
                 self._flush()
             else:
                 self._core.check_integrity()
@@ -126,12 +122,25 @@ class EngineLoop:
 
     def _step(self) -> None:
         steps = self._core.num_steps
-        self._updates += self._core.step()
+        self._updates += self._core.step(self._take)
         for expired in self._core.take_expired():
             self._send(Refused.of(request_of(expired.request_id), expired.error))
         if self._core.num_steps > steps:
             self._iteration_tokens.append(self._core.last_step_tokens)
         self._flush()
+
+    def _take(self, patience: float = 0.0) -> bool:
+        """Handle every message that is there; wait up to ``patience`` seconds for one. Returns
+        whether any came."""
+        messages = self._inbox.receive(patience)
+        for message in messages:
+            if isinstance(message, Shutdown):
+                self._shutdown = message
+                break
+            self._handle(message)
+        if self._readiness:
+            self._admit_ready()
+        return bool(messages)
 
     def _handle(self, message: Add | Abort) -> None:
         if isinstance(message, Abort):
