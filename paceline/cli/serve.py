@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from paceline.server.keys import ApiKey
 
 __all__ = ["add_parser", "ready_line"]
+
+_log = logging.getLogger("paceline.cli")
 
 _EPILOG = """\
 examples:
@@ -70,6 +74,19 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         default=8000,
         metavar="N",
         help="0 takes a free one (default 8000)",
+    )
+    group.add_argument(
+        "--metrics-port",
+        type=bounded_int(0, 65535),
+        metavar="N",
+        help="serve /metrics on a port of its own too, from a process of its own: answered at "
+        "once, however busy the server is, and without a key; default: only on --port",
+    )
+    group.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of --metrics-port (default 127.0.0.1: this machine only)",
     )
     group.add_argument(
         "--served-model-name",
@@ -156,6 +173,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="PRICE",
         help="what the machine costs, for the metric paceline:cost_per_million_tokens",
     )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of every request to this OTLP/HTTP collector, such as "
+        "http://127.0.0.1:4318; needs paceline[otel]; default: no traces",
+    )
     add_engine_options(parser)
     add_admission_options(parser)
     parser.set_defaults(run=run)
@@ -192,7 +215,13 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(args.log_level, args.log_format)
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
-    with bind(args.host, args.port) as listener:
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(bind(args.host, args.port))
+        metrics_listener = None
+        if args.metrics_port is not None:
+            metrics_listener = sockets.enter_context(
+                bind(args.metrics_host, args.metrics_port, flag="--metrics-port")
+            )
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
@@ -214,9 +243,12 @@ def run(args: argparse.Namespace) -> int:
             tool_call_parser=args.tool_call_parser,
             sse_keep_alive=args.sse_keep_alive,
             api_keys=api_keys,
+            otlp_endpoint=args.otlp_endpoint,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, config, listener, args.stall_timeout))
+            return runner.run(
+                _serve(settings, config, listener, args.stall_timeout, metrics_listener)
+            )
 
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
@@ -240,7 +272,11 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
 
 
 async def _serve(
-    settings: EngineSettings, config: ServerConfig, listener: socket.socket, stall_timeout: float
+    settings: EngineSettings,
+    config: ServerConfig,
+    listener: socket.socket,
+    stall_timeout: float,
+    metrics_listener: socket.socket | None,
 ) -> int:
     from paceline.cli.engine_process import ARGUMENTS
     from paceline.cli.wiring import build_tokenizer
@@ -256,9 +292,15 @@ async def _serve(
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
     def ready(host: str, port: int) -> None:
+        if metrics_listener is not None:
+            # on standard error: programs read one line on standard output
+            metrics_host, metrics_port = metrics_listener.getsockname()[:2]
+            _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
         print(ready_line(client.info, name, host, port), flush=True)
 
-    return await serve(client, config, listener=listener, on_ready=ready)
+    return await serve(
+        client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready
+    )
 
 
 def ready_line(info: EngineInfo, name: str, host: str, port: int) -> str:

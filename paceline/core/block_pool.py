@@ -36,6 +36,11 @@ class BlockPool:
         return len(self._blank) + len(self._findable)
 
     @property
+    def num_cached_free(self) -> int:
+        """Free blocks that the prefix cache can find."""
+        return len(self._findable)
+
+    @property
     def num_cached(self) -> int:
         """Blocks, free or not, that the prefix cache can find."""
         return len(self._cached)

@@ -25,8 +25,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from paceline.core.admission import Admission, Expired, check_door
+from paceline.core.census import ClassUse, take_census
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.draft import Draft
 from paceline.core.forecast import FirstTokenForecast
@@ -129,6 +131,8 @@ class Scheduler:
         self._num_added = 0
         self._num_steps = 0
         self._num_discarded_tokens = 0
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
         self._predicted_seconds = 0.0
         self._actual_seconds = 0.0
 
@@ -286,6 +290,8 @@ class Scheduler:
         self._looked_at = -1
         step_id, requests, shape, _ = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
+        self._num_prefill_tokens += shape.wide_tokens
+        self._num_decode_tokens += shape.narrow_rows
         # the next one has just begun
         self._busy_until = now + sum([step[3] for step in self._in_flight])
         if result.elapsed > 0.0:
@@ -432,7 +438,17 @@ class Scheduler:
             pressure_level=self.valve.level,
             predicted_step_seconds=self._predicted_seconds,
             actual_step_seconds=self._actual_seconds,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_cached_free_blocks=self.kv.pool.num_cached_free,
+            num_host_blocks=self.cache.num_host_blocks,
+            num_free_host_blocks=self.kv.num_free_host_blocks,
+            held_by=None if self._held_by is None else REASONS[self._held_by],
         )
+
+    def census(self) -> tuple[ClassUse, ...]:
+        """Who runs and waits now, by SLO class; takes too long for every step."""
+        return take_census(self._planner.running, chain(self._waiting, self._forks))
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""

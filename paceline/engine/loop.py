@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from paceline.core.census import ClassUse
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.engine.core import EngineCore
@@ -38,6 +39,8 @@ __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 _BEAT: Final = 1.0
 # seconds between looks at requests that wait for their grammar, while nothing else is to be done
 _READINESS: Final = 0.002
+# seconds between counts of who runs and waits, while there is work
+_CENSUS: Final = 0.1
 # quiet seconds before an idle engine looks itself over, so that no request waits for that
 _QUIET: Final = 0.05
 
@@ -79,6 +82,8 @@ class EngineLoop:
         self._updates: list[RequestUpdate] = []
         # steps whose token counts were not sent yet
         self._iteration_tokens: list[int] = []
+        self._classes: tuple[ClassUse, ...] = ()
+        self._census_at = 0.0
 
     def run(self) -> Shutdown:
         """Until a Shutdown arrives, which is returned.
@@ -158,14 +163,23 @@ class EngineLoop:
                 self._send(Refused.of(request.request_id, error))
 
     def _flush(self) -> None:
-        stats = engine_stats(self._core, self._clock(), self._iteration_tokens)
+        now = self._clock()
+        if now - self._census_at >= _CENSUS or not self._core.has_work:
+            self._classes = self._core.scheduler.census()
+            self._census_at = now
+        stats = engine_stats(self._core, now, self._iteration_tokens, self._classes)
         self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
         self._core.prompt_logprobs.clear()
         self._updates.clear()
         self._iteration_tokens.clear()
 
 
-def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) -> EngineStats:
+def engine_stats(
+    core: EngineCore,
+    now: float,
+    iteration_tokens: Sequence[int],
+    classes: tuple[ClassUse, ...] = (),
+) -> EngineStats:
     """A snapshot of ``core`` for the other side."""
     stats = core.stats()
     return EngineStats(
@@ -190,6 +204,13 @@ def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) 
         pressure_level=stats.pressure_level,
         predicted_step_seconds=stats.predicted_step_seconds,
         actual_step_seconds=stats.actual_step_seconds,
+        num_prefill_tokens=stats.num_prefill_tokens,
+        num_decode_tokens=stats.num_decode_tokens,
+        num_cached_free_blocks=stats.num_cached_free_blocks,
+        num_host_blocks=stats.num_host_blocks,
+        num_free_host_blocks=stats.num_free_host_blocks,
+        held_by=stats.held_by,
+        classes=classes,
         iteration_tokens=tuple(iteration_tokens),
     )
 

@@ -12,6 +12,7 @@ from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
 from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.tool_formats import TOOL_FORMATS
+from paceline.server.tracing import check_endpoint
 
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
@@ -53,6 +54,8 @@ class ServerConfig:
     sse_keep_alive: float = 15.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
+    # where traces go, an OTLP/HTTP URL; None: there are none
+    otlp_endpoint: str | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
 
@@ -83,6 +86,8 @@ class ServerConfig:
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
             f"got {self.tool_call_parser!r}",
         )
+        if self.otlp_endpoint is not None:
+            check_endpoint(self.otlp_endpoint)
         # raises for doubles
         KeyRing(self.api_keys)
         unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})

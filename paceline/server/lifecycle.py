@@ -25,6 +25,7 @@ from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.protocol import EngineClient
 from paceline.server.app import create_app, service_of
 from paceline.server.config import ServerConfig
+from paceline.server.metrics.exporter import exporting
 from paceline.server.service import Service
 
 __all__ = ["bind", "serve"]
@@ -39,8 +40,11 @@ _BACKLOG: Final = 2048
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken."""
+def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken.
+
+    ``flag`` is what the error names as the way out.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -54,7 +58,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another {flag}"
         ) from error
     listener.setblocking(False)
     return listener
@@ -67,6 +71,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     listener: socket.socket | None = None,
+    metrics_listener: socket.socket | None = None,
     on_ready: Callable[[str, int], None] | None = None,
 ) -> int:
     """Serve until a signal or the engine's end; returns the exit code of the process.
@@ -75,6 +80,8 @@ async def serve(
 
     Args:
         listener: an already bound socket (``bind``), used and closed instead of host and port.
+        metrics_listener: a bound socket on which /metrics alone is served too, by a process of its
+            own (``metrics.exporter``); closed.
         on_ready: called once with host and port when connections are accepted.
 
     Raises:
@@ -84,8 +91,9 @@ async def serve(
         if listener is None:
             listener = bind(host, port)
         app = create_app(client, config)
-        life = _Life(service_of(app), app, listener)
-        return await life.run(on_ready)
+        service = service_of(app)
+        with exporting(service.metrics, metrics_listener):
+            return await _Life(service, app, listener).run(on_ready)
     finally:
         await client.close()
 
@@ -135,6 +143,8 @@ class _Life:
                 await serving
                 await service.responses.close()
                 service.prompts.close()
+                if service.tracing is not None:
+                    await asyncio.to_thread(service.tracing.close)
         return 0 if service.dead is None else 1
 
     async def _started(self, serving: asyncio.Future[None]) -> None:

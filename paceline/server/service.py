@@ -12,6 +12,7 @@ from typing import Final
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    EngineError,
     QueueFullError,
     RequestError,
     RequestFailedError,
@@ -26,6 +27,7 @@ from paceline.server.protocol import RequestRules
 from paceline.server.response_store import ResponseStore
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
+from paceline.server.tracing import Tracing
 
 __all__ = ["Service", "make_service"]
 
@@ -46,6 +48,8 @@ class Service:
     # unix time, for /v1/models
     created: int
     keys: KeyRing
+    # None: nobody asked for traces
+    tracing: Tracing | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -70,6 +74,15 @@ class Service:
         """Return if tokens flow; raise EngineDrainingError or EngineDeadError otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``check_health`` returns."""
+        try:
+            self.check_health()
+        except EngineError:
+            return False
+        return True
 
     def enter(self) -> None:
         self.in_flight += 1
@@ -127,12 +140,16 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        observer = RequestObserver(self.metrics, request)
+        observer = RequestObserver(self.metrics.requests, request)
+        trace = None if self.tracing is None else self.tracing.follow(request)
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
+        failure: Exception | None = None
         try:
             async for output in outputs:
                 observer.output(output, time.monotonic())
+                if trace is not None:
+                    trace.output(output)
                 self._check(output)
                 if output.finished:
                     end = "done"
@@ -140,9 +157,13 @@ class Service:
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)
+            failure = error
             raise
         finally:
-            observer.close(time.monotonic(), refused=refused, shed=shed)
+            now = time.monotonic()
+            observer.close(now, refused=refused, shed=shed)
+            if trace is not None:
+                trace.end(failure, now)
             await _close(outputs)
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
@@ -173,10 +194,14 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     info = client.info
     names = config.served_model_names or (info.model,)
     metrics = ServerMetrics(
-        info, lambda: client.stats, names[0], price_per_hour=config.price_per_hour
+        info,
+        lambda: client.stats,
+        names[0],
+        price_per_hour=config.price_per_hour,
+        ready=lambda: service.is_ready,
     )
     _listen(client, metrics)
-    return Service(
+    service = Service(
         client=client,
         config=config,
         rules=RequestRules(
@@ -197,7 +222,9 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         metrics=metrics,
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
+        tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
     )
+    return service
 
 
 def _listen(client: EngineClient, metrics: ServerMetrics) -> None:

@@ -3,7 +3,8 @@
     python -m tests.server.live '{"backend": {"step_time": 0.01}, "config": {"drain_timeout": 1}}'
 
 Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
-whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own).
+whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own),
+``metrics_port`` (serve /metrics there too).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
+from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
 
 from .helpers import VOCAB
@@ -55,10 +57,15 @@ async def main() -> int:
     client = await _client(settings)
     if isinstance(client, ProcessEngineClient):
         print(f"engine {client.pid}", flush=True)
+    metrics_listener = None
+    if "metrics_port" in settings:
+        metrics_listener = bind("127.0.0.1", settings["metrics_port"])
+        print(f"metrics {metrics_listener.getsockname()[1]}", flush=True)
     return await serve(
         client,
         ServerConfig(**settings.get("config", {})),
         port=0,
+        metrics_listener=metrics_listener,
         on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
     )
 
