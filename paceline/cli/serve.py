@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
     Parser,
@@ -115,7 +116,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         metavar="FILE",
         help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
-        "wants). The environment variable PACELINE_API_KEY is one more key, of scope admin",
+        "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
+        "more key, of scope admin",
     )
     group.add_argument(
         "--log-format",
@@ -156,6 +158,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="PRICE",
         help="what the machine costs, for the metric paceline:cost_per_million_tokens",
     )
+    add_limit_options(parser)
     add_engine_options(parser)
     add_admission_options(parser)
     parser.set_defaults(run=run)
@@ -214,6 +217,7 @@ def run(args: argparse.Namespace) -> int:
             tool_call_parser=args.tool_call_parser,
             sse_keep_alive=args.sse_keep_alive,
             api_keys=api_keys,
+            **limit_settings(args),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))
