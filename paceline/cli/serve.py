@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
     Parser,
@@ -132,7 +133,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         metavar="FILE",
         help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
-        "wants). The environment variable PACELINE_API_KEY is one more key, of scope admin",
+        "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
+        "more key, of scope admin",
     )
     group.add_argument(
         "--log-format",
@@ -179,6 +181,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="send a trace of every request to this OTLP/HTTP collector, such as "
         "http://127.0.0.1:4318; needs paceline[otel]; default: no traces",
     )
+    add_limit_options(parser)
     add_engine_options(parser)
     add_admission_options(parser)
     parser.set_defaults(run=run)
@@ -244,6 +247,7 @@ def run(args: argparse.Namespace) -> int:
             sse_keep_alive=args.sse_keep_alive,
             api_keys=api_keys,
             otlp_endpoint=args.otlp_endpoint,
+            **limit_settings(args),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(

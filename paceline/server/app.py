@@ -22,6 +22,7 @@ from paceline.server.routes_generate import generate_router
 from paceline.server.routes_info import info_router
 from paceline.server.routes_other_apis import other_apis_router
 from paceline.server.service import Service, make_service
+from paceline.server.web import add_web_middleware
 
 __all__ = ["create_app", "service_of"]
 
@@ -46,6 +47,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(info_router(service))
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
+    add_web_middleware(app, config)
     return app
 
 

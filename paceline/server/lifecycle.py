@@ -16,24 +16,23 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.protocol import EngineClient
 from paceline.server.app import create_app, service_of
 from paceline.server.config import ServerConfig
 from paceline.server.metrics.exporter import exporting
+from paceline.server.connections import allow_open_files, bounded_protocol
 from paceline.server.service import Service
 
 __all__ = ["bind", "serve"]
 
 _log = logging.getLogger("paceline.server")
 
-# bytes of request line and headers together
-_MAX_HEAD_BYTES: Final = 64 * 1024
 # seconds for finished answers to reach their callers
 _FLUSH_SECONDS: Final = 5
 _BACKLOG: Final = 2048
@@ -107,10 +106,12 @@ class _Life:
         self._signals = 0
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        bounds = service.config.bounds
+        bounds = replace(bounds, max_connections=allow_open_files(bounds))
         self._server = _Server(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=_BoundedHeadProtocol,
+                http=bounded_protocol(bounds),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -145,6 +146,8 @@ class _Life:
                 service.prompts.close()
                 if service.tracing is not None:
                     await asyncio.to_thread(service.tracing.close)
+                if service.limiter is not None:
+                    await service.limiter.close()
         return 0 if service.dead is None else 1
 
     async def _started(self, serving: asyncio.Future[None]) -> None:
@@ -206,30 +209,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-class _BoundedHeadProtocol(HttpToolsProtocol):
-    """Refuses a request whose line and headers go on for ever; the parser would keep them all."""
-
-    _in_head = True
-    _head_bytes = 0
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                    b"content-length: 0\r\nconnection: close\r\n\r\n"
-                )
-                self.transport.close()

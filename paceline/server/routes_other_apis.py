@@ -38,7 +38,7 @@ def other_apis_router(service: Service) -> APIRouter:
 
     async def body_of(request: Request) -> dict[str, Any]:
         service.refuse_if_draining()
-        body = await read_object(request, service.config.max_body_bytes)
+        body = await read_object(request, service.config.max_body_bytes, service.config.bounds)
         return with_headers(body, request.headers)
 
     async def messages(request: Request) -> Response:

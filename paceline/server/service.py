@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
@@ -24,6 +26,8 @@ from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.rate_limits import RateLimiter, current_ticket
+from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
@@ -50,6 +54,8 @@ class Service:
     keys: KeyRing
     # None: nobody asked for traces
     tracing: Tracing | None = None
+    # None where nobody is limited
+    limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -93,19 +99,32 @@ class Service:
         if not self.in_flight:
             self.idle.set()
 
-    async def run(
+    def run(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         """Deltas of all requests as they come, each with its request's place in ``requests``.
 
-        Closing the generator aborts what still runs.
+        Closing the generator aborts what still runs. With API keys, requests of one tenant find
+        cached prefixes of that tenant alone.
 
         Raises:
+            HttpError: 429, the caller's limit is reached.
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
             EngineDeadError: the engine is gone.
         """
+        if len(self.keys) and not self.config.share_prefix_cache:
+            requests = [_salted(request) for request in requests]
+        outputs = self._run(requests)
+        ticket = current_ticket()
+        if ticket is None or self.limiter is None:
+            return outputs
+        return self.limiter.metered(ticket, requests, outputs)
+
+    async def _run(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
             async for output in self._run_one(requests[0]):
                 yield 0, output
@@ -184,6 +203,12 @@ class Service:
                 raise EngineDrainingError("the request was aborted: the server is shutting down")
 
 
+def _salted(request: GenerationRequest) -> GenerationRequest:
+    """With a salt of its tenant's own, in which the caller's cannot stand for another tenant's."""
+    salt = f"{len(request.tenant)}:{request.tenant}:{request.cache_salt or ''}"
+    return msgspec.structs.replace(request, cache_salt=salt)
+
+
 async def _close(outputs: AsyncIterator[GenerationOutput]) -> None:
     if isinstance(outputs, AsyncGenerator):
         await outputs.aclose()
@@ -223,8 +248,19 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
         tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
+        limiter=_limiter(config, metrics),
     )
     return service
+
+
+def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None:
+    """Raises ConfigError like RateStore."""
+    own = {key.name: key.limits for key in config.api_keys if key.limits}
+    if not own and not config.limits:
+        return None
+    limiter = RateLimiter(config.limits, own, RateStore(config.rate_limit_storage))
+    metrics.registry.register(limiter)
+    return limiter
 
 
 def _listen(client: EngineClient, metrics: ServerMetrics) -> None:

@@ -24,6 +24,7 @@ from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
 from paceline.server.lifecycle import bind
+from paceline.server.bounds import Bounds
 from tests.engine.null_engine import ARGV
 
 from .helpers import VOCAB
@@ -54,6 +55,9 @@ async def _client(settings: dict[str, Any]) -> EngineClient:
 async def main() -> int:
     settings = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
     logging.basicConfig(level="INFO")
+    config = settings.get("config", {})
+    if "bounds" in config:
+        config["bounds"] = Bounds(**config["bounds"])
     client = await _client(settings)
     if isinstance(client, ProcessEngineClient):
         print(f"engine {client.pid}", flush=True)
@@ -63,7 +67,7 @@ async def main() -> int:
         print(f"metrics {metrics_listener.getsockname()[1]}", flush=True)
     return await serve(
         client,
-        ServerConfig(**settings.get("config", {})),
+        ServerConfig(**config),
         port=0,
         metrics_listener=metrics_listener,
         on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
