@@ -6,7 +6,7 @@ protects them from whoever reads the file, not from guessing.
 
 ::
 
-    /health /ping            nobody is asked
+    /health... /ping         nobody is asked
     /metrics                 scope admin
     everything else          scope user or admin
 """
@@ -25,7 +25,7 @@ from paceline.server.errors import HttpError
 
 __all__ = ["ADMIN_PATHS", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # they tell about everybody's requests
 ADMIN_PATHS: Final = frozenset({"/metrics"})
 _SCOPES: Final = ("user", "admin")

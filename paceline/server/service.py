@@ -16,14 +16,17 @@ from paceline.core.errors import (
     RequestError,
     RequestFailedError,
 )
+from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
 from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
+from paceline.server.metrics_faults import FaultCollector
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
 from paceline.server.response_store import ResponseStore
+from paceline.server.slow_readers import SlowReaders
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
@@ -31,6 +34,8 @@ __all__ = ["Service", "make_service"]
 
 _log = logging.getLogger("paceline.server")
 
+# outputs of a whole answer that are kept before they are joined
+_HELD: Final = 256
 DRAINING: Final = "the server is shutting down and takes no new requests"
 
 
@@ -46,6 +51,7 @@ class Service:
     # unix time, for /v1/models
     created: int
     keys: KeyRing
+    slow_readers: SlowReaders
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -67,9 +73,15 @@ class Service:
             raise EngineDrainingError(DRAINING)
 
     def check_health(self) -> None:
-        """Return if tokens flow; raise EngineDrainingError or EngineDeadError otherwise."""
+        """Return if tokens flow; raise EngineDrainingError, EngineLostError or EngineDeadError
+        otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
+
+    def check_alive(self) -> None:
+        """Return unless the engine is gone for good; raises EngineDeadError."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
 
     def enter(self) -> None:
         self.in_flight += 1
@@ -91,6 +103,7 @@ class Service:
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
+            EngineLostError: the engine is being replaced, and this cannot go on there.
             EngineDeadError: the engine is gone.
         """
         if len(requests) == 1:
@@ -130,13 +143,26 @@ class Service:
         observer = RequestObserver(self.metrics, request)
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
+        # of a request whose answer goes out whole: what may still turn out to be void
+        held: list[GenerationOutput] = []
         try:
             async for output in outputs:
+                if output.restarted:
+                    observer.restarted()
+                    held.clear()
+                    continue
                 observer.output(output, time.monotonic())
                 self._check(output)
                 if output.finished:
                     end = "done"
-                yield output
+                if not request.whole:
+                    yield output
+                    continue
+                held.append(output)
+                if output.finished:
+                    yield merge_outputs(held)
+                elif len(held) >= _HELD:
+                    held = [merge_outputs(held)]
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)
@@ -176,6 +202,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         info, lambda: client.stats, names[0], price_per_hour=config.price_per_hour
     )
     _listen(client, metrics)
+    readers = SlowReaders()
+    metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
     return Service(
         client=client,
         config=config,
@@ -197,6 +225,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         metrics=metrics,
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
+        slow_readers=readers,
     )
 
 
