@@ -3,7 +3,8 @@
     python -m tests.server.live '{"backend": {"step_time": 0.01}, "config": {"drain_timeout": 1}}'
 
 Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
-whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own).
+whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own),
+``supervise`` (that process is replaced when it ends; arguments of SupervisedEngineClient.start).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paceline.backends.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
+from paceline.engine.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
 from tests.engine.null_engine import ARGV
@@ -41,6 +43,15 @@ class _DyingBackend(NullBackend):
 async def _client(settings: dict[str, Any]) -> EngineClient:
     backend = {"vocab_size": VOCAB} | settings.get("backend", {})
     core = settings.get("core", {})
+    if "supervise" in settings:
+        config = json.dumps({**backend, "core": core}).encode()
+
+        async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+            client = await ProcessEngineClient.start(ARGV, config, ByteTokenizer)
+            print(f"engine {client.pid}", flush=True)
+            return client
+
+        return await SupervisedEngineClient.start(start, **settings["supervise"])
     if settings.get("process"):
         config = json.dumps({**backend, "core": core}).encode()
         return await ProcessEngineClient.start(ARGV, config, ByteTokenizer)
