@@ -58,6 +58,8 @@ class ServerConfig:
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
+    # seconds a caller may leave more than a buffer full of its answer unread; 0: for ever
+    slow_reader_timeout: float = 60.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
     # where traces go, an OTLP/HTTP URL; None: there are none
@@ -95,6 +97,10 @@ class ServerConfig:
         _require(
             math.isfinite(self.sse_keep_alive) and self.sse_keep_alive >= 0,
             f"sse_keep_alive must be 0 or more seconds, got {self.sse_keep_alive}",
+        )
+        _require(
+            math.isfinite(self.slow_reader_timeout) and self.slow_reader_timeout >= 0,
+            f"slow_reader_timeout must be 0 or more seconds, got {self.slow_reader_timeout}",
         )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)

@@ -58,7 +58,9 @@ GENERATE_PATHS: Final = frozenset(
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # asked for by machines, all the time
-_UNCOUNTED: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+_UNCOUNTED: Final = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
+)
 _STATUS_GONE: Final = 499
 
 

@@ -6,12 +6,15 @@
                        drain_timeout seconds, the rest is aborted                    -> 0
     the same again     what runs is aborted at once                                  -> 0
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
+
+An engine that the client replaces has not died: /health gets 503 until the next one is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -21,13 +24,14 @@ from typing import Final
 
 import uvicorn
 
-from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.core.errors import ConfigError, EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
 from paceline.server.app import create_app, service_of
 from paceline.server.config import ServerConfig
+from paceline.server.connections import Connection, allow_open_files
 from paceline.server.metrics.exporter import exporting
-from paceline.server.connections import allow_open_files, bounded_protocol
 from paceline.server.service import Service
+from paceline.server.slow_readers import SEND_BUFFER_BYTES
 
 __all__ = ["bind", "serve"]
 
@@ -52,6 +56,8 @@ def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -111,7 +117,12 @@ class _Life:
         self._server = _Server(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=bounded_protocol(bounds),
+                http=functools.partial(  # type: ignore[arg-type]
+                    Connection,
+                    bounds=bounds,
+                    readers=service.slow_readers,
+                    slow_reader_timeout=service.config.slow_reader_timeout,
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -127,6 +138,9 @@ class _Life:
         service.client.on_dead = self._engine_died
         try:
             service.client.check_health()
+        except EngineLostError:
+            # another one is on its way; until then callers are told so
+            pass
         except EngineDeadError as error:
             # it died before anybody listened
             self._engine_died(error)

@@ -5,6 +5,7 @@
 Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
 whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own),
 ``metrics_port`` (serve /metrics there too).
+``supervise`` (that process is replaced when it ends; arguments of SupervisedEngineClient.start).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from paceline.backends.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
+from paceline.engine.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
-from paceline.server.lifecycle import bind
 from paceline.server.bounds import Bounds
+from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
 
 from .helpers import VOCAB
@@ -44,6 +46,15 @@ class _DyingBackend(NullBackend):
 async def _client(settings: dict[str, Any]) -> EngineClient:
     backend = {"vocab_size": VOCAB} | settings.get("backend", {})
     core = settings.get("core", {})
+    if "supervise" in settings:
+        config = json.dumps({**backend, "core": core}).encode()
+
+        async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+            client = await ProcessEngineClient.start(ARGV, config, ByteTokenizer)
+            print(f"engine {client.pid}", flush=True)
+            return client
+
+        return await SupervisedEngineClient.start(start, **settings["supervise"])
     if settings.get("process"):
         config = json.dumps({**backend, "core": core}).encode()
         return await ProcessEngineClient.start(ARGV, config, ByteTokenizer)

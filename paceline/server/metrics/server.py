@@ -68,6 +68,8 @@ class ServerMetrics:
         self._http = HttpMetrics(registry)
         self._age = Registry({})
         self._age.number("gauge", AGE_METRIC, "Seconds since these numbers were put together.")
+        # what others collect when they are asked, few series each
+        self.others = CollectorRegistry()
         self._process_registry = CollectorRegistry()
         ProcessCollector(registry=self._process_registry)
         self._process_text = ""
@@ -120,4 +122,5 @@ class ServerMetrics:
         if now - self._process_at >= _PROCESS_SECONDS:
             self._process_text = generate_latest(self._process_registry).decode()
             self._process_at = now
-        return (self.registry.render() + self._process_text + self._age.render()).encode()
+        others = generate_latest(self.others).decode()
+        return (self.registry.render() + others + self._process_text + self._age.render()).encode()
