@@ -10,6 +10,7 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
+from paceline.server.batch_config import BatchConfig
 from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.tool_formats import TOOL_FORMATS
 
@@ -53,6 +54,8 @@ class ServerConfig:
     sse_keep_alive: float = 15.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
+    # where files and batches are kept; None: nowhere
+    batches: BatchConfig | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
 

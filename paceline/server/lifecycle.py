@@ -23,7 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.protocol import EngineClient
-from paceline.server.app import create_app, service_of
+from paceline.server.app import batches_of, create_app, service_of
+from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
 from paceline.server.service import Service
 
@@ -78,13 +79,13 @@ async def serve(
         on_ready: called once with host and port when connections are accepted.
 
     Raises:
-        ConfigError: the address is taken.
+        ConfigError: the address is taken, or the batch folder cannot be used.
     """
     try:
         if listener is None:
             listener = bind(host, port)
         app = create_app(client, config)
-        life = _Life(service_of(app), app, listener)
+        life = _Life(service_of(app), app, batches_of(app), listener)
         return await life.run(on_ready)
     finally:
         await client.close()
@@ -93,8 +94,11 @@ async def serve(
 class _Life:
     """One run of ``serve``."""
 
-    def __init__(self, service: Service, app: object, listener: socket.socket) -> None:
+    def __init__(
+        self, service: Service, app: object, batches: Batches, listener: socket.socket
+    ) -> None:
         self._service = service
+        self._batches = batches
         self._listener = listener
         self._signals = 0
         self._stop = asyncio.Event()
@@ -125,6 +129,7 @@ class _Life:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 await self._started(serving)
+                await self._batches.start()
                 if on_ready is not None and service.dead is None:
                     address = self._listener.getsockname()
                     on_ready(address[0], address[1])
@@ -133,6 +138,7 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await self._batches.stop()
                 await service.responses.close()
                 service.prompts.close()
         return 0 if service.dead is None else 1
@@ -151,6 +157,8 @@ class _Life:
         """Let what runs come to its end and be sent."""
         service = self._service
         service.draining = True
+        # what runs for batches makes way: it is kept, and done again by the next server
+        await self._batches.stop()
         if service.dead is None:
             timeout = service.config.drain_timeout
             _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -22,6 +23,7 @@ from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
+from paceline.server.batch_config import BatchConfig
 from tests.engine.null_engine import ARGV
 
 from .helpers import VOCAB
@@ -55,9 +57,13 @@ async def main() -> int:
     client = await _client(settings)
     if isinstance(client, ProcessEngineClient):
         print(f"engine {client.pid}", flush=True)
+    config = settings.get("config", {})
+    if "batches" in config:
+        folder = Path(config["batches"]["folder"])
+        config["batches"] = BatchConfig(**config["batches"] | {"folder": folder})
     return await serve(
         client,
-        ServerConfig(**settings.get("config", {})),
+        ServerConfig(**config),
         port=0,
         on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
     )

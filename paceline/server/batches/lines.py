@@ -152,7 +152,7 @@ def _custom_id(value: dict[str, Any], index: int, seen: dict[str, int]) -> str |
 def _with_request(line: BatchLine, value: dict[str, Any], urls: Collection[str]) -> BatchLine:
     if "body" in value:
         url, body, method = value.get("url"), value["body"], value.get("method", "POST")
-        if url not in urls or method != "POST":
+        if not isinstance(url, str) or url not in urls or method != "POST":
             raise _Fault(
                 "invalid_url",
                 f"only POST to {', '.join(urls)}, got {show(method)} {show(url)}",
