@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.batch_options import add_batch_options, batch_config
 from paceline.cli.options import (
     LOG_LEVELS,
     Parser,
@@ -158,6 +159,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add_engine_options(parser)
     add_admission_options(parser)
+    add_batch_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -214,6 +216,7 @@ def run(args: argparse.Namespace) -> int:
             tool_call_parser=args.tool_call_parser,
             sse_keep_alive=args.sse_keep_alive,
             api_keys=api_keys,
+            batches=batch_config(args, listener.getsockname()[1]),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))
