@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.batch_options import add_batch_options, batch_config
 from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
@@ -204,6 +205,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add_limit_options(parser)
     add_engine_options(parser)
     add_admission_options(parser)
+    add_batch_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -269,6 +271,7 @@ def run(args: argparse.Namespace) -> int:
             api_keys=api_keys,
             otlp_endpoint=args.otlp_endpoint,
             **limit_settings(args),
+            batches=batch_config(args, listener.getsockname()[1]),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
+from paceline.server.batch_config import BatchConfig
 from paceline.server.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.rate_limits.rates import NO_LIMITS, KeyLimits
@@ -64,6 +65,8 @@ class ServerConfig:
     api_keys: tuple[ApiKey, ...] = ()
     # where traces go, an OTLP/HTTP URL; None: there are none
     otlp_endpoint: str | None = None
+    # where files and batches are kept; None: nowhere
+    batches: BatchConfig | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
     # of connections, heads and JSON

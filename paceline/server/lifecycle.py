@@ -26,7 +26,8 @@ import uvicorn
 
 from paceline.core.errors import ConfigError, EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
-from paceline.server.app import create_app, service_of
+from paceline.server.app import batches_of, create_app, service_of
+from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
 from paceline.server.connections import Connection, allow_open_files
 from paceline.server.metrics.exporter import exporting
@@ -90,15 +91,16 @@ async def serve(
         on_ready: called once with host and port when connections are accepted.
 
     Raises:
-        ConfigError: the address is taken.
+        ConfigError: the address is taken, or the batch folder cannot be used.
     """
     try:
         if listener is None:
             listener = bind(host, port)
         app = create_app(client, config)
         service = service_of(app)
+        life = _Life(service, app, batches_of(app), listener)
         with exporting(service.metrics, metrics_listener):
-            return await _Life(service, app, listener).run(on_ready)
+            return await life.run(on_ready)
     finally:
         await client.close()
 
@@ -106,8 +108,11 @@ async def serve(
 class _Life:
     """One run of ``serve``."""
 
-    def __init__(self, service: Service, app: object, listener: socket.socket) -> None:
+    def __init__(
+        self, service: Service, app: object, batches: Batches, listener: socket.socket
+    ) -> None:
         self._service = service
+        self._batches = batches
         self._listener = listener
         self._signals = 0
         self._stop = asyncio.Event()
@@ -148,6 +153,7 @@ class _Life:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 await self._started(serving)
+                await self._batches.start()
                 if on_ready is not None and service.dead is None:
                     address = self._listener.getsockname()
                     on_ready(address[0], address[1])
@@ -156,6 +162,7 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await self._batches.stop()
                 await service.responses.close()
                 service.prompts.close()
                 if service.tracing is not None:
@@ -178,6 +185,8 @@ class _Life:
         """Let what runs come to its end and be sent."""
         service = self._service
         service.draining = True
+        # what runs for batches makes way: it is kept, and done again by the next server
+        await self._batches.stop()
         if service.dead is None:
             timeout = service.config.drain_timeout
             _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)

@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -25,6 +26,7 @@ from paceline.engine.protocol import EngineClient
 from paceline.engine.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
+from paceline.server.batch_config import BatchConfig
 from paceline.server.bounds import Bounds
 from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
@@ -76,6 +78,9 @@ async def main() -> int:
     if "metrics_port" in settings:
         metrics_listener = bind("127.0.0.1", settings["metrics_port"])
         print(f"metrics {metrics_listener.getsockname()[1]}", flush=True)
+    if "batches" in config:
+        folder = Path(config["batches"]["folder"])
+        config["batches"] = BatchConfig(**config["batches"] | {"folder": folder})
     return await serve(
         client,
         ServerConfig(**config),
