@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -11,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.batch_options import add_batch_options, batch_config
+from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
     Parser,
@@ -37,6 +41,8 @@ __all__ = ["RESTART_WINDOW", "add_parser", "ready_line"]
 
 # seconds in which --max-engine-restarts counts
 RESTART_WINDOW = 300.0
+
+_log = logging.getLogger("paceline.cli")
 
 _EPILOG = """\
 examples:
@@ -73,6 +79,19 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         default=8000,
         metavar="N",
         help="0 takes a free one (default 8000)",
+    )
+    group.add_argument(
+        "--metrics-port",
+        type=bounded_int(0, 65535),
+        metavar="N",
+        help="serve /metrics on a port of its own too, from a process of its own: answered at "
+        "once, however busy the server is, and without a key; default: only on --port",
+    )
+    group.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of --metrics-port (default 127.0.0.1: this machine only)",
     )
     group.add_argument(
         "--served-model-name",
@@ -135,7 +154,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         metavar="FILE",
         help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
-        "wants). The environment variable PACELINE_API_KEY is one more key, of scope admin",
+        "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
+        "more key, of scope admin",
     )
     group.add_argument(
         "--log-format",
@@ -176,8 +196,16 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="PRICE",
         help="what the machine costs, for the metric paceline:cost_per_million_tokens",
     )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of every request to this OTLP/HTTP collector, such as "
+        "http://127.0.0.1:4318; needs paceline[otel]; default: no traces",
+    )
+    add_limit_options(parser)
     add_engine_options(parser)
     add_admission_options(parser)
+    add_batch_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -212,7 +240,13 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(args.log_level, args.log_format)
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
-    with bind(args.host, args.port) as listener:
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(bind(args.host, args.port))
+        metrics_listener = None
+        if args.metrics_port is not None:
+            metrics_listener = sockets.enter_context(
+                bind(args.metrics_host, args.metrics_port, flag="--metrics-port")
+            )
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
@@ -235,10 +269,13 @@ def run(args: argparse.Namespace) -> int:
             sse_keep_alive=args.sse_keep_alive,
             slow_reader_timeout=args.slow_reader_timeout,
             api_keys=api_keys,
+            otlp_endpoint=args.otlp_endpoint,
+            **limit_settings(args),
+            batches=batch_config(args, listener.getsockname()[1]),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
-            return runner.run(_serve(settings, config, listener, *supervision))
+            return runner.run(_serve(settings, config, listener, metrics_listener, *supervision))
 
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
@@ -265,6 +302,7 @@ async def _serve(
     settings: EngineSettings,
     config: ServerConfig,
     listener: socket.socket,
+    metrics_listener: socket.socket | None,
     stall_timeout: float,
     max_restarts: int,
 ) -> int:
@@ -289,9 +327,15 @@ async def _serve(
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
     def ready(host: str, port: int) -> None:
+        if metrics_listener is not None:
+            # on standard error: programs read one line on standard output
+            metrics_host, metrics_port = metrics_listener.getsockname()[:2]
+            _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
         print(ready_line(client.info, name, host, port), flush=True)
 
-    return await serve(client, config, listener=listener, on_ready=ready)
+    return await serve(
+        client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready
+    )
 
 
 def successor(settings: EngineSettings, before: EngineInfo, number: int) -> EngineSettings:

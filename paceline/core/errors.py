@@ -20,7 +20,10 @@
 The HTTP status codes are applied in one place: ``paceline/server/errors.py``.
 """
 
+from typing import Final
+
 __all__ = [
+    "NAN_LOGITS",
     "CheckpointError",
     "ConfigError",
     "EngineDeadError",
@@ -36,6 +39,10 @@ __all__ = [
     "RequestFailedError",
     "UnknownModelError",
 ]
+
+
+# what a request whose logits are not numbers fails with; metrics tell it from other failures
+NAN_LOGITS: Final = "the model computed NaN or infinite logits for this request"
 
 
 class PacelineError(Exception):

@@ -110,7 +110,7 @@ class Planner:
             What holds the head of the queue up; None if nothing does.
         """
         self._guard = PaceGuard(survey, self._step_time)
-        if not held:
+        if not held and self._waiting:
             self._triage(survey, starts)
             if self._displace(now):
                 survey = Survey.of(self.running)
@@ -126,7 +126,7 @@ class Planner:
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
-        if held_by is None:
+        if held_by is None and self._waiting:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, best_effort=False)
             draft.budget += others
@@ -136,7 +136,7 @@ class Planner:
             late = self._run(draft, rest, 0, now)
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
-        if held_by is None and self._waiting.peek(best_effort=True) is not None:
+        if held_by is None and self._waiting and self._waiting.peek(best_effort=True) is not None:
             if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
                 # or whoever comes next would wait for a long step of work that nobody waits for
                 draft.seconds = min(draft.seconds, self._budget.best_effort_seconds)
@@ -171,6 +171,7 @@ class Planner:
         preempted = False
         block_size = self._cache.block_size
         rows, requests = draft.rows, draft.requests
+        pool = self._kv.pool
         plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
         caching = self._cache.enable_prefix_caching
         # such plain rows that the draft does not count yet, and the keys before them
@@ -179,22 +180,28 @@ class Planner:
         while index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
-            total = request.num_tokens + request.num_pending_tokens
+            pending = request.num_pending_tokens
+            total = request.num_tokens + pending
+            held = len(request.block_ids) * block_size
             if (
                 plain
                 and total - computed == 1
                 and total < request.max_total_tokens
-                and computed < len(request.block_ids) * block_size
                 and not request.shares_tail
+                and (computed < held or pool.num_free)
             ):
                 # what most rows of most steps are, by the shortest way: the rest of this loop would
                 # do the same
-                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, (), True)))
+                block_ids: tuple[int, ...] = ()
+                if computed == held:
+                    block_ids = tuple(pool.allocate(1))
+                    request.block_ids += block_ids
+                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, block_ids, True)))
                 requests.append(request)
                 handed_out += 1
                 handed_keys += computed
                 request.num_computed_tokens = total
-                request.num_pending_tokens += 1
+                request.num_pending_tokens = pending + 1
                 if caching and total // block_size > request.num_hashed_blocks:
                     self._kv.cache_computed(request)
                 index += 1
@@ -216,7 +223,7 @@ class Planner:
                 if request.slo.best_effort:
                     num_tokens = min(num_tokens, draft.fitting(computed, self._step_time))
             new_block_ids: tuple[int, ...] = ()
-            if request.shares_tail or computed + num_tokens > len(request.block_ids) * block_size:
+            if request.shares_tail or computed + num_tokens > held:
                 extension = self._kv.extend(request, num_tokens)
                 while extension is None:
                     preempted = True

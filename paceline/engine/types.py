@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.core.census import ClassUse
 from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.request import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 
 __all__ = [
     "ChoiceDelta",
+    "ClassUse",
     "EngineFaults",
     "EngineInfo",
     "EngineStats",
@@ -162,5 +164,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     # of all steps whose time was predicted
     predicted_step_seconds: float = 0.0
     actual_step_seconds: float = 0.0
+    # tokens computed in rows of several tokens, and of one, since start
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    # free blocks that the prefix cache can still find
+    num_cached_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    # what holds the head of the queue up now; None: nobody waits
+    held_by: str | None = None
+    # by SLO class, up to a tenth of a second old
+    classes: tuple[ClassUse, ...] = ()
     # tokens computed in each step since the last snapshot
     iteration_tokens: tuple[int, ...] = ()

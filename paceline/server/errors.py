@@ -69,9 +69,11 @@ _PRIVATE: Final = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w:/.])/(?:[\w.@+-]+/)+[\w
 class HttpError(Exception):
     """A fault of the HTTP request itself, such as a body that is too long."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        # advised wait in seconds
+        self.retry_after = retry_after
 
 
 class ClientDisconnectedError(Exception):
@@ -112,7 +114,10 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
     """
     match error:
         case HttpError():
-            return Reply(error.status, str(error))
+            wait = error.retry_after
+            return Reply(
+                error.status, str(error), retry_after=None if wait is None else _seconds(wait)
+            )
         case UnknownModelError():
             return Reply(404, str(error), error.param)
         case QueueFullError():

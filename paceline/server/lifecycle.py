@@ -19,31 +19,36 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Final
 
 import uvicorn
 
 from paceline.core.errors import ConfigError, EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
-from paceline.server.app import create_app, service_of
+from paceline.server.app import batches_of, create_app, service_of
+from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
+from paceline.server.connections import Connection, allow_open_files
+from paceline.server.metrics.exporter import exporting
 from paceline.server.service import Service
-from paceline.server.slow_readers import SEND_BUFFER_BYTES, WatchedProtocol
+from paceline.server.slow_readers import SEND_BUFFER_BYTES
 
 __all__ = ["bind", "serve"]
 
 _log = logging.getLogger("paceline.server")
 
-# bytes of request line and headers together
-_MAX_HEAD_BYTES: Final = 64 * 1024
 # seconds for finished answers to reach their callers
 _FLUSH_SECONDS: Final = 5
 _BACKLOG: Final = 2048
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken."""
+def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken.
+
+    ``flag`` is what the error names as the way out.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -59,7 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another {flag}"
         ) from error
     listener.setblocking(False)
     return listener
@@ -72,6 +77,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     listener: socket.socket | None = None,
+    metrics_listener: socket.socket | None = None,
     on_ready: Callable[[str, int], None] | None = None,
 ) -> int:
     """Serve until a signal or the engine's end; returns the exit code of the process.
@@ -80,17 +86,21 @@ async def serve(
 
     Args:
         listener: an already bound socket (``bind``), used and closed instead of host and port.
+        metrics_listener: a bound socket on which /metrics alone is served too, by a process of its
+            own (``metrics.exporter``); closed.
         on_ready: called once with host and port when connections are accepted.
 
     Raises:
-        ConfigError: the address is taken.
+        ConfigError: the address is taken, or the batch folder cannot be used.
     """
     try:
         if listener is None:
             listener = bind(host, port)
         app = create_app(client, config)
-        life = _Life(service_of(app), app, listener)
-        return await life.run(on_ready)
+        service = service_of(app)
+        life = _Life(service, app, batches_of(app), listener)
+        with exporting(service.metrics, metrics_listener):
+            return await life.run(on_ready)
     finally:
         await client.close()
 
@@ -98,17 +108,23 @@ async def serve(
 class _Life:
     """One run of ``serve``."""
 
-    def __init__(self, service: Service, app: object, listener: socket.socket) -> None:
+    def __init__(
+        self, service: Service, app: object, batches: Batches, listener: socket.socket
+    ) -> None:
         self._service = service
+        self._batches = batches
         self._listener = listener
         self._signals = 0
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        bounds = service.config.bounds
+        bounds = replace(bounds, max_connections=allow_open_files(bounds))
         self._server = _Server(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
                 http=functools.partial(  # type: ignore[arg-type]
-                    _BoundedHeadProtocol,
+                    Connection,
+                    bounds=bounds,
                     readers=service.slow_readers,
                     slow_reader_timeout=service.config.slow_reader_timeout,
                 ),
@@ -137,6 +153,7 @@ class _Life:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 await self._started(serving)
+                await self._batches.start()
                 if on_ready is not None and service.dead is None:
                     address = self._listener.getsockname()
                     on_ready(address[0], address[1])
@@ -145,8 +162,13 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await self._batches.stop()
                 await service.responses.close()
                 service.prompts.close()
+                if service.tracing is not None:
+                    await asyncio.to_thread(service.tracing.close)
+                if service.limiter is not None:
+                    await service.limiter.close()
         return 0 if service.dead is None else 1
 
     async def _started(self, serving: asyncio.Future[None]) -> None:
@@ -163,6 +185,8 @@ class _Life:
         """Let what runs come to its end and be sent."""
         service = self._service
         service.draining = True
+        # what runs for batches makes way: it is kept, and done again by the next server
+        await self._batches.stop()
         if service.dead is None:
             timeout = service.config.drain_timeout
             _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)
@@ -208,30 +232,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-class _BoundedHeadProtocol(WatchedProtocol):
-    """Refuses a request whose line and headers go on for ever; the parser would keep them all."""
-
-    _in_head = True
-    _head_bytes = 0
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                    b"content-length: 0\r\nconnection: close\r\n\r\n"
-                )
-                self.transport.close()

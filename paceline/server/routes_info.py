@@ -114,7 +114,9 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    fields = Fields(await read_object(request, service.config.max_body_bytes))
+    fields = Fields(
+        await read_object(request, service.config.max_body_bytes, service.config.bounds)
+    )
     check_model(fields, service.rules)
     prompt = fields.string("prompt")
     has_messages = fields.raw("messages") is not None
@@ -145,7 +147,9 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    fields = Fields(await read_object(request, service.config.max_body_bytes))
+    fields = Fields(
+        await read_object(request, service.config.max_body_bytes, service.config.bounds)
+    )
     check_model(fields, service.rules)
     tokens = fields.token_ids("tokens", service.rules.vocab_size)
     if tokens is None:

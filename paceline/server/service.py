@@ -9,9 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    EngineError,
     QueueFullError,
     RequestError,
     RequestFailedError,
@@ -22,13 +25,16 @@ from paceline.engine.types import EngineStats, GenerationOutput, GenerationReque
 from paceline.server.config import ServerConfig
 from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
-from paceline.server.metrics_faults import FaultCollector
+from paceline.server.metrics.faults import FaultCollector
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.rate_limits import RateLimiter, current_ticket
+from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
 from paceline.server.slow_readers import SlowReaders
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
+from paceline.server.tracing import Tracing
 
 __all__ = ["Service", "make_service"]
 
@@ -52,6 +58,10 @@ class Service:
     created: int
     keys: KeyRing
     slow_readers: SlowReaders
+    # None: nobody asked for traces
+    tracing: Tracing | None = None
+    # None where nobody is limited
+    limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -78,6 +88,15 @@ class Service:
         self.refuse_if_draining()
         self.client.check_health()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``check_health`` returns."""
+        try:
+            self.check_health()
+        except EngineError:
+            return False
+        return True
+
     def check_alive(self) -> None:
         """Return unless the engine is gone for good; raises EngineDeadError."""
         if self.dead is not None:
@@ -92,20 +111,33 @@ class Service:
         if not self.in_flight:
             self.idle.set()
 
-    async def run(
+    def run(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         """Deltas of all requests as they come, each with its request's place in ``requests``.
 
-        Closing the generator aborts what still runs.
+        Closing the generator aborts what still runs. With API keys, requests of one tenant find
+        cached prefixes of that tenant alone.
 
         Raises:
+            HttpError: 429, the caller's limit is reached.
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
             EngineLostError: the engine is being replaced, and this cannot go on there.
             EngineDeadError: the engine is gone.
         """
+        if len(self.keys) and not self.config.share_prefix_cache:
+            requests = [_salted(request) for request in requests]
+        outputs = self._run(requests)
+        ticket = current_ticket()
+        if ticket is None or self.limiter is None:
+            return outputs
+        return self.limiter.metered(ticket, requests, outputs)
+
+    async def _run(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
             async for output in self._run_one(requests[0]):
                 yield 0, output
@@ -140,9 +172,11 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        observer = RequestObserver(self.metrics, request)
+        observer = RequestObserver(self.metrics.requests, request)
+        trace = None if self.tracing is None else self.tracing.follow(request)
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
+        failure: Exception | None = None
         # of a request whose answer goes out whole: what may still turn out to be void
         held: list[GenerationOutput] = []
         try:
@@ -152,6 +186,8 @@ class Service:
                     held.clear()
                     continue
                 observer.output(output, time.monotonic())
+                if trace is not None:
+                    trace.output(output)
                 self._check(output)
                 if output.finished:
                     end = "done"
@@ -166,9 +202,13 @@ class Service:
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)
+            failure = error
             raise
         finally:
-            observer.close(time.monotonic(), refused=refused, shed=shed)
+            now = time.monotonic()
+            observer.close(now, refused=refused, shed=shed)
+            if trace is not None:
+                trace.end(failure, now)
             await _close(outputs)
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
@@ -189,6 +229,12 @@ class Service:
                 raise EngineDrainingError("the request was aborted: the server is shutting down")
 
 
+def _salted(request: GenerationRequest) -> GenerationRequest:
+    """With a salt of its tenant's own, in which the caller's cannot stand for another tenant's."""
+    salt = f"{len(request.tenant)}:{request.tenant}:{request.cache_salt or ''}"
+    return msgspec.structs.replace(request, cache_salt=salt)
+
+
 async def _close(outputs: AsyncIterator[GenerationOutput]) -> None:
     if isinstance(outputs, AsyncGenerator):
         await outputs.aclose()
@@ -199,12 +245,16 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     info = client.info
     names = config.served_model_names or (info.model,)
     metrics = ServerMetrics(
-        info, lambda: client.stats, names[0], price_per_hour=config.price_per_hour
+        info,
+        lambda: client.stats,
+        names[0],
+        price_per_hour=config.price_per_hour,
+        ready=lambda: service.is_ready,
     )
     _listen(client, metrics)
     readers = SlowReaders()
-    metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
-    return Service(
+    metrics.others.register(FaultCollector(lambda: client.faults, readers, names[0]))
+    service = Service(
         client=client,
         config=config,
         rules=RequestRules(
@@ -225,8 +275,21 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         metrics=metrics,
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
+        tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
+        limiter=_limiter(config, metrics),
         slow_readers=readers,
     )
+    return service
+
+
+def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None:
+    """Raises ConfigError like RateStore."""
+    own = {key.name: key.limits for key in config.api_keys if key.limits}
+    if not own and not config.limits:
+        return None
+    limiter = RateLimiter(config.limits, own, RateStore(config.rate_limit_storage))
+    metrics.others.register(limiter)
+    return limiter
 
 
 def _listen(client: EngineClient, metrics: ServerMetrics) -> None:

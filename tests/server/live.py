@@ -4,6 +4,7 @@
 
 Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
 whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own),
+``metrics_port`` (serve /metrics there too).
 ``supervise`` (that process is replaced when it ends; arguments of SupervisedEngineClient.start).
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -24,6 +26,9 @@ from paceline.engine.protocol import EngineClient
 from paceline.engine.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, serve
+from paceline.server.batch_config import BatchConfig
+from paceline.server.bounds import Bounds
+from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
 
 from .helpers import VOCAB
@@ -63,13 +68,24 @@ async def _client(settings: dict[str, Any]) -> EngineClient:
 async def main() -> int:
     settings = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
     logging.basicConfig(level="INFO")
+    config = settings.get("config", {})
+    if "bounds" in config:
+        config["bounds"] = Bounds(**config["bounds"])
     client = await _client(settings)
     if isinstance(client, ProcessEngineClient):
         print(f"engine {client.pid}", flush=True)
+    metrics_listener = None
+    if "metrics_port" in settings:
+        metrics_listener = bind("127.0.0.1", settings["metrics_port"])
+        print(f"metrics {metrics_listener.getsockname()[1]}", flush=True)
+    if "batches" in config:
+        folder = Path(config["batches"]["folder"])
+        config["batches"] = BatchConfig(**config["batches"] | {"folder": folder})
     return await serve(
         client,
-        ServerConfig(**settings.get("config", {})),
+        ServerConfig(**config),
         port=0,
+        metrics_listener=metrics_listener,
         on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
     )
 
