@@ -28,7 +28,7 @@ STREAMS = 64
 WHOLE = 16
 TOKENS = 32
 IDLE, ACTIVE = 1000, 200
-SLOW, SLOW_TOKENS = 100, 160
+SLOW, SLOW_TOKENS = 100, 250
 MALFORMED = 10_000
 
 
@@ -200,14 +200,16 @@ async def unread(server: FaultyServer, load: Load) -> Row:
     cut = metric(await server.scrape(), "paceline:slow_readers_cut_total")
     before = server.rss_mb()
     # log-probabilities make events large, so that buffers fill up within seconds
-    body = json.dumps(load.body(0, stream=True, tokens=SLOW_TOKENS, logprobs=20)).encode()
+    wanted = load.body(0, stream=True, tokens=SLOW_TOKENS, logprobs=True, top_logprobs=20)
+    wanted["messages"] = [{"role": "user", "content": wanted.pop("prompt")}]
+    body = json.dumps(wanted).encode()
     lazy = []
     for _ in range(SLOW):
         caller = socket.socket()
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         caller.connect(("127.0.0.1", server.port))
         caller.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
         lazy.append(caller)
@@ -217,15 +219,15 @@ async def unread(server: FaultyServer, load: Load) -> Row:
     )
     began = time.monotonic()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(90.0):
             while metric(await server.scrape(), "paceline:slow_readers_cut_total") - cut < SLOW:
                 peak = max(peak, server.rss_mb())
                 await asyncio.sleep(0.1)
     seconds = time.monotonic() - began
     seen = await reading
-    blocks = await server.at_rest()
     for caller in lazy:
         caller.close()
+    blocks = await server.at_rest()
     return {
         "cut": round(metric(await server.scrape(), "paceline:slow_readers_cut_total") - cut),
         "of": SLOW,

@@ -2,9 +2,9 @@
 
 ::
 
-    engine --> stream: what is unread, joined --> transport: 64 KiB --> socket: SEND_BUFFER_BYTES
-               (text and ids of one answer)         |
-                                                     full for slow_reader_timeout: cut
+    engine --> stream: what is unread, joined --> transport --> socket: SEND_BUFFER_BYTES
+               (text and ids of one answer)          |
+                                                      over UNSENT_BYTES for slow_reader_timeout: cut
 
 So a connection costs its buffers and the rest of one answer, for a bounded time. Cutting it is a
 disconnect like any other: the request is aborted and its blocks are free.
@@ -23,8 +23,11 @@ __all__ = ["SEND_BUFFER_BYTES", "SlowReaders", "WatchedProtocol"]
 
 _log = logging.getLogger("paceline.server")
 
-# what the operating system may hold for a connection; by itself it would go to megabytes
-SEND_BUFFER_BYTES: Final = 128 * 1024
+# what the operating system may hold for a connection (Linux doubles it); by itself it would go to
+# megabytes
+SEND_BUFFER_BYTES: Final = 64 * 1024
+# what this process holds beyond that before it stops taking more of an answer
+UNSENT_BYTES: Final = 16 * 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +56,10 @@ class WatchedProtocol(HttpToolsProtocol):
         self._slow_timeout = slow_reader_timeout
         self._patience: asyncio.TimerHandle | None = None
         self._full = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        super().connection_made(transport)
 
     def pause_writing(self) -> None:
         super().pause_writing()
