@@ -55,6 +55,8 @@ _MAX_ACTIVE: Final = 16
 _AHEAD: Final = 32
 # seconds that answers wait for others, to be written together
 _GATHER: Final = 0.01
+# seconds after which trouble is a new one
+_GOT_ON: Final = 60.0
 # lines without an answer written at once
 _CHUNK: Final = 500
 # deaths of the engine after which a line that ran each time is given up
@@ -168,8 +170,11 @@ class BatchRunner:
     async def _work(self, batch_id: str) -> None:
         """One batch to its end, however often it has to pause."""
         attempt = 0
+        cancelled = self._cancelled[batch_id]
+        loop = asyncio.get_running_loop()
         try:
             while True:
+                began = loop.time()
                 try:
                     await self._advance(batch_id)
                     return
@@ -177,7 +182,15 @@ class BatchRunner:
                     self.troubles[batch_id] = self._told(error)
                     _log.warning("batch_paused id=%s reason=%r", batch_id, self.troubles[batch_id])
                     await self._suspect(batch_id)
-                await asyncio.sleep(backoff(attempt, 0.0, 0))
+                if loop.time() - began > _GOT_ON:
+                    attempt = 0
+                wait = backoff(attempt, 0.0, 0)
+                if cancelled.is_set():
+                    await asyncio.sleep(wait)
+                else:
+                    # whoever cancels does not wait for it
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(cancelled.wait(), wait)
                 attempt += 1
         finally:
             self.troubles.pop(batch_id, None)
@@ -248,6 +261,8 @@ class BatchRunner:
             cancelling.cancel()
             feeding.cancel()
             await asyncio.gather(feeding, cancelling, return_exceptions=True)
+            # answers that were on their way count
+            await self._recorder.idle()
 
     async def _feed(self, batch: Batch) -> None:
         try:
@@ -284,10 +299,10 @@ class BatchRunner:
             answer = Answer(500, error_body(Reply(500, message)), request_id)
         else:
             answer = await self._ask(batch, line, request_id)
-        # answered: the batch gets on
-        self.troubles.pop(batch.id, None)
         record = encode(openai_record(line, _record_id(batch, line), answer))
         await self._recorder.put(Result(batch.id, line.index, answer.status != 200, record))
+        # the batch gets on
+        self.troubles.pop(batch.id, None)
 
     async def _ask(self, batch: Batch, line: BatchLine, request_id: str) -> Answer:
         # an engine that is away already does not die of this line

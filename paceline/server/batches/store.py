@@ -274,7 +274,8 @@ class BatchStore:
         return {row["line"] for row in found}
 
     def record(self, results: Iterable[Result]) -> None:
-        """Keep what became of lines: all of these or none. A line that has a record keeps it.
+        """Keep what became of lines: all of these or none. A line that has a record keeps it, and
+        a batch that is over does not change.
 
         Raises:
             StorageError: there is no room.
@@ -284,8 +285,16 @@ class BatchStore:
         with self._transaction():
             for result in results:
                 inserted = self._db.execute(
-                    "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)",
-                    (result.batch_id, result.line, result.failed, result.record),
+                    "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM "
+                    f"batches WHERE id = ? AND status IN ({_marks(UNFINISHED)}))",
+                    (
+                        result.batch_id,
+                        result.line,
+                        result.failed,
+                        result.record,
+                        result.batch_id,
+                        *UNFINISHED,
+                    ),
                 ).rowcount
                 if inserted:
                     self._db.execute(

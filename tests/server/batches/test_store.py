@@ -112,7 +112,9 @@ def test_a_batch_from_begin_to_end(tmp_path: Path) -> None:
     assert done.times == {"in_progress": 101, "finalizing": 102, "completed": 102}
     assert content(store, done.output_file_id) == ["1", "2"]
     assert content(store, done.error_file_id) == ["0"]
+    store.record([result(batch, 3)])
     assert store.unfinished(9) == [] and store.answered(batch.id) == set()
+    assert store.batch(batch.id) == done
     with pytest.raises(HttpError, match="is completed: it cannot be cancelled"):
         store.cancel(batch.id, "", 103.0)
     assert done.output_file_id is not None
