@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import logging
 import os
 import re
 import shlex
@@ -196,6 +198,8 @@ def run(args: argparse.Namespace) -> int:
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
     with bind(args.host, args.port) as listener:
+        if not api_keys:
+            _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
@@ -221,6 +225,18 @@ def run(args: argparse.Namespace) -> int:
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, config, listener, args.stall_timeout))
+
+
+def _warn_if_reachable(listener: socket.socket) -> None:
+    """Say so where other machines may use this one, and nobody is asked for a key."""
+    host, port = listener.getsockname()[:2]
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        logging.getLogger("paceline.cli").warning(
+            "open address=%s port=%d: whoever reaches it may use this server and read its metrics; "
+            "--api-key-file asks for keys",
+            host,
+            port,
+        )
 
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
