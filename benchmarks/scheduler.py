@@ -4,9 +4,10 @@ Method: a scheduler with RUNNING requests running and WAITING waiting is driven 
 results made up in advance (every row samples one token). Requests are long enough that the running
 set is renewed as they finish: prompts of 256 tokens, outputs of 64 to 192, 16-token blocks, prefix
 caching on. Timed is exactly what the engine's thread would spend per step: ``schedule`` plus
-``update``. The garbage collector is left on, as in a server. Prints a table over the number waiting
-and one JSON line for RUNNING = 256, WAITING = 10,000. Rows ``everything``: the default policy with
-all that predicts, paces, swaps and relieves pressure at work (see ``measure``).
+``update``. The garbage collector is on, set as an engine process sets it. Prints a table
+over the number waiting and one JSON line for RUNNING = 256, WAITING = 10,000. Rows ``everything``:
+the default policy with all that predicts, paces, swaps and relieves pressure at work (see
+``measure``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.step_time import StepShape
+from paceline.engine.garbage import collected_seldom
 
 RUNNING = 256
 WAITING = (100, 1_000, 10_000, 100_000)
@@ -92,10 +94,11 @@ def measure(running: int, waiting: int, policy: str, *, everything: bool = False
             break
         step()
     times = []
-    for _ in range(STEPS):
-        while scheduler.stats().num_waiting < waiting:
-            add()
-        times.append(step())
+    with collected_seldom():
+        for _ in range(STEPS):
+            while scheduler.stats().num_waiting < waiting:
+                add()
+            times.append(step())
     scheduler.check_integrity()
     return times
 

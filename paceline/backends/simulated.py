@@ -23,14 +23,15 @@ __all__ = ["SimulatedBackend"]
 class _Sleeper(Future[StepResult]):
     """Known at once, told late."""
 
-    def __init__(self, result: StepResult, wait: Callable[[], None]) -> None:
+    def __init__(self, result: StepResult, wait: Callable[[float | None], bool]) -> None:
         super().__init__()
         self._wait = wait
         self.set_result(result)
 
     def result(self, timeout: float | None = None) -> StepResult:
-        self._wait()
-        return super().result(timeout)
+        if not self._wait(timeout):
+            raise TimeoutError
+        return super().result()
 
 
 class SimulatedBackend:
@@ -72,10 +73,12 @@ class SimulatedBackend:
         end = self._free = max(self._clock(), self._free) + seconds
         result = replace(self._backend.execute(plan).result(), elapsed=seconds)
 
-        def wait() -> None:
+        def wait(timeout: float | None) -> bool:
             left = end - self._clock()
+            ended = timeout is None or left <= timeout
             if left > 0:
-                self._sleep(left)
+                self._sleep(left if ended or timeout is None else timeout)
+            return ended
 
         return _Sleeper(result, wait)
 

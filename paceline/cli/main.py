@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from paceline import __version__
-from paceline.cli import chat, generate, plan, pull, serve, simulate
+from paceline.cli import chat, generate, plan, pull, serve, simulate, top
 from paceline.cli.options import Parser
 from paceline.core.errors import EngineError, PacelineError
 
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True, parser_class=Parser
     )
-    for module in (serve, chat, generate, pull, plan, simulate):
+    for module in (serve, chat, generate, pull, plan, simulate, top):
         module.add_parser(commands)
     return parser
 

@@ -157,6 +157,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
         coalesce_size=default.coalesce_size,
         best_effort_delay=default.best_effort_delay_s,
         best_effort_step_ms=default.best_effort_step_s * 1e3,
+        plan_lead_ms=default.plan_lead_s * 1e3,
         future_memory_check=default.future_memory_check,
         pace_admission=default.pace_admission,
         relegate_late=default.relegate_late,
@@ -309,6 +310,15 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         metavar="MS",
         help="a step in which all is best effort takes about so long at most, or the next arrival "
         f"would wait for it (default {default.best_effort_step_s * 1e3:g})",
+    )
+    group.add_argument(
+        "--plan-lead-ms",
+        type=bounded_float(0.0),
+        default=default.plan_lead_s * 1e3,
+        metavar="MS",
+        help="at a pipeline depth of 2, plan the next step so long before the running one is "
+        "predicted to end: who arrives until then is in it. More than a step takes: at once "
+        f"(default {default.plan_lead_s * 1e3:g})",
     )
     group.add_argument(
         "--relegate-late",
@@ -464,6 +474,7 @@ def engine_settings(
         coalesce_size=args.coalesce_size,
         best_effort_delay_s=args.best_effort_delay,
         best_effort_step_s=args.best_effort_step_ms / 1e3,
+        plan_lead_s=args.plan_lead_ms / 1e3,
         future_memory_check=args.future_memory_check,
         pace_admission=args.pace_admission,
         relegate_late=args.relegate_late,

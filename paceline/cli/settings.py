@@ -50,6 +50,7 @@ class EngineSettings:
     bypass_window: int = 8
     max_bypasses: int = 64
     best_effort_step_s: float = 0.05
+    plan_lead_s: float = 0.002
     future_memory_check: bool = True
     pace_admission: bool = True
     relegate_late: bool = True

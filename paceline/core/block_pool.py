@@ -25,12 +25,20 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        # ids are keys; an OrderedDict is a linked list with O(1) removal from the middle
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # free and not hashed: nobody looks for them, the last one freed is the first one taken
+        self._blank = list(reversed(range(num_blocks)))
+        # free and hashed, least recently freed first; ids are keys, and an OrderedDict is a linked
+        # list with O(1) removal from the middle
+        self._findable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._blank) + len(self._findable)
+
+    @property
+    def num_cached_free(self) -> int:
+        """Free blocks that the prefix cache can find."""
+        return len(self._findable)
 
     @property
     def num_cached(self) -> int:
@@ -45,19 +53,29 @@ class BlockPool:
 
         The caller has checked ``num_free``; KeyError otherwise.
         """
-        taken = []
-        for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
-            self._forget(block_id)
-            self._ref_counts[block_id] = 1
-            taken.append(block_id)
+        blank, ref_counts = self._blank, self._ref_counts
+        if count <= len(blank):
+            first = len(blank) - count
+            taken = blank[first:]
+            del blank[first:]
+            taken.reverse()
+        else:
+            taken = blank[::-1]
+            blank.clear()
+            for _ in range(count - len(taken)):
+                block_id, _ = self._findable.popitem(last=False)
+                self._forget(block_id)
+                taken.append(block_id)
+        for block_id in taken:
+            ref_counts[block_id] = 1
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each; a free block leaves the free queue with its content."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._free[block_id]
+                # whoever was found is findable
+                del self._findable[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, forget: bool = False) -> None:
@@ -67,30 +85,43 @@ class BlockPool:
         prefix stays useful longer than what followed it. ``forget`` also drops them from the
         prefix cache (their content is not to be trusted).
         """
+        hashes, ref_counts = self._hashes, self._ref_counts
+        if not self._cached:
+            # nothing has a hash: the same in fewer steps, for those who do without prefix caching
+            self._blank += [b for b in reversed(block_ids) if ref_counts[b] == 1]
+            for block_id in block_ids:
+                ref_counts[block_id] -= 1
+            return
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
                 if forget:
                     self._forget(block_id)
-                self._free[block_id] = None
-                if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                if hashes[block_id] is None:
+                    self._blank.append(block_id)
+                else:
+                    self._findable[block_id] = None
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block with this content, free or in use."""
         return self._cached.get(block_hash)
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Offer a full block to the prefix cache. The first block with a content wins; a
-        duplicate stays unregistered and is evicted first once free."""
-        if block_hash not in self._cached:
-            self._cached[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Offer full blocks to the prefix cache. The first block with a content wins; a duplicate
+        stays unregistered and is evicted first once free."""
+        cached = self._cached
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_hash not in cached:
+                cached[block_hash] = block_id
+                self._hashes[block_id] = block_hash
 
     def reset_cache(self) -> None:
         """Forget every cached prefix; blocks in use stay in use."""
         self._cached.clear()
         self._hashes = [None] * self.num_blocks
+        # those freed first are still taken first
+        self._blank[:0] = reversed(self._findable)
+        self._findable.clear()
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
@@ -103,14 +134,23 @@ class BlockPool:
 
         ``expected_refs`` counts how many block tables hold each block.
         """
+        blank = set(self._blank)
+        assert len(blank) == len(self._blank), "a block is free twice"
         for block_id, count in enumerate(self._ref_counts):
             expected = expected_refs.get(block_id, 0)
             assert count == expected, f"block {block_id}: {count} references, {expected} tables"
-            assert (count == 0) == (block_id in self._free), f"block {block_id}: free list is wrong"
+            assert (count == 0) == (block_id in blank or block_id in self._findable), (
+                f"block {block_id}: free list is wrong"
+            )
+            if count == 0:
+                hashed = self._hashes[block_id] is not None
+                assert hashed == (block_id in self._findable), f"block {block_id}: wrong free list"
         assert set(expected_refs) <= set(range(self.num_blocks)), "a table holds an unknown block"
         for block_hash, block_id in self._cached.items():
             assert self._hashes[block_id] == block_hash, (
                 f"block {block_id}: cached under a wrong hash"
             )
-        hashed = sum(block_hash is not None for block_hash in self._hashes)
-        assert hashed == len(self._cached), f"{hashed} hashed blocks, {len(self._cached)} cached"
+        num_hashed = sum(block_hash is not None for block_hash in self._hashes)
+        assert num_hashed == len(self._cached), (
+            f"{num_hashed} hashed blocks, {len(self._cached)} cached"
+        )

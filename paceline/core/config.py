@@ -58,6 +58,9 @@ class SchedulerConfig:
     # pick each step's chunk by its predicted time: the slack that requests with targets leave, and
     # never more than makes steps efficient; False: the whole budget every step
     adaptive_token_budget: bool = True
+    # where a step is planned while another runs: so long before that one is predicted to end, so
+    # that whoever arrives until then is in the plan. More than steps last: at once
+    plan_lead_s: float = 0.002
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
     best_effort_step_s: float = 0.05
     # a name in paceline.core.policies.POLICIES
@@ -127,6 +130,7 @@ class SchedulerConfig:
             self.best_effort_step_s > 0,
             f"best_effort_step_s must be positive, got {self.best_effort_step_s}",
         )
+        _require(self.plan_lead_s >= 0, f"plan_lead_s must be 0 or more, got {self.plan_lead_s}")
         for name in ("max_num_waiting", "max_predicted_wait_s", "queue_timeout_s"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive or None, got {value}")

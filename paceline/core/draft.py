@@ -26,6 +26,26 @@ _TILE: Final = 16
 class Draft:
     """Rows so far and what is left to hand out."""
 
+    __slots__ = (
+        "_room",
+        "_room_at",
+        "budget",
+        "charity",
+        "copies",
+        "forked",
+        "narrow",
+        "narrow_keys",
+        "narrow_rows",
+        "new",
+        "num_tokens",
+        "requests",
+        "rows",
+        "seconds",
+        "wide",
+        "wide_keys",
+        "wide_tokens",
+    )
+
     def __init__(self, allowance: Allowance) -> None:
         # tokens left to hand out
         self.budget = allowance.tokens

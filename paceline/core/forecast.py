@@ -5,8 +5,10 @@ This module does not decide; ``scheduler`` and ``admission`` do.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from itertools import accumulate, count
+from operator import attrgetter, mul, sub
 
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
@@ -28,11 +30,17 @@ def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
     ends; with the longest-lived first, the first i + 1 are alive when number i ends (LightLLM's
     Past-Future scheduler, ASPLOS'25, arXiv 2507.10150).
     """
-    peak = held = 0
-    longest_first = sorted(((to_come, now) for now, to_come in sequences), reverse=True)
-    for alive, (to_come, now) in enumerate(longest_first, 1):
-        held += now
-        peak = max(peak, to_come * alive + held)
+    return _peak(sorted((-to_come, now) for now, to_come in sequences))
+
+
+def _peak(longest_first: Sequence[tuple[int, int]]) -> int:
+    """``future_peak`` of (minus tokens to come, tokens now), sorted."""
+    if not longest_first:
+        return 0
+    # as a loop over i, held += now[i], max(to_come[i] * (i + 1) + held), at the speed of C
+    minus_to_come, now = zip(*longest_first, strict=True)
+    growth = map(mul, minus_to_come, count(1))
+    peak: int = max(map(sub, accumulate(now), growth))
     return peak
 
 
@@ -62,7 +70,7 @@ class MemoryOutlook:
         self._capacity = int((1.0 - _RESERVE) * num_blocks) * block_size
         # as if every output became as long as it may
         self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
-        # (tokens now, tokens to come) of each; None until somebody needs to know
+        # (minus tokens to come, tokens now) of each, sorted; None until somebody needs to know
         self._sequences: list[tuple[int, int]] | None = None
 
     def admits(self, request: Request, num_shared_blocks: int) -> bool:
@@ -71,12 +79,15 @@ class MemoryOutlook:
         if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
             return True
         if self._sequences is None:
-            self._sequences = [self._outlook(each) for each in self._running]
-            held = sum(now for now, _ in self._sequences)
+            self._sequences = sorted(map(self._outlook, self._running))
+            held = sum(now for _, now in self._sequences)
             self._capacity += max(0, held - self._held)
-        now, to_come = self._outlook(request)
-        now -= num_shared_blocks * self._block_size
-        return future_peak([*self._sequences, (now, to_come)]) <= self._capacity
+        sequence = self._newcomer(request, num_shared_blocks)
+        index = bisect_left(self._sequences, sequence)
+        self._sequences.insert(index, sequence)
+        peak = _peak(self._sequences)
+        del self._sequences[index]
+        return peak <= self._capacity
 
     def add(self, request: Request, num_shared_blocks: int) -> None:
         """It was admitted."""
@@ -86,16 +97,19 @@ class MemoryOutlook:
             # it may share blocks with those running: its own are not held twice
             self._held += (len(request.block_ids) - num_shared_blocks) * self._block_size
         else:
-            now, to_come = self._outlook(request)
-            self._sequences.append((now - num_shared_blocks * self._block_size, to_come))
+            insort(self._sequences, self._newcomer(request, num_shared_blocks))
+
+    def _newcomer(self, request: Request, num_shared_blocks: int) -> tuple[int, int]:
+        minus_to_come, now = self._outlook(request)
+        return minus_to_come, now - num_shared_blocks * self._block_size
 
     def _outlook(self, request: Request) -> tuple[int, int]:
-        """Tokens whose place it takes now, at least, and tokens to come."""
+        """Minus tokens to come, and tokens whose place it takes now, at least."""
         num_output = request.num_tokens - request.num_prompt_tokens
         if request.predicted_output <= num_output:
             request.predicted_output = self._work.expected_tokens(request, _LENGTH_QUANTILE)
         now = request.num_tokens + self._block_size - 1
-        return now - now % self._block_size, request.predicted_output - num_output
+        return num_output - request.predicted_output, now - now % self._block_size
 
 
 class FirstTokenForecast:
@@ -112,13 +126,14 @@ class FirstTokenForecast:
         # what came by what was said, lately
         self.bias = 1.0
         self._base = StepShape()
-        # output tokens that those running will still have, fewest first
-        self._left: list[int] = []
+        self._running: Sequence[Request] = ()
+        # output tokens that those running will still have, fewest first; None until asked for
+        self._left: list[int] | None = None
         self._free_places = 0
         self._tokens_per_step = 1
 
     def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
-        """Take in what runs.
+        """Take in what runs. Good until the next step or end of a request.
 
         Args:
             free_places: requests that could run beside it now.
@@ -126,9 +141,8 @@ class FirstTokenForecast:
         """
         narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
-        self._left = sorted(
-            self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens) for r in running
-        )
+        self._running = running
+        self._left = None
         self._free_places = free_places
         self._tokens_per_step = max(2, tokens_per_step)
 
@@ -154,12 +168,20 @@ class FirstTokenForecast:
         prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
         wait = 0.0
         missing = requests_ahead + 1 - self._free_places
-        if missing > 0 and self._left:
+        left = self._tokens_left() if missing > 0 else []
+        if left:
             # those that will run then end too: rounds of the same lengths
-            rounds, index = divmod(missing - 1, len(self._left))
-            mean = sum(self._left) / len(self._left)
-            wait = (self._left[index] + rounds * mean) * max(idle_step, 1e-9)
+            rounds, index = divmod(missing - 1, len(left))
+            wait = (left[index] + rounds * sum(left) / len(left)) * max(idle_step, 1e-9)
         return self.bias * (max(ahead, wait) + prompt)
+
+    def _tokens_left(self) -> list[int]:
+        if self._left is None:
+            self._left = sorted(
+                self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens)
+                for r in self._running
+            )
+        return self._left
 
     def learn(self, raw: float, actual: float) -> None:
         """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""

@@ -16,10 +16,11 @@ This module does not know queues, budgets or time.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from hashlib import sha256
+from struct import Struct
 from typing import NamedTuple
 
 from paceline.core.block_pool import BlockPool
@@ -49,13 +50,20 @@ def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
 
     A cryptographic hash because a collision would serve one caller another's cache.
     """
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+    tokens = tuple(token_ids)
+    return sha256(parent + _packer(len(tokens))(*tokens)).digest()
+
+
+@lru_cache
+def _packer(num_tokens: int) -> Callable[..., bytes]:
+    # half the time of array("q", tokens).tobytes(), which gives the same
+    return Struct(f"{num_tokens}q").pack
 
 
 def root_hash(cache_salt: str | None) -> bytes:
     """Parent of a sequence's first block; sequences share blocks only under the same salt."""
     salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
-    return hashlib.sha256(b"paceline-prefix" + salt).digest()
+    return sha256(b"paceline-prefix" + salt).digest()
 
 
 class Extension(NamedTuple):
@@ -245,11 +253,12 @@ class KVCacheManager:
             return
         known = min(request.num_computed_tokens, request.num_tokens)
         full = known // self.block_size
-        if full <= request.num_hashed_blocks:
+        first = request.num_hashed_blocks
+        if full <= first:
             return
-        self._extend_hashes(request, full)
-        for index in range(request.num_hashed_blocks, full):
-            self.pool.register(request.block_ids[index], request.block_hashes[index])
+        if full > len(request.block_hashes):
+            self._extend_hashes(request, full)
+        self.pool.register(request.block_ids[first:full], request.block_hashes[first:full])
         request.num_hashed_blocks = full
 
     def end(self, request: Request, *, forget: bool = False) -> None:
@@ -285,9 +294,9 @@ class KVCacheManager:
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes = request.block_hashes
         parent = hashes[-1] if hashes else root_hash(request.cache_salt)
-        for index in range(len(hashes), count):
-            start = index * self.block_size
-            parent = hash_block(parent, request.token_slice(start, start + self.block_size))
+        size = self.block_size
+        for start in range(len(hashes) * size, count * size, size):
+            parent = hash_block(parent, request.token_slice(start, start + size))
             hashes.append(parent)
 
     def _tail_is_shared(self, request: Request) -> bool:

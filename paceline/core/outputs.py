@@ -206,6 +206,15 @@ class SchedulerStats:
     # predicted and measured seconds of all steps that were predicted
     predicted_step_seconds: float = 0.0
     actual_step_seconds: float = 0.0
+    # tokens computed in rows of several tokens, and of one
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    # free blocks that the prefix cache can still find
+    num_cached_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    # what holds the head of the queue up, a name of ``core.waits``; None: nobody waits
+    held_by: str | None = None
 
     @property
     def kv_cache_usage(self) -> float:

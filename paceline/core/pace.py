@@ -11,6 +11,7 @@ This module does not know the queue.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Final
 
 from paceline.core.request import Request
@@ -29,27 +30,32 @@ class PaceGuard:
 
     def __init__(self, survey: Survey, model: StepTimeModel) -> None:
         self._model = model
-        # a target below this cannot be met
-        self._least = least = model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE
-        self._tightest = min((t for t in survey.targets if t >= least), default=math.inf)
         self._rows, self._keys = len(survey.ordinary), survey.narrow_keys
+        self._tightest = min(map(self._within_reach, survey.targets), default=math.inf)
 
     def add(self, request: Request) -> None:
         """It runs too."""
         self._rows += 1
         self._keys += request.num_computed_tokens
-        self._tightest = min(self._tightest, self._target(request))
+        self._tightest = min(self._tightest, self._within_reach(request.slo.tpot))
 
     def allows(self, request: Request) -> bool:
         """Whether ``request`` may join those running."""
         if request.slo.best_effort or self._rows == 0 or not self._model.ready:
             return True
-        tightest = min(self._tightest, self._target(request))
+        tightest = min(self._tightest, self._within_reach(request.slo.tpot))
         if tightest == math.inf:
             return True
         shape = StepShape(0, 0.0, self._rows + 1, self._keys + request.num_tokens)
         return self._model.predict(shape) <= _SHARE * tightest
 
-    def _target(self, request: Request) -> float:
-        tpot = request.slo.tpot
-        return math.inf if tpot is None or tpot < self._least else tpot
+    def _within_reach(self, tpot: float | None) -> float:
+        """A target, unless there is none or nobody could meet it."""
+        if tpot is None:
+            return math.inf
+        return tpot if tpot >= self._least else math.inf
+
+    @cached_property
+    def _least(self) -> float:
+        """A target below this cannot be met."""
+        return self._model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE

@@ -46,7 +46,8 @@ class RequestQueue:
     """Requests by ``order``: a heap with lazy removal, O(log n) amortised."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, int], Request]] = []
+        # (*order, request), flat: comparing nested tuples costs twice as much
+        self._heap: list[tuple[float, int, Request]] = []
         self._members: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -60,15 +61,14 @@ class RequestQueue:
 
     def push(self, request: Request) -> None:
         self._members[request.request_id] = request
-        heapq.heappush(self._heap, (request.order, request))
+        heapq.heappush(self._heap, (*request.order, request))
 
     def peek(self) -> Request | None:
         heap = self._heap
         while heap:
-            order, request = heap[0]
-            # a member that was removed and came back with another order has an entry for each
-            if order == request.order and self._members.get(request.request_id) is request:
-                return request
+            entry = heap[0]
+            if self._is_live(entry):
+                return entry[2]
             heapq.heappop(heap)
         return None
 
@@ -84,15 +84,20 @@ class RequestQueue:
         # must have changed its order
         del self._members[request.request_id]
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-            self._heap = [e for e in self._heap if e[0] == e[1].order and e[1] in self]
+            self._heap = list(filter(self._is_live, self._heap))
             heapq.heapify(self._heap)
 
+    def _is_live(self, entry: tuple[float, int, Request]) -> bool:
+        # a member that was removed and came back with another order has an entry for each
+        key, number, request = entry
+        return (
+            self._members.get(request.request_id) is request
+            and number == request.order[1]
+            and key == request.order[0]
+        )
+
     def check_integrity(self) -> None:
-        live = [
-            r.request_id
-            for order, r in self._heap
-            if order == r.order and self._members.get(r.request_id) is r
-        ]
+        live = [entry[2].request_id for entry in filter(self._is_live, self._heap)]
         assert sorted(live) == sorted(self._members), "heap and members of the queue differ"
 
 

@@ -211,6 +211,8 @@ class Request:
     num_tokens: int = field(init=False)
     # most tokens this request can ever hold
     max_total_tokens: int = field(init=False)
+    # tokens that may end it
+    stop_ids: frozenset[int] = field(init=False)
     # tokens whose keys and values are cached, or will be once planned steps ran
     num_computed_tokens: int = 0
     # tokens that planned steps will sample, ids not known yet
@@ -262,6 +264,7 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        self.stop_ids = self.sampling.eos_token_ids | self.sampling.stop_token_ids
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -272,10 +275,8 @@ class Request:
         """Add one sampled token. Returns why the output ends with it, or None if it goes on."""
         self.output_token_ids.append(token_id)
         self.num_tokens += 1
-        sampling = self.sampling
-        if (
-            token_id in sampling.eos_token_ids or token_id in sampling.stop_token_ids
-        ) and self.num_tokens - self.num_prompt_tokens >= sampling.min_tokens:
+        num_output = self.num_tokens - self.num_prompt_tokens
+        if token_id in self.stop_ids and num_output >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
 

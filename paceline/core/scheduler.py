@@ -22,24 +22,26 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from paceline.core.admission import Admission, Expired, check_door
+from paceline.core.census import ClassUse, take_census
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.draft import Draft
 from paceline.core.forecast import FirstTokenForecast
 from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
+from paceline.core.news import append_all, update_of
 from paceline.core.outputs import (
     RequestUpdate,
     ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
-    Timeline,
-    TokenLogprobs,
 )
 from paceline.core.planner import Planner
 from paceline.core.policies import FcfsPolicy, PolicyContext, SchedulingPolicy, make_policy
@@ -59,6 +61,8 @@ __all__ = ["Scheduler"]
 _new = tuple.__new__
 # what holds requests up until one that runs ends
 _FULL = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
+# of a step's time by its prediction: few steps take less
+_EARLY = 0.1
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
 
@@ -109,17 +113,14 @@ class Scheduler:
             work=work,
             budget=self.budget,
         )
-        # requests of planned steps whose result is not in yet, step by step
-        self._in_flight: deque[tuple[int, list[Request], StepShape]] = deque()
+        # requests of planned steps whose result is not in yet, step by step, and predicted seconds
+        self._in_flight: deque[tuple[int, list[Request], StepShape, float]] = deque()
         # when the last of them is predicted to end
         self._busy_until = 0.0
         # who was dropped before being started, until somebody asks
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
-        # the last plan holds best-effort rows alone: planning past it would only make whoever
-        # arrives meanwhile wait for another step
-        self.yields = False
         # what held the head of the queue up in the last step, and its prompt tokens
         self._held_by: Reason | None = None
         self._chunk = config.max_num_batched_tokens
@@ -129,6 +130,8 @@ class Scheduler:
         self._num_added = 0
         self._num_steps = 0
         self._num_discarded_tokens = 0
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
         self._predicted_seconds = 0.0
         self._actual_seconds = 0.0
 
@@ -172,7 +175,7 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, FinishReason.ABORT)
-                updates.append(_update_of(request, (), None))
+                updates.append(update_of(request, (), None))
         return tuple(updates)
 
     def take_expired(self) -> tuple[Expired, ...]:
@@ -216,6 +219,18 @@ class Scheduler:
 
     # ------------------------------------------------------------------ plans out
 
+    @property
+    def plan_at(self) -> float:
+        """When the next step is best planned while one runs: as late as can be, so that whoever
+        arrives until then is in it, and yet before the one that runs has ended. Minus infinity:
+        at once."""
+        if not self._in_flight or not self.step_time.ready:
+            return -math.inf
+        seconds = self._in_flight[-1][3]
+        # most steps take at least so much of what was predicted
+        surely = min(1.0, self.step_time.quantile(_EARLY))
+        return self._busy_until - (1.0 - surely) * seconds - self.config.plan_lead_s
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step and move the counters as if it had run.
 
@@ -227,7 +242,7 @@ class Scheduler:
         # steps run one after another, so this one starts when those planned before it have ended
         starts = max(now, self._busy_until) if self._in_flight else now
         survey = Survey.of(running)
-        if self._planner.relegate_late(survey.wide, starts):
+        if self._planner.lateness.relegate_running(running, survey.wide, starts):
             survey = Survey.of(running)
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
@@ -244,22 +259,21 @@ class Scheduler:
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
         if self._held_by is Reason.SLOTS or self._held_by is Reason.BUDGET:
             self._waiting.prefetch()
-        swaps, prefetches = self.kv.take_swaps()
         plan = SchedulerOutput(
-            step_id=self._num_steps,
-            rows=tuple(draft.rows),
-            new_requests=tuple(draft.new),
-            block_copies=tuple(draft.copies),
-            released=tuple(self._planner.released),
-            num_tokens=draft.num_tokens,
-            swaps=swaps,
-            prefetches=prefetches,
+            self._num_steps,
+            tuple(draft.rows),
+            tuple(draft.new),
+            tuple(draft.copies),
+            tuple(self._planner.released),
+            draft.num_tokens,
+            *self.kv.take_swaps(),
         )
         self._num_steps += 1
         self._planner.released.clear()
-        self.yields = all(request.slo.best_effort for request in draft.requests)
-        self._in_flight.append((plan.step_id, draft.requests, draft.shape))
-        self._busy_until = starts + self.step_time.predict(draft.shape)
+        shape = draft.shape
+        seconds = self.step_time.predict(shape)
+        self._in_flight.append((plan.step_id, draft.requests, shape, seconds))
+        self._busy_until = starts + seconds
         return plan
 
     # ------------------------------------------------------------------ results in
@@ -273,8 +287,12 @@ class Scheduler:
         requests that ended alone: a simulator has nobody to stream tokens to.
         """
         self._looked_at = -1
-        step_id, requests, shape = self._in_flight.popleft()
+        step_id, requests, shape, _ = self._in_flight.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
+        self._num_prefill_tokens += shape.wide_tokens
+        self._num_decode_tokens += shape.narrow_rows
+        # the next one has just begun
+        self._busy_until = now + sum([step[3] for step in self._in_flight])
         if result.elapsed > 0.0:
             ready = self.step_time.ready
             predicted = self.step_time.observe(shape, result.elapsed)
@@ -300,32 +318,40 @@ class Scheduler:
                 continue
             if failed and row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
-                updates.append(_update_of(request, (), None, failed[row.request_id]))
+                updates.append(update_of(request, (), None, failed[row.request_id]))
                 ended = True
                 continue
             if not samples:
                 continue
-            if request.first_token_time is None:
-                request.first_token_time = now
-                self._learn_ttft(request, now)
-            if len(token_ids) == 1:
-                reason = request.append_output(token_ids[0])
+            total = request.num_tokens + 1
+            if (
+                len(token_ids) == 1
+                and total < request.max_total_tokens
+                and token_ids[0] not in request.stop_ids
+                and request.first_token_time is not None
+            ):
+                # nearly all, by the shortest way: the other branch would do the same
+                request.output_token_ids.append(token_ids[0])
+                request.num_tokens = total
             else:
-                token_ids, reason = _append_all(request, token_ids)
-            if reason is not None:
-                last = request.output_token_ids[-1]
-                if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
-                    request.stop_reason = last
-                self._finish(request, reason, prune=False)
-                ended = True
-                served(request, 0, len(token_ids))
-                append(_update_of(request, token_ids, row_logprobs))
-                continue
+                if request.first_token_time is None:
+                    request.first_token_time = now
+                    self._learn_ttft(request, now)
+                token_ids, reason = append_all(request, token_ids)
+                if reason is not None:
+                    last = request.output_token_ids[-1]
+                    if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
+                        request.stop_reason = last
+                    self._finish(request, reason, prune=False)
+                    ended = True
+                    served(request, 0, len(token_ids))
+                    append(update_of(request, token_ids, row_logprobs))
+                    continue
             if listens:
                 served(request, 0, len(token_ids))
             if not tell_all:
                 continue
-            # what _update_of would make, without the call
+            # what update_of would make, without the call
             news = (
                 request.request_id,
                 token_ids,
@@ -404,14 +430,24 @@ class Scheduler:
             num_recomputed_tokens=self._planner.num_recomputed_tokens,
             num_swapped_out_blocks=self.kv.num_swapped_out,
             num_swapped_in_blocks=self.kv.num_swapped_in,
-            num_relegated=self._planner.num_relegated,
+            num_relegated=self._planner.lateness.num_relegated,
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._admission.refused.items()),
             waited=tuple(zip(REASONS, self._waiting.clocks.reading(), strict=True)),
             pressure_level=self.valve.level,
             predicted_step_seconds=self._predicted_seconds,
             actual_step_seconds=self._actual_seconds,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_cached_free_blocks=self.kv.pool.num_cached_free,
+            num_host_blocks=self.cache.num_host_blocks,
+            num_free_host_blocks=self.kv.num_free_host_blocks,
+            held_by=None if self._held_by is None else REASONS[self._held_by],
         )
+
+    def census(self) -> tuple[ClassUse, ...]:
+        """Who runs and waits now, by SLO class; takes too long for every step."""
+        return take_census(self._planner.running, chain(self._waiting, self._forks))
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
@@ -429,60 +465,10 @@ class Scheduler:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids or request.fork_of or request.num_swapped_tokens
         for request in known:
-            flying = sum(r is request for _, requests, _ in self._in_flight for r in requests)
+            flying = sum(r is request for step in self._in_flight for r in step[1])
             assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
             assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
         for fork in forks:
             assert fork.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)
-
-
-def _append_all(
-    request: Request, token_ids: tuple[int, ...]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Add tokens until one ends the output. Returns those that count, and why it ended."""
-    for count, token_id in enumerate(token_ids, 1):
-        reason = request.append_output(token_id)
-        if reason is not None:
-            return token_ids[:count], reason
-    return token_ids, None
-
-
-def _update_of(
-    request: Request,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprobs, ...] | None,
-    error: str | None = None,
-) -> RequestUpdate:
-    return _new(
-        RequestUpdate,
-        (
-            request.request_id,
-            token_ids,
-            logprobs,
-            request.finish_reason,
-            request.stop_reason,
-            request.num_cached_tokens,
-            request.first_scheduled_time or 0.0,
-            request.num_preemptions,
-            error,
-            None if request.finish_reason is None else _timeline_of(request),
-        ),
-    )
-
-
-def _timeline_of(request: Request) -> Timeline:
-    return Timeline(
-        waited=tuple(
-            (reason, seconds)
-            for reason, seconds in zip(REASONS, request.waits, strict=False)
-            if seconds > 0.0
-        ),
-        num_chunks=request.num_chunks,
-        num_preemptions=request.num_preemptions,
-        num_recomputed_tokens=request.num_recomputed_tokens,
-        num_swapped_tokens=request.num_restored_tokens,
-        relegated=request.relegated,
-        predicted_ttft=request.predicted_ttft,
-    )

@@ -29,6 +29,8 @@ _SIZE: Final = len(_SCALES)
 _RIDGE: Final = 1e-6
 _SWEEPS: Final = 12
 _LATER_SWEEPS: Final = 4
+# observations between two fits once there are many
+_REFIT: Final = 32
 _WINDOW: Final = 256
 
 
@@ -97,7 +99,11 @@ class StepTimeModel:
         self._min_observations = min_observations
         self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._moment = [0.0] * _SIZE
+        # weight of the newest observation, but for its seconds
+        self._growth = 1.0
         self._weights = [0.0] * _SIZE
+        # the same for features that are not scaled
+        self._rates = [0.0] * _SIZE
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._sorted_ratios: list[float] = []
         self.num_observations = 0
@@ -108,12 +114,16 @@ class StepTimeModel:
 
     def predict(self, shape: StepShape) -> float:
         """Expected seconds; 0.0 before the first observation."""
-        seconds: float = sum(map(mul, self._weights, shape.features()))
+        constant, per_token, per_key, per_row, per_narrow_key, any_wide = self._rates
+        wide_tokens, wide_keys, narrow_rows, narrow_keys = shape
+        seconds = constant + per_row * narrow_rows + per_narrow_key * narrow_keys
+        if wide_tokens > 0:
+            seconds += any_wide + per_token * wide_tokens + per_key * wide_keys
         return seconds
 
     def row_seconds(self, start: int) -> float:
         """What one more row of one token adds to a step."""
-        return self._weights[3] * _SCALES[3] + self._weights[4] * _SCALES[4] * start
+        return self._rates[3] + self._rates[4] * start
 
     def quantile(self, q: float) -> float:
         """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
@@ -126,22 +136,33 @@ class StepTimeModel:
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Learn from one measured step. Returns what had been predicted for it."""
         features = shape.features()
-        predicted: float = sum(map(mul, self._weights, features))
+        predicted = self.predict(shape)
         if self.ready and predicted > 0.0:
             self._ratios.append(seconds / predicted)
-        weight = 1.0 / max(seconds, 1e-6) ** 2
-        keep = self._forgetting
-        for i, x_i in enumerate(features):
+        # instead of making the old ones lighter, make each heavier than the one before: most
+        # features of most steps are zero, and zeros need no work then
+        self._growth /= self._forgetting
+        weight = self._growth / max(seconds, 1e-6) ** 2
+        present = [(i, x) for i, x in enumerate(features) if x]
+        for i, x_i in present:
             share = weight * x_i
-            self._gram[i] = [
-                g * keep + share * x for g, x in zip(self._gram[i], features, strict=True)
-            ]
-            self._moment[i] = self._moment[i] * keep + share * seconds
+            self._moment[i] += share * seconds
+            row = self._gram[i]
+            for j, x_j in present:
+                row[j] += share * x_j
         self.num_observations += 1
-        if self.num_observations <= 64 or self.num_observations % 16 == 0:
+        if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
+            self._rescale()
             self._solve()
             self._sorted_ratios = sorted(self._ratios)
         return predicted
+
+    def _rescale(self) -> None:
+        """Weigh the newest observation 1 again, before numbers grow out of hand."""
+        shrink = 1.0 / self._growth
+        self._gram = [[g * shrink for g in row] for row in self._gram]
+        self._moment = [m * shrink for m in self._moment]
+        self._growth = 1.0
 
     def _solve(self) -> None:
         """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
@@ -155,3 +176,4 @@ class StepTimeModel:
                     continue
                 rest = sum(map(mul, row, weights)) - row[i] * weights[i]
                 weights[i] = max(0.0, (moment[i] - rest) / diagonal)
+        self._rates = list(map(mul, weights, _SCALES))

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 
 from paceline.core.request import Request
+from paceline.core.slo import NO_SLO
 from paceline.core.step_time import StepShape
 
 __all__ = ["Survey"]
@@ -59,6 +60,13 @@ class Survey:
             is_wide = request.num_tokens + request.num_pending_tokens > computed + 1
             if is_wide:
                 wide.append(request)
+            if slo is NO_SLO:
+                # as below, without asking for what it does not have
+                ordinary.append(request)
+                if not is_wide:
+                    rows += 1
+                    keys += computed
+                continue
             if slo.best_effort:
                 best_effort.append(request)
                 continue

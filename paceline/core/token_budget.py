@@ -120,8 +120,6 @@ class AdaptiveTokenBudget:
     def allow(self, running: Survey, now: float) -> Allowance:
         if not self._model.ready:
             return Allowance(min(self._most, max(_UNTRAINED, running.num_running + self._floor)))
-        base = running.base
-        wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
         spare = math.inf
         for request in running.paced:
             spare = min(spare, self._spare(request, now))
@@ -133,7 +131,8 @@ class AdaptiveTokenBudget:
             return Allowance(self._total(self._knee(), running), allowed)
         else:
             allowed = spare / max(1.0, self._model.quantile(self._quantile))
-        tokens = self._total(self._within(base, wide_start, allowed), running)
+        wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
+        tokens = self._total(self._within(running.base, wide_start, allowed), running)
         return Allowance(tokens, 0.0 if running.urgent else allowed)
 
     def _spare(self, request: Request, now: float) -> float:

@@ -5,6 +5,7 @@ This module does not know text, sockets or processes; ``engine.loop`` and ``engi
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,7 +36,8 @@ class EngineCore:
     Args:
         backend: owned from here on; ``close`` closes it.
         pipeline_depth: steps handed to the backend at once. 1 plans a step when the one before
-            is done; 2 plans step N+1 while step N runs, unless that is best effort alone.
+            is done; 2 plans step N+1 while step N runs, shortly before that ends; more plan as
+            soon as there is a place.
         clock: seconds, monotonic.
         recorder: told of every request and step; owned from here on.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
@@ -118,17 +120,23 @@ class EngineCore:
             self._recorder.ended([update.request_id for update in updates], self._clock())
         return updates
 
-    def step(self) -> tuple[RequestUpdate, ...]:
+    def step(self, take_arrivals: Callable[[], object] | None = None) -> tuple[RequestUpdate, ...]:
         """Keep the backend fed, wait for its oldest step, return what it brought.
+
+        Args:
+            take_arrivals: adds the requests that arrived meanwhile, called when a step is about to
+                be planned while another runs. Without it nobody can arrive, and such a step is
+                planned at once.
 
         Returns () when there is nothing to do, or nothing before ``wake_at``.
 
         Raises:
             EngineDeadError: the backend broke; the engine cannot go on.
         """
-        while not self._in_flight or (
-            len(self._in_flight) < self._depth and not self.scheduler.yields
-        ):
+        while len(self._in_flight) < self._depth:
+            if self._in_flight and self._depth == 2 and take_arrivals is not None:
+                self._await_planning()
+                take_arrivals()
             now = self._clock()
             plan = self.scheduler.schedule(now)
             self._has_news = False
@@ -153,6 +161,14 @@ class EngineCore:
         if self._recorder is not None:
             self._recorder.stepped(plan, planned, done, result.elapsed, updates)
         return updates
+
+    def _await_planning(self) -> None:
+        """Return when the next step is due to be planned, or the one that runs has ended."""
+        left = self.scheduler.plan_at - self._clock()
+        if left > 0.0:
+            # what came of it is looked at in its turn
+            with contextlib.suppress(Exception):
+                self._in_flight[0][2].result(left)
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

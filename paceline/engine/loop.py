@@ -4,7 +4,7 @@
 
     while not told to stop:
         take every message that is there      (waits only when there is nothing to do)
-        core.step()
+        core.step()                           (takes messages again before it plans ahead)
         send the news of the step, in one message
 
 This module does not know sockets, processes or text.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from paceline.core.census import ClassUse
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.engine.core import EngineCore
@@ -38,6 +39,8 @@ __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 _BEAT: Final = 1.0
 # seconds between looks at requests that wait for their grammar, while nothing else is to be done
 _READINESS: Final = 0.002
+# seconds between counts of who runs and waits, while there is work
+_CENSUS: Final = 0.1
 # quiet seconds before an idle engine looks itself over, so that no request waits for that
 _QUIET: Final = 0.05
 
@@ -56,6 +59,7 @@ class EngineLoop:
 
     Args:
         send: takes every message for the client, in order; must not block.
+        at_rest: called once whenever there has been nothing to do for a moment.
     """
 
     def __init__(
@@ -64,16 +68,22 @@ class EngineLoop:
         inbox: Inbox,
         send: Callable[[EngineMessage], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        at_rest: Callable[[], object] = lambda: None,
     ) -> None:
         self._core = core
         self._inbox = inbox
         self._send = send
         self._clock = clock
+        self._at_rest = at_rest
         self._readiness = Readiness(core.matchers)
+        self._shutdown: Shutdown | None = None
         # news of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
         # steps whose token counts were not sent yet
         self._iteration_tokens: list[int] = []
+        self._classes: tuple[ClassUse, ...] = ()
+        self._census_at = 0.0
 
     def run(self) -> Shutdown:
         """Until a Shutdown arrives, which is returned.
@@ -85,24 +95,20 @@ class EngineLoop:
         self._flush()
         checked = False
         while True:
-            busy = self._core.has_work
-            messages = self._inbox.receive(self._patience(busy, checked))
-            for message in messages:
-                if isinstance(message, Shutdown):
-                    return message
-                self._handle(message)
-            if self._readiness:
-                self._admit_ready()
+            came = self._take(self._patience(self._core.has_work, checked))
+            if self._shutdown is not None:
+                return self._shutdown
             if self._core.has_work:
                 checked = False
                 self._step()
             elif self._readiness and not self._updates:
                 # soon something to do: neither a beat nor a look over
                 continue
-            elif messages or checked:
+            elif came or checked:
                 self._flush()
             else:
                 self._core.check_integrity()
+                self._at_rest()
                 checked = True
 
     def _patience(self, busy: bool, checked: bool) -> float:
@@ -116,12 +122,25 @@ class EngineLoop:
 
     def _step(self) -> None:
         steps = self._core.num_steps
-        self._updates += self._core.step()
+        self._updates += self._core.step(self._take)
         for expired in self._core.take_expired():
             self._send(Refused.of(request_of(expired.request_id), expired.error))
         if self._core.num_steps > steps:
             self._iteration_tokens.append(self._core.last_step_tokens)
         self._flush()
+
+    def _take(self, patience: float = 0.0) -> bool:
+        """Handle every message that is there; wait up to ``patience`` seconds for one. Returns
+        whether any came."""
+        messages = self._inbox.receive(patience)
+        for message in messages:
+            if isinstance(message, Shutdown):
+                self._shutdown = message
+                break
+            self._handle(message)
+        if self._readiness:
+            self._admit_ready()
+        return bool(messages)
 
     def _handle(self, message: Add | Abort) -> None:
         if isinstance(message, Abort):
@@ -144,14 +163,23 @@ class EngineLoop:
                 self._send(Refused.of(request.request_id, error))
 
     def _flush(self) -> None:
-        stats = engine_stats(self._core, self._clock(), self._iteration_tokens)
+        now = self._clock()
+        if now - self._census_at >= _CENSUS or not self._core.has_work:
+            self._classes = self._core.scheduler.census()
+            self._census_at = now
+        stats = engine_stats(self._core, now, self._iteration_tokens, self._classes)
         self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
         self._core.prompt_logprobs.clear()
         self._updates.clear()
         self._iteration_tokens.clear()
 
 
-def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) -> EngineStats:
+def engine_stats(
+    core: EngineCore,
+    now: float,
+    iteration_tokens: Sequence[int],
+    classes: tuple[ClassUse, ...] = (),
+) -> EngineStats:
     """A snapshot of ``core`` for the other side."""
     stats = core.stats()
     return EngineStats(
@@ -176,6 +204,13 @@ def engine_stats(core: EngineCore, now: float, iteration_tokens: Sequence[int]) 
         pressure_level=stats.pressure_level,
         predicted_step_seconds=stats.predicted_step_seconds,
         actual_step_seconds=stats.actual_step_seconds,
+        num_prefill_tokens=stats.num_prefill_tokens,
+        num_decode_tokens=stats.num_decode_tokens,
+        num_cached_free_blocks=stats.num_cached_free_blocks,
+        num_host_blocks=stats.num_host_blocks,
+        num_free_host_blocks=stats.num_free_host_blocks,
+        held_by=stats.held_by,
+        classes=classes,
         iteration_tokens=tuple(iteration_tokens),
     )
 

@@ -16,6 +16,7 @@ builds the core, and this module never learns what a model is.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -33,6 +34,7 @@ import zmq
 
 from paceline.core.errors import EngineDeadError, PacelineError
 from paceline.engine.core import EngineCore
+from paceline.engine.garbage import collected_seldom
 from paceline.engine.loop import EngineLoop
 from paceline.engine.messages import (
     ClientMessage,
@@ -110,7 +112,8 @@ def _build_and_run(
     watch.catch_sigterm()
     try:
         send(Ready(info))
-        shutdown = EngineLoop(core, _SocketInbox(inbox, watch), send).run()
+        with collected_seldom():
+            shutdown = EngineLoop(core, _SocketInbox(inbox, watch), send, at_rest=gc.collect).run()
     except Exception as error:
         _report("the engine failed", error)
         send(Dead.of(error))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.core.census import ClassUse
 from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.request import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 
 __all__ = [
     "ChoiceDelta",
+    "ClassUse",
+    "EngineFaults",
     "EngineInfo",
     "EngineStats",
     "GenerationOutput",
@@ -46,6 +49,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # what the caller needs, and who asks
     slo: Slo = NO_SLO
     tenant: str = ""
+    # nothing is shown to the caller before the end, so the answer may be begun anew
+    whole: bool = False
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +96,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     # of every prompt token but the first, once, if they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    # what was delivered before is void: a ``whole`` request begins anew on another engine
+    restarted: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +115,22 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     policy: str
     enable_prefix_caching: bool
+
+
+class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to an engine and its requests since start."""
+
+    # an engine is there and ready
+    up: bool = True
+    # engines that ended or were ended, by why: "exit" (it ended), "stalled", "stopped"
+    losses: tuple[tuple[str, int], ...] = ()
+    # seconds from the latest loss to the next engine's readiness
+    recovery_seconds: float = 0.0
+    # requests sent to another engine once more, and those that failed instead: because something
+    # of the answer was out already, because the engine ended under them twice
+    num_resent: int = 0
+    num_lost: int = 0
+    num_poisoned: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,5 +164,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     # of all steps whose time was predicted
     predicted_step_seconds: float = 0.0
     actual_step_seconds: float = 0.0
+    # tokens computed in rows of several tokens, and of one, since start
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    # free blocks that the prefix cache can still find
+    num_cached_free_blocks: int = 0
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    # what holds the head of the queue up now; None: nobody waits
+    held_by: str | None = None
+    # by SLO class, up to a tenth of a second old
+    classes: tuple[ClassUse, ...] = ()
     # tokens computed in each step since the last snapshot
     iteration_tokens: tuple[int, ...] = ()

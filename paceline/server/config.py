@@ -11,11 +11,13 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
+from paceline.server.batch_config import BatchConfig
 from paceline.server.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.rate_limits.rates import NO_LIMITS, KeyLimits
 from paceline.server.rate_limits.store import check_storage_url
 from paceline.server.tool_formats import TOOL_FORMATS
+from paceline.server.tracing import check_endpoint
 
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
@@ -57,8 +59,14 @@ class ServerConfig:
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
+    # seconds a caller may leave more than a buffer full of its answer unread; 0: for ever
+    slow_reader_timeout: float = 60.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
+    # where traces go, an OTLP/HTTP URL; None: there are none
+    otlp_endpoint: str | None = None
+    # where files and batches are kept; None: nowhere
+    batches: BatchConfig | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
     # of connections, heads and JSON
@@ -94,6 +102,10 @@ class ServerConfig:
             math.isfinite(self.sse_keep_alive) and self.sse_keep_alive >= 0,
             f"sse_keep_alive must be 0 or more seconds, got {self.sse_keep_alive}",
         )
+        _require(
+            math.isfinite(self.slow_reader_timeout) and self.slow_reader_timeout >= 0,
+            f"slow_reader_timeout must be 0 or more seconds, got {self.slow_reader_timeout}",
+        )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, got {value}")
@@ -102,6 +114,8 @@ class ServerConfig:
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
             f"got {self.tool_call_parser!r}",
         )
+        if self.otlp_endpoint is not None:
+            check_endpoint(self.otlp_endpoint)
         # raises for doubles
         KeyRing(self.api_keys)
         if self.rate_limit_storage is not None:

@@ -8,11 +8,12 @@ import logging
 import resource
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from paceline.server.bounds import Bounds
+from paceline.server.slow_readers import WatchedProtocol
 
-__all__ = ["allow_open_files", "bounded_protocol"]
+__all__ = ["Connection", "allow_open_files"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -25,28 +26,22 @@ _TOO_MANY: Final = (
 )
 
 
-def bounded_protocol(bounds: Bounds) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, held to ``bounds``."""
-
-    class Bounded(_BoundedProtocol):
-        _bounds = bounds
-
-    return Bounded
-
-
-class _BoundedProtocol(HttpToolsProtocol):
-    """Refuses what goes on for ever; the parser would keep it all.
+class Connection(WatchedProtocol):
+    """uvicorn's protocol, held to ``bounds``: refuses what goes on for ever; the parser would keep
+    it all.
 
     A connection is ``receiving`` from its start, and again from the first byte of every further
     request, until that request is whole. A body is read no faster than the handler takes it, so a
     handler that does not read stops the clock too: it answers, and the rest is not waited for.
     """
 
-    _bounds: Bounds
-    _in_head = True
-    _head_bytes = 0
-    _refused = False
-    _late: asyncio.TimerHandle | None = None
+    def __init__(self, *arguments: Any, bounds: Bounds, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._bounds = bounds
+        self._in_head = True
+        self._head_bytes = 0
+        self._refused = False
+        self._late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]

@@ -20,7 +20,9 @@ from starlette.responses import Response
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    EngineLostError,
     PacelineError,
+    PoisonedRequestError,
     QueueFullError,
     RequestError,
     UnknownModelError,
@@ -89,6 +91,8 @@ class Reply:
     retry_after: int | None = None
     # why a request was dropped, for llm-d's header
     dropped: str | None = None
+    # False: the caller should not try again, though the status looks like it
+    should_retry: bool = True
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -123,6 +127,11 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
             return Reply(400, str(error), error.param)
         case EngineDrainingError():
             return Reply(503, _public(error), retry_after=_seconds(drain_timeout))
+        case EngineLostError():
+            return Reply(503, _public(error), retry_after=_seconds(error.retry_after))
+        case PoisonedRequestError():
+            _log.error("request_failed error=%r", _public(error))
+            return Reply(500, _public(error), should_retry=False)
         case EngineDeadError():
             return Reply(503, _public(error), retry_after=_RESTART_SECONDS)
         case ClientDisconnectedError():
@@ -159,6 +168,9 @@ def error_response(reply: Reply, body: bytes | None = None) -> Response:
     headers = {} if reply.retry_after is None else {"Retry-After": str(reply.retry_after)}
     if reply.dropped is not None:
         headers["x-llm-d-request-dropped-reason"] = reply.dropped
+    if not reply.should_retry:
+        # what OpenAI's clients go by before they go by the status
+        headers["x-should-retry"] = "false"
     if reply.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(

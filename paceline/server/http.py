@@ -58,7 +58,9 @@ GENERATE_PATHS: Final = frozenset(
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # asked for by machines, all the time
-_UNCOUNTED: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+_UNCOUNTED: Final = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
+)
 _STATUS_GONE: Final = 499
 
 
@@ -81,16 +83,21 @@ class ExchangeMiddleware:
         generates = scope["path"] in GENERATE_PATHS
         if generates:
             self._service.enter()
+            if self._service.tracing is not None:
+                self._service.tracing.arrive(scope)
         status = _STATUS_GONE
+        sent = 0
         started = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
                 ticket: Ticket | None = scope["state"].get("ticket")
                 limits = () if ticket is None else ticket.headers()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
+            else:
+                sent += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -106,7 +113,14 @@ class ExchangeMiddleware:
             if handler not in _UNCOUNTED:
                 method = scope["method"] if scope["method"] in _METHODS else "OTHER"
                 seconds = time.monotonic() - started
-                self._service.metrics.observe_http(handler, method, status, seconds)
+                self._service.metrics.observe_http(
+                    handler,
+                    method,
+                    status,
+                    seconds,
+                    request_bytes=_declared_bytes(scope),
+                    response_bytes=sent,
+                )
 
     async def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a caller without a key that will do, or too soon; notes who asks
@@ -159,6 +173,14 @@ def _caller_id(scope: Scope) -> bytes | None:
             given: bytes = value
             return given if _REQUEST_ID.fullmatch(given) else None
     return None
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """What Content-Length says; 0 without one that a body could have."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() and len(value) <= 18 else 0
+    return 0
 
 
 def _handler(scope: Scope) -> str:

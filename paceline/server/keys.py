@@ -7,7 +7,7 @@ key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
 
 ::
 
-    /health /ping            nobody is asked
+    /health... /ping         nobody is asked
     /metrics                 scope admin
     /admin/...               scope admin, also where there are no keys: then nobody may
     everything else          scope user or admin
@@ -31,7 +31,7 @@ from paceline.server.rate_limits.rates import parse_override
 
 __all__ = ["ADMIN_PATHS", "ADMIN_PREFIX", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # they tell about everybody's requests
 ADMIN_PATHS: Final = frozenset({"/metrics"})
 # they change the server

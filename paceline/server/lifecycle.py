@@ -6,12 +6,15 @@
                        drain_timeout seconds, the rest is aborted                    -> 0
     the same again     what runs is aborted at once                                  -> 0
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
+
+An engine that the client replaces has not died: /health gets 503 until the next one is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -21,12 +24,15 @@ from typing import Final
 
 import uvicorn
 
-from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.core.errors import ConfigError, EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
-from paceline.server.app import create_app, service_of
+from paceline.server.app import batches_of, create_app, service_of
+from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
-from paceline.server.connections import allow_open_files, bounded_protocol
+from paceline.server.connections import Connection, allow_open_files
+from paceline.server.metrics.exporter import exporting
 from paceline.server.service import Service
+from paceline.server.slow_readers import SEND_BUFFER_BYTES
 
 __all__ = ["bind", "serve"]
 
@@ -38,8 +44,11 @@ _BACKLOG: Final = 2048
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken."""
+def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken.
+
+    ``flag`` is what the error names as the way out.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -48,12 +57,14 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another {flag}"
         ) from error
     listener.setblocking(False)
     return listener
@@ -66,6 +77,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     listener: socket.socket | None = None,
+    metrics_listener: socket.socket | None = None,
     on_ready: Callable[[str, int], None] | None = None,
 ) -> int:
     """Serve until a signal or the engine's end; returns the exit code of the process.
@@ -74,17 +86,21 @@ async def serve(
 
     Args:
         listener: an already bound socket (``bind``), used and closed instead of host and port.
+        metrics_listener: a bound socket on which /metrics alone is served too, by a process of its
+            own (``metrics.exporter``); closed.
         on_ready: called once with host and port when connections are accepted.
 
     Raises:
-        ConfigError: the address is taken.
+        ConfigError: the address is taken, or the batch folder cannot be used.
     """
     try:
         if listener is None:
             listener = bind(host, port)
         app = create_app(client, config)
-        life = _Life(service_of(app), app, listener)
-        return await life.run(on_ready)
+        service = service_of(app)
+        life = _Life(service, app, batches_of(app), listener)
+        with exporting(service.metrics, metrics_listener):
+            return await life.run(on_ready)
     finally:
         await client.close()
 
@@ -92,8 +108,11 @@ async def serve(
 class _Life:
     """One run of ``serve``."""
 
-    def __init__(self, service: Service, app: object, listener: socket.socket) -> None:
+    def __init__(
+        self, service: Service, app: object, batches: Batches, listener: socket.socket
+    ) -> None:
         self._service = service
+        self._batches = batches
         self._listener = listener
         self._signals = 0
         self._stop = asyncio.Event()
@@ -103,7 +122,12 @@ class _Life:
         self._server = _Server(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=bounded_protocol(bounds),
+                http=functools.partial(  # type: ignore[arg-type]
+                    Connection,
+                    bounds=bounds,
+                    readers=service.slow_readers,
+                    slow_reader_timeout=service.config.slow_reader_timeout,
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -119,6 +143,9 @@ class _Life:
         service.client.on_dead = self._engine_died
         try:
             service.client.check_health()
+        except EngineLostError:
+            # another one is on its way; until then callers are told so
+            pass
         except EngineDeadError as error:
             # it died before anybody listened
             self._engine_died(error)
@@ -126,6 +153,7 @@ class _Life:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 await self._started(serving)
+                await self._batches.start()
                 if on_ready is not None and service.dead is None:
                     address = self._listener.getsockname()
                     on_ready(address[0], address[1])
@@ -134,8 +162,11 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await self._batches.stop()
                 await service.responses.close()
                 service.prompts.close()
+                if service.tracing is not None:
+                    await asyncio.to_thread(service.tracing.close)
                 if service.limiter is not None:
                     await service.limiter.close()
         return 0 if service.dead is None else 1
@@ -154,6 +185,8 @@ class _Life:
         """Let what runs come to its end and be sent."""
         service = self._service
         service.draining = True
+        # what runs for batches makes way: it is kept, and done again by the next server
+        await self._batches.stop()
         if service.dead is None:
             timeout = service.config.drain_timeout
             _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)

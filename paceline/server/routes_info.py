@@ -30,6 +30,10 @@ def info_router(service: Service) -> APIRouter:
         service.check_health()
         return encoded({})
 
+    async def live(_request: Request) -> Response:
+        service.check_alive()
+        return encoded({})
+
     async def version(_request: Request) -> Response:
         return encoded({"version": paceline.__version__})
 
@@ -56,6 +60,8 @@ def info_router(service: Service) -> APIRouter:
 
     for path, handler, methods in (
         ("/health", health, ["GET"]),
+        ("/health/ready", health, ["GET"]),
+        ("/health/live", live, ["GET"]),
         ("/ping", health, ["GET"]),
         ("/ping", health, ["POST"]),
         ("/version", version, ["GET"]),

@@ -14,27 +14,34 @@ import msgspec
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    EngineError,
     QueueFullError,
     RequestError,
     RequestFailedError,
 )
+from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
 from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
+from paceline.server.metrics.faults import FaultCollector
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
 from paceline.server.rate_limits import RateLimiter, current_ticket
 from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
+from paceline.server.slow_readers import SlowReaders
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
+from paceline.server.tracing import Tracing
 
 __all__ = ["Service", "make_service"]
 
 _log = logging.getLogger("paceline.server")
 
+# outputs of a whole answer that are kept before they are joined
+_HELD: Final = 256
 DRAINING: Final = "the server is shutting down and takes no new requests"
 
 
@@ -50,6 +57,9 @@ class Service:
     # unix time, for /v1/models
     created: int
     keys: KeyRing
+    slow_readers: SlowReaders
+    # None: nobody asked for traces
+    tracing: Tracing | None = None
     # None where nobody is limited
     limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -73,9 +83,24 @@ class Service:
             raise EngineDrainingError(DRAINING)
 
     def check_health(self) -> None:
-        """Return if tokens flow; raise EngineDrainingError or EngineDeadError otherwise."""
+        """Return if tokens flow; raise EngineDrainingError, EngineLostError or EngineDeadError
+        otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``check_health`` returns."""
+        try:
+            self.check_health()
+        except EngineError:
+            return False
+        return True
+
+    def check_alive(self) -> None:
+        """Return unless the engine is gone for good; raises EngineDeadError."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
 
     def enter(self) -> None:
         self.in_flight += 1
@@ -99,6 +124,7 @@ class Service:
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
+            EngineLostError: the engine is being replaced, and this cannot go on there.
             EngineDeadError: the engine is gone.
         """
         if len(self.keys) and not self.config.share_prefix_cache:
@@ -146,22 +172,43 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        observer = RequestObserver(self.metrics, request)
+        observer = RequestObserver(self.metrics.requests, request)
+        trace = None if self.tracing is None else self.tracing.follow(request)
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
+        failure: Exception | None = None
+        # of a request whose answer goes out whole: what may still turn out to be void
+        held: list[GenerationOutput] = []
         try:
             async for output in outputs:
+                if output.restarted:
+                    observer.restarted()
+                    held.clear()
+                    continue
                 observer.output(output, time.monotonic())
+                if trace is not None:
+                    trace.output(output)
                 self._check(output)
                 if output.finished:
                     end = "done"
-                yield output
+                if not request.whole:
+                    yield output
+                    continue
+                held.append(output)
+                if output.finished:
+                    yield merge_outputs(held)
+                elif len(held) >= _HELD:
+                    held = [merge_outputs(held)]
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)
+            failure = error
             raise
         finally:
-            observer.close(time.monotonic(), refused=refused, shed=shed)
+            now = time.monotonic()
+            observer.close(now, refused=refused, shed=shed)
+            if trace is not None:
+                trace.end(failure, now)
             await _close(outputs)
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
@@ -198,10 +245,16 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     info = client.info
     names = config.served_model_names or (info.model,)
     metrics = ServerMetrics(
-        info, lambda: client.stats, names[0], price_per_hour=config.price_per_hour
+        info,
+        lambda: client.stats,
+        names[0],
+        price_per_hour=config.price_per_hour,
+        ready=lambda: service.is_ready,
     )
     _listen(client, metrics)
-    return Service(
+    readers = SlowReaders()
+    metrics.others.register(FaultCollector(lambda: client.faults, readers, names[0]))
+    service = Service(
         client=client,
         config=config,
         rules=RequestRules(
@@ -222,8 +275,11 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         metrics=metrics,
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
+        tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
         limiter=_limiter(config, metrics),
+        slow_readers=readers,
     )
+    return service
 
 
 def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None:
@@ -232,7 +288,7 @@ def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None
     if not own and not config.limits:
         return None
     limiter = RateLimiter(config.limits, own, RateStore(config.rate_limit_storage))
-    metrics.registry.register(limiter)
+    metrics.others.register(limiter)
     return limiter
 
 

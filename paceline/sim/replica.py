@@ -5,6 +5,8 @@
     engine loop                              here
       take every message that is there         take arrivals up to now
       plan until ``depth`` steps are handed    the same calls, in the same order
+      at depth 2, wait until it is due to      at the event of the running step's end: as of the
+        plan, take what arrived, plan            time when it was due, with what had arrived then
       wait for the oldest step's result        an event at its end
       update, send the news                    the same call; Served goes to the consumer
 
@@ -100,6 +102,8 @@ class Replica:
         self._steps: deque[_Step] = deque()
         self._jobs: dict[str, Job] = {}
         self._backend_free = 0.0
+        # when the thread last did something
+        self._looked_at = 0.0
         # seconds the backend computed, and steps
         self.busy_seconds = 0.0
         self.num_steps = 0
@@ -129,25 +133,20 @@ class Replica:
         messages, plans. Sets ``due``."""
         steps = self._steps
         if steps and steps[0].end <= now:
+            if self._depth == 2 and len(steps) == 1:
+                # what happened while it ran, as far as it matters: the next one was planned
+                self._feed(max(self._looked_at, min(self.scheduler.plan_at, steps[0].end)), 2)
             self._finish_step(steps.popleft())
             # what the thread does between a result and the next plan is not the backend's time
             if self._loop_seconds:
                 now += self._loop_seconds
+        self._looked_at = now
         scheduler = self.scheduler
         inbox = self._inbox
-        while inbox and inbox[0].inbox_at <= now:
-            if inbox[0].received and scheduler.has_unfinished and not self._has_room(inbox[0]):
-                break
-            self._add(inbox.popleft(), now)
-        if scheduler.has_unfinished or steps:
-            while not steps or (len(steps) < self._depth and not scheduler.yields):
-                plan = scheduler.schedule(now)
-                if not plan.rows:
-                    break
-                self._execute(plan, now)
-            for expired in scheduler.take_expired():
-                job = self._jobs.pop(expired.request_id)
-                self._on_end(self, job, False, now)
+        if self._depth != 2:
+            self._feed(now, self._depth)
+        elif inbox or not steps:
+            self._feed(now, 1)
         if steps:
             self.due = steps[0].end
         else:
@@ -162,6 +161,23 @@ class Replica:
             self.due = wake if self.due is None else min(self.due, wake)
 
     # ------------------------------------------------------------------ inside
+
+    def _feed(self, now: float, depth: int) -> None:
+        """Take what arrived by ``now``, and plan until so many steps are handed over."""
+        scheduler, inbox, steps = self.scheduler, self._inbox, self._steps
+        while inbox and inbox[0].inbox_at <= now:
+            if inbox[0].received and scheduler.has_unfinished and not self._has_room(inbox[0]):
+                break
+            self._add(inbox.popleft(), now)
+        if scheduler.has_unfinished or steps:
+            while len(steps) < depth:
+                plan = scheduler.schedule(now)
+                if not plan.rows:
+                    break
+                self._execute(plan, now)
+            for expired in scheduler.take_expired():
+                job = self._jobs.pop(expired.request_id)
+                self._on_end(self, job, False, now)
 
     def _add(self, job: Job, now: float) -> None:
         arrival = job.arrival
@@ -208,8 +224,7 @@ class Replica:
         missing = request.block_hashes[len(held) : (request.num_tokens - 1) // kv.block_size]
         kv.pool.acquire(held)
         landed = kv.pool.allocate(min(len(missing), kv.pool.num_free))
-        for block_id, block_hash in zip(landed, missing, strict=False):
-            kv.pool.register(block_id, block_hash)
+        kv.pool.register(landed, missing[: len(landed)])
         kv.pool.release([*held, *landed])
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:

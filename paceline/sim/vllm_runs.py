@@ -19,6 +19,7 @@ both runs in view, so neither is a hold-out; docs/lab-log.md has what other form
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -166,6 +167,7 @@ def predict(run: VllmRun, profiles: Path, *, host_seconds: float = HOST_SECONDS)
             future_memory_check=False,
             pace_admission=False,
             relegate_late=False,
+            plan_lead_s=math.inf,
             preemption="recompute",
         ),
         cache=CacheConfig(block_size=_BLOCK, num_blocks=run.num_blocks, watermark=0.0),

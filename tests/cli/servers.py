@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +23,14 @@ READY = re.compile(r"^paceline ready: (http://\S+)/v1 \((.*)\)")
 class ServerProcess:
     """One server, from its ready line on. Standard error is collected on a thread."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *flags]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | dict(env or {}),
         )
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
@@ -71,9 +76,9 @@ class ServerProcess:
 
 
 @contextmanager
-def start_server(*flags: str) -> Iterator[ServerProcess]:
+def start_server(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
     """A server on a free port; killed at the end if the test did not stop it."""
-    server = ServerProcess(*flags)
+    server = ServerProcess(*flags, env=env)
     try:
         yield server
     finally:

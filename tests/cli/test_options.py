@@ -90,6 +90,7 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--max-bypasses", "2"], "max_bypasses", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
         (["--best-effort-step-ms", "20"], "best_effort_step_s", 0.02),
+        (["--plan-lead-ms", "20"], "plan_lead_s", 0.02),
         (["--no-future-memory-check"], "future_memory_check", False),
         (["--no-pace-admission"], "pace_admission", False),
         (["--no-relegate-late"], "relegate_late", False),
@@ -196,6 +197,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     renamed |= {
         "best_effort_delay_s": "best_effort_delay",
         "best_effort_step_s": "best_effort_step_ms",
+        "plan_lead_s": "plan_lead_ms",
         "max_num_waiting": "max_queue",
         "max_predicted_wait_s": "max_wait",
         "queue_timeout_s": "queue_timeout",

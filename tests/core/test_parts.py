@@ -31,7 +31,7 @@ def test_blocks_for_and_fits_agree_at_the_edges() -> None:
 def test_never_hashed_blocks_are_evicted_before_cached_ones() -> None:
     pool = BlockPool(4)
     first = pool.allocate(2)
-    pool.register(first[0], b"x")
+    pool.register([first[0]], [b"x"])
     pool.release(first)
     assert pool.allocate(3) == [first[1], 2, 3]
     assert pool.lookup(b"x") == first[0]
@@ -42,7 +42,7 @@ def test_never_hashed_blocks_are_evicted_before_cached_ones() -> None:
 def test_a_free_cached_block_is_taken_back_with_its_content() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
-    pool.register(block, b"x")
+    pool.register([block], [b"x"])
     pool.release([block])
     pool.acquire([block])
     assert pool.ref_count(block) == 1
@@ -53,7 +53,7 @@ def test_a_free_cached_block_is_taken_back_with_its_content() -> None:
 def test_forget_drops_blocks_from_the_cache() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
-    pool.register(block, b"x")
+    pool.register([block], [b"x"])
     pool.release([block], forget=True)
     assert pool.lookup(b"x") is None
 

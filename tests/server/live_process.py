@@ -35,6 +35,7 @@ class LiveServer:
                 stderr=stderr,
             )
         self.engine_pid: int | None = None
+        self.metrics_port = 0
         self.port = self._wait_ready()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -44,6 +45,8 @@ class LiveServer:
             word, *rest = line.decode().split()
             if word == "engine":
                 self.engine_pid = int(rest[0])
+            if word == "metrics":
+                self.metrics_port = int(rest[0])
             if word == "ready":
                 return int(rest[1])
         raise AssertionError(self.log())

@@ -22,7 +22,10 @@ from tests.sim.workloads import bursty
 
 def engine(**fields: Any) -> ReplicaConfig:
     scheduler = SchedulerConfig(
-        max_num_batched_tokens=fields.pop("budget", 100), max_num_seqs=8, max_model_len=4096
+        max_num_batched_tokens=fields.pop("budget", 100),
+        max_num_seqs=8,
+        max_model_len=4096,
+        plan_lead_s=fields.pop("lead", 0.002),
     )
     cache = CacheConfig(
         block_size=16,
@@ -64,16 +67,19 @@ def test_one_request_by_hand() -> None:
     assert totals.busy_seconds == pytest.approx((chunks + 1.002,))
 
 
-@pytest.mark.parametrize(("depth", "first"), [(1, 2.0), (2, 3.0)])
+@pytest.mark.parametrize(
+    ("depth", "lead", "planned", "first"),
+    [(1, 0.002, 31.0, 32.0), (2, 99.0, 31.0, 33.0), (2, 0.002, 30.998, 32.0)],
+)
 def test_an_arrival_waits_for_the_step_and_for_what_is_planned_ahead(
-    depth: int, first: float
+    depth: int, lead: float, planned: float, first: float
 ) -> None:
-    # steps of 1 s; it comes in the middle of the first. At depth 2 the second step is planned
-    # already, so it is in the third
-    early, late = Arrival(0.0, 10, 20), Arrival(0.5, 10, 2)
-    (_, second), _ = serve([early, late], one(FixedStepTimes(1.0), pipeline_depth=depth))
-    assert second.first_scheduled == 1.0
-    assert second.first_token == first
+    # steps of 1 s, known to be that; it comes in the middle of one. Where the next is planned at
+    # once, it is in the one after that; where it is planned shortly before it begins, in that
+    early, late = Arrival(0.0, 10, 60), Arrival(30.5, 10, 2)
+    (_, second), _ = serve([early, late], one(FixedStepTimes(1.0), pipeline_depth=depth, lead=lead))
+    assert second.first_scheduled == pytest.approx(planned, abs=1e-5)
+    assert second.first_token == pytest.approx(first)
 
 
 def test_delays_outside_the_steps() -> None:

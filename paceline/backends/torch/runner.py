@@ -22,7 +22,7 @@ from paceline.backends.constraint import OutputConstraint
 from paceline.backends.torch.attention import AttentionBatch
 from paceline.backends.torch.prompt_logprobs import PromptLogprobs
 from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
-from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.errors import NAN_LOGITS, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     BlockSwap,
@@ -349,8 +349,7 @@ class ModelRunner:
             if slot.error is not None:
                 continue
             if not samples.finite[i]:
-                message = "the model computed NaN or infinite logits for this request"
-                errors.append((rows[r].request_id, message))
+                errors.append((rows[r].request_id, NAN_LOGITS))
                 continue
             token_id = samples.token_ids[i]
             if token_id < 0:

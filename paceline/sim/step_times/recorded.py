@@ -40,6 +40,8 @@ _MIN_STEPS: Final = 32
 # a step that took so many times what was fitted is left out of the second fit (not of the noise)
 _OUTLIER: Final = 3.0
 _SWEEPS: Final = 3000
+# seconds between a result and the next plan; a longer gap is a wait for something to do
+_LOOP_MOST: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +210,13 @@ def fit_delays(recording: Recording) -> Delays:
         # the quickest: the others waited for a step's end, which the simulation does by itself
         waits = sorted(r.taken - r.arrival for r in recording.requests)
         idle = waits[: max(1, len(waits) // 20)]
+    # the plan that a result was waited for with: at depth 2 it is the next one, and mostly there
+    # before the result
+    after = steps[1:] if depth == 2 else steps[depth:]
     loop = [
         step.planned - before.done
-        for before, step in zip(steps, steps[depth:], strict=False)
-        if 0.0 <= step.planned - before.done < 0.05
+        for before, step in zip(steps, after, strict=False)
+        if 0.0 <= step.planned - before.done < _LOOP_MOST
     ]
     return Delays(
         inbound=max(0.0, float(np.median(idle))) if idle else 0.0,

@@ -1,0 +1,243 @@
+"""How long ``/metrics`` takes while the server is as busy as it gets.
+
+Method: a real ``paceline serve`` over the null backend, whose steps take no time, so that the API
+process has news for all STREAMS streams as fast as it can write them; MODEL=NAME takes a model
+instead. A process of its own keeps STREAMS streamed completions open and throws away what they
+bring. Meanwhile /metrics is asked for RATE times a second for SECONDS seconds, by turns on the
+server's port and on ``--metrics-port``, each over a new connection and over one kept open; before
+that, 50 times each while the server is idle. Timed is from before the connection (or the request,
+where it is kept open) to the last byte of the answer, so the client's own wake-ups are in it.
+Two more rows tell what the rest costs: ``loop`` is /version, whose handler does nothing, so what
+any answer of the event loop takes; ``floor`` is a process that sends as many bytes and does nothing
+else, so what the machine takes. The streams' reader, the engine, the API process and this one share
+the cores; what the streams brought is printed with the table. ``staleness`` is what the exporter
+says of its numbers' age.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import multiprocessing
+import os
+import re
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+STREAMS = 64
+QUICK = bool(os.environ.get("QUICK"))
+SECONDS = 5.0 if QUICK else 20.0
+RATE = 10.0
+_IDLE_SCRAPES = 50
+
+
+def drain(port: int, streams: int, received: multiprocessing.Queue[int]) -> None:
+    """Keep ``streams`` streams open until told to stop (SIGTERM), and count their tokens."""
+    body = json.dumps(
+        {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+
+    def start() -> None:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+        connection.sendall(head + body)
+        selector.register(connection, selectors.EVENT_READ)
+
+    selector = selectors.DefaultSelector()
+    for _ in range(streams):
+        start()
+    events, told = 0, time.monotonic()
+    while True:
+        for key, _ in selector.select(1.0):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            data = connection.recv(1 << 20)
+            events += data.count(b"data: {")
+            if not data or b"[DONE]" in data:
+                selector.unregister(connection)
+                connection.close()
+                start()
+        if time.monotonic() - told > 0.5:
+            received.put(events)
+            events, told = 0, time.monotonic()
+
+
+def floor(body: bytes, told: multiprocessing.Queue[int]) -> None:
+    """Answer everything on one connection at a time with ``body``."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    told.put(listener.getsockname()[1])
+    answer = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    while True:
+        connection, _ = listener.accept()
+        while connection.recv(65536):
+            connection.sendall(answer)
+
+
+class Port:
+    """Somewhere to scrape, over a new connection each time or a kept one."""
+
+    def __init__(self, port: int, path: str, *, keep: bool) -> None:
+        self._port, self._path, self._keep = port, path, keep
+        self._kept: http.client.HTTPConnection | None = None
+
+    def fetch(self) -> tuple[float, bytes]:
+        """Seconds, and the body."""
+        started = time.perf_counter()
+        connection = self._kept or http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection.request("GET", self._path)
+        answer = connection.getresponse()
+        body = answer.read()
+        seconds = time.perf_counter() - started
+        assert answer.status == 200, (answer.status, body)
+        if self._keep:
+            self._kept = connection
+        else:
+            connection.close()
+        return seconds, body
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    return {
+        "p50_ms": round(1e3 * statistics.median(seconds), 3),
+        "p90_ms": round(1e3 * percentile(seconds, 0.90), 3),
+        "p99_ms": round(1e3 * percentile(seconds, 0.99), 3),
+        "max_ms": round(1e3 * max(seconds), 3),
+    }
+
+
+class Server:
+    """One ``paceline serve`` with both listeners."""
+
+    def __init__(self, model: str | None) -> None:
+        what = [model] if model else ["--backend", "null"]
+        ports = ["--port", "0", "--metrics-port", "0", "--max-num-seqs", str(STREAMS)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli.main", "serve", *what, *ports],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.metrics_port = self._find(
+            self.process.stderr.readline, r"metrics_listening .*port=(\d+)"
+        )
+        self.port = self._find(self.process.stdout.readline, r"ready: http://127.0.0.1:(\d+)/")
+        # nobody reads on, and a full pipe would stop the server
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+
+    def _find(self, readline: Callable[[], str], pattern: str) -> int:
+        while line := readline():
+            found = re.search(pattern, line)
+            if found:
+                return int(found[1])
+        raise SystemExit(f"the server did not start: exit code {self.process.wait()}")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+def main() -> None:
+    model = os.environ.get("MODEL")
+    server = Server(model)
+    context = multiprocessing.get_context("spawn")
+    received: multiprocessing.Queue[int] = context.Queue()
+    reader = context.Process(target=drain, args=(server.port, STREAMS, received), daemon=True)
+    sample = Port(server.metrics_port, "/metrics", keep=False).fetch()[1]
+    idler = context.Process(target=floor, args=(sample, received), daemon=True)
+    idler.start()
+    places = {
+        "server port, new connection": Port(server.port, "/metrics", keep=False),
+        "server port, kept": Port(server.port, "/metrics", keep=True),
+        "metrics port, new connection": Port(server.metrics_port, "/metrics", keep=False),
+        "metrics port, kept": Port(server.metrics_port, "/metrics", keep=True),
+        "loop (/version, kept)": Port(server.port, "/version", keep=True),
+        "floor (kept)": Port(received.get(timeout=60), "/", keep=True),
+    }
+    try:
+        idle = {
+            name: summary([place.fetch()[0] for _ in range(_IDLE_SCRAPES)])
+            for name, place in places.items()
+        }
+        reader.start()
+        received.get(timeout=60)
+        time.sleep(1.0)
+        while not received.empty():
+            received.get()
+        busy: dict[str, list[float]] = {name: [] for name in places}
+        ages: list[float] = []
+        size = 0
+        began = time.monotonic()
+        turn = 0
+        while time.monotonic() - began < SECONDS:
+            for name, place in places.items():
+                seconds, body = place.fetch()
+                busy[name].append(seconds)
+                if name.startswith("metrics port"):
+                    ages.append(float(body.rsplit(b" ", 1)[1]))
+                    size = len(body)
+            turn += 1
+            time.sleep(max(0.0, began + turn / RATE - time.monotonic()))
+        took = time.monotonic() - began
+        events = 0
+        while not received.empty():
+            events += received.get()
+    finally:
+        reader.terminate()
+        idler.terminate()
+        server.stop()
+    report(model, idle, busy, ages, events / took, size)
+
+
+def report(
+    model: str | None,
+    idle: dict[str, dict[str, float]],
+    busy: dict[str, list[float]],
+    ages: list[float],
+    events_per_second: float,
+    size: int,
+) -> None:
+    """A table for people, a line for programs."""
+    print(
+        f"{STREAMS} streams on {model or 'the null backend'}: {events_per_second:.0f} events/s; "
+        f"/metrics is {size} bytes; {len(ages) // 2} scrapes of each, {RATE:g} a second"
+    )
+    columns = ("p50_ms", "p90_ms", "p99_ms", "max_ms")
+    heads = "".join(f"{column[:3]:>8}" for column in columns)
+    print(f"{'milliseconds':30} idle{heads[5:]}  busy{heads[6:]}")
+    rows = {name: summary(seconds) for name, seconds in busy.items()}
+    for name, row in rows.items():
+        numbers = [idle[name][column] for column in columns] + [row[column] for column in columns]
+        print(f"{name:30}" + "".join(f"{number:8.2f}" for number in numbers))
+    staleness = summary(ages)
+    print(f"staleness of the metrics port: p50 {staleness['p50_ms']} ms, max {staleness['max_ms']}")
+    line = {
+        "benchmark": "metrics_latency",
+        "model": model or "null",
+        "streams": STREAMS,
+        "events_per_s": round(events_per_second),
+        "bytes": size,
+        "idle": idle,
+        "busy": rows,
+        "staleness": staleness,
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

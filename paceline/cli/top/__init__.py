@@ -1,0 +1,13 @@
+"""``paceline top``: a running server in a terminal, from its ``/metrics`` alone.
+
+::
+
+    scrape.py    GET /metrics -> Scrape           numbers by name and labels
+    frame.py     two Scrapes -> Frame             what happened in between, plain values
+    view.py      Frame -> rich                    for people
+    command.py   flags, the loop, JSON
+"""
+
+from paceline.cli.top.command import add_parser
+
+__all__ = ["add_parser"]

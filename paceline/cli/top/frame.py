@@ -1,0 +1,220 @@
+"""What a server did between two readings of its metrics, and how it stands: plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.cli.top.scrape import Scrape
+
+__all__ = ["ClassRow", "Frame", "Quantiles", "make_frame", "quantile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of a histogram's observations between two readings, in seconds; None without any."""
+
+    p50: float | None
+    p99: float | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRow:
+    """One SLO class."""
+
+    name: str
+    running: int
+    waiting: int
+    kv_blocks: int
+    # share of the requests that ended meanwhile, or since start, that met their targets
+    attainment: float | None
+    attainment_since_start: float | None
+    # how many ended meanwhile
+    ended: int
+    # targets missed meanwhile, by kind
+    violations: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Rates are per second, of the time between the readings."""
+
+    model: str
+    # seconds between the readings
+    interval: float
+    ready: bool
+    # of the numbers, where they come from a listener of their own
+    metrics_age: float
+    running: int
+    waiting: int
+    classes: tuple[ClassRow, ...]
+    # what holds the head of the queue up now; None: nobody waits
+    held_by: str | None
+    # share of the time that the head of the queue was held up, by reason
+    held_share: Mapping[str, float]
+    # steps, and the tokens in one on average: of prompts, and one apiece of running requests
+    steps_per_s: float
+    prefill_tokens_per_step: float | None
+    decode_tokens_per_step: float | None
+    # seconds of a step on average, measured and as predicted
+    step_seconds: float | None
+    predicted_step_seconds: float | None
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    requests_per_s: float
+    # share of looked-up prompt tokens
+    prefix_cache_hit_rate: float | None
+    kv_usage: float
+    kv_blocks: Mapping[str, int]
+    kv_host_used: int
+    kv_host_total: int
+    pressure_level: int
+    preemptions_per_s: float
+    # tokens a second, by cause
+    wasted_tokens_per_s: Mapping[str, float]
+    # requests refused meanwhile, by reason
+    refused: Mapping[str, int]
+    ttft: Quantiles
+    inter_token: Quantiles
+    queue: Quantiles
+    cost_per_million_tokens: float | None
+
+
+def make_frame(before: Scrape, after: Scrape) -> Frame:
+    """``after`` must be later. Counters that fell (the server was restarted) count from zero."""
+    seconds = max(1e-9, after.time - before.time)
+    if after.total("vllm:iteration_tokens_total_count") < before.total(
+        "vllm:iteration_tokens_total_count"
+    ):
+        before = Scrape(before.time, {})
+
+    def grew(name: str, **labels: str) -> float:
+        return after.total(name, **labels) - before.total(name, **labels)
+
+    def grew_by(name: str, label: str) -> dict[str, float]:
+        then = before.by(name, label)
+        return {key: now - then.get(key, 0.0) for key, now in after.by(name, label).items()}
+
+    steps = grew("vllm:iteration_tokens_total_count")
+    # of those whose time was predicted, which are all but the first few
+    actual = grew("paceline:step_seconds_total", kind="actual")
+    predicted = grew("paceline:step_seconds_total", kind="predicted")
+    held = after.by("paceline:queue_held", "reason")
+    host = after.by("paceline:kv_host_blocks", "state")
+    queries = grew("vllm:prefix_cache_queries_total")
+    return Frame(
+        model=after.label("vllm:num_requests_running", "model_name") or "",
+        interval=seconds,
+        ready=after.one("paceline:ready") == 1,
+        metrics_age=after.one("paceline:metrics_age_seconds") or 0.0,
+        running=int(after.total("vllm:num_requests_running")),
+        waiting=int(after.total("vllm:num_requests_waiting")),
+        classes=_classes(before, after),
+        held_by=next((reason for reason, on in held.items() if on), None),
+        held_share={
+            reason: share / seconds
+            for reason, share in grew_by("paceline:queue_held_seconds_total", "reason").items()
+            if share > 0
+        },
+        steps_per_s=steps / seconds,
+        prefill_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="prefill"), steps),
+        decode_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
+        step_seconds=_ratio(actual, steps) if actual else None,
+        predicted_step_seconds=_ratio(predicted, steps) if predicted else None,
+        prompt_tokens_per_s=grew("vllm:prompt_tokens_total") / seconds,
+        output_tokens_per_s=grew("vllm:generation_tokens_total") / seconds,
+        requests_per_s=grew("vllm:e2e_request_latency_seconds_count") / seconds,
+        prefix_cache_hit_rate=_ratio(grew("vllm:prefix_cache_hits_total"), queries),
+        kv_usage=after.total("vllm:kv_cache_usage_perc"),
+        kv_blocks={
+            owner: round(count)
+            for owner, count in after.by("paceline:kv_blocks", "owner").items()
+            if round(count)
+        },
+        kv_host_used=int(host.get("used", 0)),
+        kv_host_total=int(sum(host.values())),
+        pressure_level=int(after.total("paceline:memory_pressure_level")),
+        preemptions_per_s=grew("vllm:num_preemptions_total") / seconds,
+        wasted_tokens_per_s={
+            cause: tokens / seconds
+            for cause, tokens in grew_by("paceline:wasted_tokens_total", "cause").items()
+            if tokens > 0
+        },
+        refused={
+            reason: int(count)
+            for reason, count in grew_by("paceline:requests_refused_total", "reason").items()
+            if count > 0
+        },
+        ttft=_quantiles(before, after, "vllm:time_to_first_token_seconds"),
+        inter_token=_quantiles(before, after, "vllm:inter_token_latency_seconds"),
+        queue=_quantiles(before, after, "vllm:request_queue_time_seconds"),
+        cost_per_million_tokens=after.one("paceline:cost_per_million_tokens"),
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
+    requests, judged = "paceline:requests", "paceline:slo_requests_total"
+    names = {*after.by(requests, "slo_class"), *after.by(judged, "slo_class")}
+    blocks = after.by("paceline:kv_blocks", "owner")
+    rows = []
+    for name in sorted(names):
+        ended = after.total(judged, slo_class=name)
+        good = after.total("paceline:goodput_requests_total", slo_class=name)
+        new = ended - before.total(judged, slo_class=name)
+        new_good = good - before.total("paceline:goodput_requests_total", slo_class=name)
+        violations = {}
+        for labels, count in after.samples.get("paceline:slo_violations_total", ()):
+            if labels.get("slo_class") == name:
+                kind = labels["kind"]
+                count -= before.total("paceline:slo_violations_total", slo_class=name, kind=kind)
+                if count > 0:
+                    violations[kind] = int(count)
+        rows.append(
+            ClassRow(
+                name=name,
+                running=int(after.total(requests, slo_class=name, state="running")),
+                waiting=int(after.total(requests, slo_class=name, state="waiting")),
+                kv_blocks=round(blocks.get(name, 0.0)),
+                attainment=_ratio(new_good, new),
+                attainment_since_start=_ratio(good, ended),
+                ended=int(new),
+                violations=violations,
+            )
+        )
+    return tuple(rows)
+
+
+def _quantiles(before: Scrape, after: Scrape, name: str) -> Quantiles:
+    then = before.by(f"{name}_bucket", "le")
+    counts = {
+        float(bound): count - then.get(bound, 0.0)
+        for bound, count in after.by(f"{name}_bucket", "le").items()
+    }
+    return Quantiles(quantile(0.5, counts), quantile(0.99, counts), int(counts.get(math.inf, 0.0)))
+
+
+def quantile(share: float, counts: Mapping[float, float]) -> float | None:
+    """Of a histogram, as PromQL's ``histogram_quantile`` estimates it: linear within a bucket, and
+    the last finite bound for what lies beyond.
+
+    Args:
+        counts: observations up to and including each bound, infinity among them.
+    """
+    total = counts.get(math.inf, 0.0)
+    if total <= 0:
+        return None
+    wanted, below, under = share * total, 0.0, 0.0
+    for bound in sorted(counts):
+        if counts[bound] >= wanted:
+            if bound == math.inf:
+                return under
+            inside = counts[bound] - below
+            return under + (bound - under) * ((wanted - below) / inside if inside else 1.0)
+        below, under = counts[bound], bound
+    return under

@@ -1,0 +1,168 @@
+"""A frame for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.top.frame import Frame, Quantiles
+
+__all__ = ["render"]
+
+_BAR: Final = 40
+_COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
+_REASONS: Final[Mapping[str, str]] = {
+    "step": "the step under way",
+    "budget": "the step's tokens are spent on others",
+    "slots": "all places taken (--max-num-seqs)",
+    "memory": "not enough KV blocks",
+    "pace": "one more would make running requests late",
+    "policy": "the policy holds arrivals back",
+    "pressure": "the memory-pressure valve is open",
+}
+_PRESSURE: Final = (
+    "closed",
+    "small chunks",
+    "no new best effort",
+    "preempting best effort",
+    "refusing",
+)
+
+
+def render(frame: Frame, url: str, problem: str = "") -> RenderableType:
+    """Everything, about 25 lines.
+
+    Args:
+        problem: why ``frame`` is not the latest; "" if it is.
+    """
+    return Group(_head(frame, url, problem), _batch(frame), _classes(frame), _memory(frame))
+
+
+def _head(frame: Frame, url: str, problem: str) -> RenderableType:
+    line = Text.assemble(
+        (frame.model, "bold"),
+        f"  {url}  ",
+        ("ready", "green") if frame.ready else ("NOT READY", "bold red"),
+    )
+    if frame.metrics_age >= 1:
+        line.append(f"  numbers are {frame.metrics_age:.0f} s old", "bold red")
+    if problem:
+        line.append(f"\n{problem}", "bold red")
+    return line
+
+
+def _batch(frame: Frame) -> RenderableType:
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        f"running {frame.running}",
+        f"waiting {frame.waiting}",
+        f"requests/s {frame.requests_per_s:.1f}",
+        f"output tokens/s {frame.output_tokens_per_s:.0f}",
+        f"prompt tokens/s {frame.prompt_tokens_per_s:.0f}",
+    )
+    prefill, decode = frame.prefill_tokens_per_step, frame.decode_tokens_per_step
+    grid.add_row(
+        f"steps/s {frame.steps_per_s:.1f}",
+        f"prefill/step {_plain(prefill)}",
+        f"decode/step {_plain(decode)}",
+        f"step {_time(frame.step_seconds)}",
+        f"predicted {_time(frame.predicted_step_seconds)}",
+    )
+    grid.add_row(
+        f"TTFT {_pair(frame.ttft)}",
+        f"ITL {_pair(frame.inter_token)}",
+        f"queued {_pair(frame.queue)}",
+        f"prefix cache {_percent(frame.prefix_cache_hit_rate)}",
+        ""
+        if frame.cost_per_million_tokens is None
+        else f"cost/1M tokens {frame.cost_per_million_tokens:.4g}",
+    )
+    return Panel(Group(grid, _queue(frame)), title="batch (p50 / p99)", title_align="left")
+
+
+def _queue(frame: Frame) -> Text:
+    if frame.held_by is None:
+        line = Text("queue: nobody is held up", "dim")
+    else:
+        reason = _REASONS.get(frame.held_by, frame.held_by)
+        line = Text(f"queue: held up by {frame.held_by} ({reason})", "yellow")
+    if frame.held_share:
+        shares = sorted(frame.held_share.items(), key=lambda item: -item[1])
+        line.append("; ".join(["", *(f"{name} {share:.0%}" for name, share in shares)]), "dim")
+    if frame.refused:
+        refused = ", ".join(f"{count} {reason}" for reason, count in frame.refused.items())
+        line.append(f"; refused: {refused}", "red")
+    return line
+
+
+def _classes(frame: Frame) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    table.add_column("class")
+    for name in ("running", "waiting", "ended", "on target", "since start", "KV blocks"):
+        table.add_column(name, justify="right")
+    table.add_column("missed")
+    for row in frame.classes:
+        missed = ", ".join(f"{kind} {count}" for kind, count in row.violations.items())
+        table.add_row(
+            row.name,
+            str(row.running),
+            str(row.waiting),
+            str(row.ended),
+            _coloured(row.attainment),
+            _coloured(row.attainment_since_start),
+            str(row.kv_blocks),
+            missed,
+        )
+    body: RenderableType = table if frame.classes else Text("no requests yet", "dim")
+    return Panel(body, title="classes", title_align="left")
+
+
+def _memory(frame: Frame) -> RenderableType:
+    total = sum(frame.kv_blocks.values()) or 1
+    owners = sorted(frame.kv_blocks.items(), key=lambda item: (item[0] in _IDLE, item[0]))
+    bar, legend = Text(), Text()
+    for place, (owner, count) in enumerate(owners):
+        colour = _IDLE.get(owner, _COLOURS[place % len(_COLOURS)])
+        bar.append("█" * max(1, round(_BAR * count / total)), colour)
+        legend.append(f"  {owner} {count}", colour)
+    line = Text(f"preemptions/s {frame.preemptions_per_s:.1f}")
+    for cause, rate in frame.wasted_tokens_per_s.items():
+        line.append(f"   {cause} tokens/s {rate:.0f}", "yellow")
+    if frame.kv_host_total:
+        line.append(f"   host blocks {frame.kv_host_used}/{frame.kv_host_total}")
+    level = min(frame.pressure_level, len(_PRESSURE) - 1)
+    line.append(f"   pressure valve {_PRESSURE[level]}", "yellow" if level else "")
+    return Panel(
+        Group(bar, legend, line), title=f"KV cache {frame.kv_usage:.0%}", title_align="left"
+    )
+
+
+_IDLE: Final[Mapping[str, str]] = {"prefix_cache": "bright_black", "free": "black"}
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _coloured(value: float | None) -> Text:
+    colour = "dim" if value is None else "red" if value < 0.9 else "yellow" if value < 0.99 else ""
+    return Text("-" if value is None else f"{value:.1%}", colour)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _pair(times: Quantiles) -> str:
+    return "-" if times.p50 is None else f"{_time(times.p50)} / {_time(times.p99)}"

@@ -1,0 +1,13 @@
+"""Prometheus metrics under vLLM's names, buckets and labels, and our own under ``paceline:``.
+
+::
+
+    RequestObserver, middleware, engine snapshots --> families of one Registry --> render()
+
+docs/metrics.md lists every family; a test holds it to what is served.
+"""
+
+from paceline.server.metrics.requests import RequestObserver
+from paceline.server.metrics.server import ServerMetrics
+
+__all__ = ["RequestObserver", "ServerMetrics"]

@@ -1,0 +1,230 @@
+"""Metric families that cost next to nothing to update and little to render.
+
+prometheus_client's own take several milliseconds to write what a scrape asks for; here the names
+and labels of every line are written once, when the series appears, and a rendering puts numbers
+behind them. Not thread-safe: one thread updates and renders.
+
+This module does not know what is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Final, Literal, Protocol
+
+__all__ = ["Family", "Histogram", "Histograms", "Number", "Numbers", "Registry"]
+
+Kind = Literal["counter", "gauge", "histogram", "summary"]
+
+_ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+class Family(Protocol):
+    """One name of the exposition with all its series."""
+
+    # as in the TYPE line: a counter's ends in _total
+    name: str
+    kind: Kind
+    # what it counts, one line
+    text: str
+    # names of all labels, sorted
+    labels: tuple[str, ...]
+
+    def render(self) -> str:
+        """Its lines, HELP and TYPE first."""
+        ...
+
+
+class Number:
+    """One series of a counter or gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+class Histogram:
+    """Counts per bucket; an observation costs one bisection."""
+
+    __slots__ = ("_buckets", "_counts", "_sum")
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+    def cumulative(self) -> list[int]:
+        """Observations up to each bound; the last one is all of them."""
+        return list(accumulate(self._counts))
+
+
+class Numbers:
+    """A family of counters or gauges."""
+
+    def __init__(
+        self, kind: Kind, name: str, text: str, labels: Sequence[str], constant: Mapping[str, str]
+    ) -> None:
+        self.name, self.kind, self.text = name, kind, text
+        self.labels = tuple(sorted((*labels, *constant)))
+        self._names, self._constant = tuple(labels), dict(constant)
+        self._head = _head(self)
+        self._numbers: dict[tuple[str, ...], Number] = {}
+        self._lines: list[tuple[str, Number]] = []
+
+    def at(self, *values: str) -> Number:
+        """The series with these label values, made when it is first asked for."""
+        number = self._numbers.get(values)
+        if number is None:
+            number = self._numbers[values] = Number()
+            labels = dict(zip(self._names, values, strict=True)) | self._constant
+            self._lines.append((f"{self.name}{_braces(labels)} ", number))
+        return number
+
+    def clear(self) -> None:
+        """Set every series to 0."""
+        for number in self._numbers.values():
+            number.value = 0.0
+
+    def replace(self, values: Mapping[str, float]) -> None:
+        """Set the series of a family with one label; those not named become 0."""
+        self.clear()
+        for label, value in values.items():
+            self.at(label).value = value
+
+    def render(self) -> str:
+        lines = [f"{line}{_number(number.value)}\n" for line, number in self._lines]
+        return self._head + "".join(lines)
+
+
+class Histograms:
+    """A family of histograms; of summaries without quantiles when there are no buckets."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        labels: Sequence[str],
+        constant: Mapping[str, str],
+    ) -> None:
+        self.name, self.text = name, text
+        self.kind: Kind = "histogram" if buckets else "summary"
+        self.labels = tuple(sorted((*labels, *constant)))
+        self._names, self._constant, self._buckets = tuple(labels), dict(constant), buckets
+        self._head = _head(self)
+        self._histograms: dict[tuple[str, ...], Histogram] = {}
+        # per series: what stands before each bucket's count, before the count and before the sum
+        self._lines: list[tuple[Histogram, list[str], str, str]] = []
+
+    def at(self, *values: str) -> Histogram:
+        """The series with these label values, made when it is first asked for."""
+        histogram = self._histograms.get(values)
+        if histogram is None:
+            histogram = self._histograms[values] = Histogram(self._buckets)
+            labels = dict(zip(self._names, values, strict=True)) | self._constant
+            bounds = [*map(str, self._buckets), "+Inf"] if self._buckets else []
+            buckets = [f"{self.name}_bucket{_braces(labels | {'le': le})} " for le in bounds]
+            plain = _braces(labels)
+            self._lines.append(
+                (histogram, buckets, f"{self.name}_count{plain} ", f"{self.name}_sum{plain} ")
+            )
+        return histogram
+
+    def render(self) -> str:
+        parts = [self._head]
+        for histogram, buckets, count, total in self._lines:
+            counts = histogram.cumulative()
+            parts += [f"{line}{n}\n" for line, n in zip(buckets, counts, strict=False)]
+            parts.append(f"{count}{counts[-1]}\n{total}{_number(histogram.sum)}\n")
+        return "".join(parts)
+
+
+class Registry:
+    """All families of one server, in the order in which they were made.
+
+    Args:
+        constant: labels of every series whose family does not say otherwise.
+    """
+
+    def __init__(self, constant: Mapping[str, str]) -> None:
+        self._constant = dict(constant)
+        self._families: dict[str, Family] = {}
+
+    def __iter__(self) -> Iterator[Family]:
+        return iter(self._families.values())
+
+    def numbers(
+        self,
+        kind: Literal["counter", "gauge"],
+        name: str,
+        text: str,
+        *labels: str,
+        constant: Mapping[str, str] | None = None,
+    ) -> Numbers:
+        """A family with labels. A counter's name is given without its ``_total``."""
+        full = f"{name}_total" if kind == "counter" else name
+        constant = self._constant if constant is None else constant
+        family = Numbers(kind, full, text, labels, constant)
+        self._add(family)
+        return family
+
+    def number(self, kind: Literal["counter", "gauge"], name: str, text: str) -> Number:
+        """A family of one series."""
+        return self.numbers(kind, name, text).at()
+
+    def histograms(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        *labels: str,
+        constant: Mapping[str, str] | None = None,
+    ) -> Histograms:
+        """A family with labels; a summary of count and sum when there are no buckets."""
+        constant = self._constant if constant is None else constant
+        family = Histograms(name, text, buckets, labels, constant)
+        self._add(family)
+        return family
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        """A family of one series."""
+        return self.histograms(name, text, buckets).at()
+
+    def render(self) -> str:
+        """The text exposition format, version 0.0.4."""
+        return "".join([family.render() for family in self._families.values()])
+
+    def _add(self, family: Family) -> None:
+        assert family.name not in self._families, f"two families are called {family.name}"
+        self._families[family.name] = family
+
+
+def _head(family: Family) -> str:
+    text = family.text.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {family.name} {text}\n# TYPE {family.name} {family.kind}\n"
+
+
+def _braces(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    pairs = [f'{name}="{labels[name].translate(_ESCAPES)}"' for name in sorted(labels)]
+    return "{" + ",".join(pairs) + "}"
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        # an int of another kind (an enum) writes itself otherwise
+        return repr(float(value))
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

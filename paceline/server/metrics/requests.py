@@ -1,0 +1,285 @@
+"""What requests came to: latencies, tokens, ends, targets met and missed.
+
+Counts are per generation request (one prompt with its ``n`` choices), except
+``vllm:request_success``, which counts choices, and ``vllm:inter_token_latency_seconds``, which
+counts deliveries of tokens of one choice.
+"""
+
+from __future__ import annotations
+
+from paceline.core.errors import NAN_LOGITS
+from paceline.engine.types import (
+    ChoiceDelta,
+    GenerationOutput,
+    GenerationRequest,
+    RequestTimes,
+)
+from paceline.server.metrics.buckets import (
+    LATENCY_BUCKETS,
+    N_BUCKETS,
+    PREEMPTION_BUCKETS,
+    TOKEN_TIME_BUCKETS,
+    TTFT_BUCKETS,
+    series_1_2_5,
+)
+from paceline.server.metrics.families import Histogram, Registry
+
+__all__ = ["RequestMetrics", "RequestObserver"]
+
+
+class RequestMetrics:
+    """The families; ``RequestObserver`` counts.
+
+    Args:
+        max_model_len: where the buckets of token counts end.
+    """
+
+    def __init__(self, registry: Registry, max_model_len: int) -> None:
+        counts = series_1_2_5(max_model_len)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return registry.histogram(f"vllm:{name}", text, buckets)
+
+        self.prompt_tokens = registry.number(
+            "counter", "vllm:prompt_tokens", "Prompt tokens processed."
+        )
+        self.prompt_tokens_cached = registry.number(
+            "counter", "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."
+        )
+        by_source = registry.numbers(
+            "counter", "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.",
+            "source",
+        )  # fmt: skip
+        self.prompt_tokens_computed = by_source.at("local_compute")
+        self.prompt_tokens_hit = by_source.at("local_cache_hit")
+        self.generation_tokens = registry.number(
+            "counter", "vllm:generation_tokens", "Output tokens."
+        )
+        self.success = registry.numbers(
+            "counter", "vllm:request_success", "Choices that ended, by why.", "finished_reason"
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self.success.at(reason)
+        self.corrupted = registry.number(
+            "counter",
+            "vllm:corrupted_requests",
+            "Choices that ended because the model computed NaN or infinity for them.",
+        )
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+        )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Between tokens.", TOKEN_TIME_BUCKETS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per output token after the first.",
+            TOKEN_TIME_BUCKETS,
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "Arrival to the end.", LATENCY_BUCKETS
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "Arrival to first step.", LATENCY_BUCKETS
+        )
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "First step to last token.", LATENCY_BUCKETS
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "First step to first token.", LATENCY_BUCKETS
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "First token to last token.", LATENCY_BUCKETS
+        )
+        self.num_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", counts
+        )
+        self.num_generation_tokens = histogram(
+            "request_generation_tokens", "Output tokens of a request.", counts
+        )
+        self.max_generation_tokens = histogram(
+            "request_max_num_generation_tokens",
+            "Output tokens of a request's longest choice.",
+            counts,
+        )
+        self.prefill_computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not in the prefix cache.",
+            counts,
+        )
+        self.num_preemptions = histogram(
+            "request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS
+        )
+        self.params_n = histogram("request_params_n", "The n parameter.", N_BUCKETS)
+        self.params_max_tokens = histogram(
+            "request_params_max_tokens", "The max_tokens parameter.", counts
+        )
+        self.goodput = registry.numbers(
+            "counter",
+            "paceline:goodput_requests",
+            "Requests that met every target they had.",
+            "slo_class",
+        )
+        self.judged = registry.numbers(
+            "counter",
+            "paceline:slo_requests",
+            "Requests that ended, refused ones too: goodput_requests / slo_requests is attainment.",
+            "slo_class",
+        )
+        self.violations = registry.numbers(
+            "counter",
+            "paceline:slo_violations",
+            "Targets missed, by class and kind: ttft, tpot, deadline, unfinished, refused.",
+            "slo_class",
+            "kind",
+        )
+        self.waited = registry.numbers(
+            "counter",
+            "paceline:request_waited_seconds",
+            "Seconds that finished choices waited to be started.",
+            "reason",
+        )
+        self.ttft_prediction_error = registry.histogram(
+            "paceline:ttft_prediction_error_seconds",
+            "Distance between predicted and actual time to first token.",
+            TTFT_BUCKETS,
+        )
+
+
+class RequestObserver:
+    """Follows one generation request from arrival to its end.
+
+    Call ``output`` for every delivery, and ``close`` in any case.
+    """
+
+    __slots__ = (
+        "_arrival",
+        "_cached_tokens",
+        "_finished",
+        "_last",
+        "_max_tokens",
+        "_metrics",
+        "_preemptions",
+        "_prompt_tokens",
+        "_slo",
+        "_times",
+        "_tokens",
+    )
+
+    def __init__(self, metrics: RequestMetrics, request: GenerationRequest) -> None:
+        n = request.n
+        self._metrics = metrics
+        self._arrival = request.arrival_time
+        self._slo = request.slo
+        # per choice: when its last tokens came (0.0: none yet), how many, whether it ended
+        self._last = [0.0] * n
+        self._tokens = [0] * n
+        self._finished = [False] * n
+        self._prompt_tokens: int | None = None
+        self._cached_tokens = 0
+        self._preemptions = 0
+        self._times: RequestTimes | None = None
+        self._max_tokens = request.sampling.max_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self._tokens)
+
+    def output(self, output: GenerationOutput, now: float) -> None:
+        metrics = self._metrics
+        self._preemptions = output.num_preemptions
+        if self._prompt_tokens is None and output.num_output_tokens:
+            prompt, cached = output.num_prompt_tokens, output.num_cached_tokens
+            self._prompt_tokens, self._cached_tokens = prompt, cached
+            metrics.prompt_tokens.value += prompt
+            metrics.prompt_tokens_cached.value += cached
+            metrics.prompt_tokens_hit.value += cached
+            metrics.prompt_tokens_computed.value += prompt - cached
+            metrics.time_to_first_token.observe(now - self._arrival)
+        for choice in output.choices:
+            index = choice.index
+            count = len(choice.token_ids)
+            if count:
+                if self._last[index]:
+                    metrics.inter_token_latency.observe(now - self._last[index])
+                self._last[index] = now
+                self._tokens[index] += count
+                metrics.generation_tokens.value += count
+            if choice.finish_reason is not None:
+                self._finished[index] = True
+                self._ended(choice, output.times)
+        if output.finished:
+            self._times = output.times
+
+    def restarted(self) -> None:
+        """What was delivered is void and will be delivered anew. It stays counted, as tokens that
+        were made; the first token was the first."""
+        n = len(self._tokens)
+        self._last = [0.0] * n
+        self._tokens = [0] * n
+        self._finished = [False] * n
+        self._times = None
+
+    def _ended(self, choice: ChoiceDelta, times: RequestTimes | None) -> None:
+        metrics, timeline = self._metrics, choice.timeline
+        assert choice.finish_reason is not None
+        metrics.success.at(choice.finish_reason).value += 1
+        if choice.error == NAN_LOGITS:
+            metrics.corrupted.value += 1
+        if timeline is None:
+            return
+        for reason, seconds in timeline.waited:
+            metrics.waited.at(reason).value += seconds
+        if timeline.predicted_ttft is not None and times is not None:
+            actual = times.first_token - times.arrival
+            metrics.ttft_prediction_error.observe(abs(timeline.predicted_ttft - actual))
+
+    def close(self, now: float, *, refused: bool = False, shed: bool = False) -> None:
+        """The end, however it came. Choices that did not end were aborted.
+
+        ``refused``: the engine never took the request, so it counts nowhere; unless it was
+        ``shed``, which is a promise not kept.
+        """
+        metrics = self._metrics
+        if shed:
+            metrics.judged.at(self._slo.slo_class).value += 1
+            metrics.violations.at(self._slo.slo_class, "refused").value += 1
+        if refused:
+            return
+        aborted = self._finished.count(False)
+        if aborted:
+            metrics.success.at("abort").value += aborted
+        metrics.e2e_latency.observe(now - self._arrival)
+        metrics.params_n.observe(len(self._tokens))
+        metrics.params_max_tokens.observe(self._max_tokens)
+        metrics.num_preemptions.observe(self._preemptions)
+        if self._prompt_tokens is not None:
+            metrics.num_prompt_tokens.observe(self._prompt_tokens)
+            metrics.prefill_computed.observe(self._prompt_tokens - self._cached_tokens)
+        metrics.num_generation_tokens.observe(sum(self._tokens))
+        longest = max(self._tokens)
+        metrics.max_generation_tokens.observe(longest)
+        times = self._times
+        self._judge(times, longest)
+        if times is None:
+            return
+        metrics.queue_time.observe(times.first_scheduled - times.arrival)
+        metrics.prefill_time.observe(times.first_token - times.first_scheduled)
+        metrics.inference_time.observe(times.last_token - times.first_scheduled)
+        decode = times.last_token - times.first_token
+        metrics.decode_time.observe(decode)
+        if longest > 1:
+            metrics.time_per_output_token.observe(decode / (longest - 1))
+
+    def _judge(self, times: RequestTimes | None, num_output: int) -> None:
+        """Goodput and violations. A request that did not finish met none of its targets."""
+        slo, metrics = self._slo, self._metrics
+        missed: tuple[str, ...] = ("unfinished",)
+        if times is not None and not self._finished.count(False):
+            missed = slo.violations(times.arrival, times.first_token, times.last_token, num_output)
+        # the series is there from the first request on, or a rate of it would begin too late
+        goodput = metrics.goodput.at(slo.slo_class)
+        metrics.judged.at(slo.slo_class).value += 1
+        goodput.value += not missed
+        for kind in missed:
+            metrics.violations.at(slo.slo_class, kind).value += 1

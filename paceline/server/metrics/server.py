@@ -1,0 +1,126 @@
+"""All metrics of one app."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from paceline.engine.types import EngineInfo, EngineStats
+from paceline.server.metrics.engine import EngineMetrics
+from paceline.server.metrics.families import Family, Registry
+from paceline.server.metrics.http import HttpMetrics
+from paceline.server.metrics.requests import RequestMetrics
+
+__all__ = ["AGE_METRIC", "ServerMetrics"]
+
+_ENGINE: Final = "0"
+# seconds for which what the kernel says of this process is good: asking takes a while
+_PROCESS_SECONDS: Final = 1.0
+# the last family; whoever serves a rendering that was made before puts its age behind the name
+AGE_METRIC: Final = "paceline:metrics_age_seconds"
+
+
+class ServerMetrics:
+    """Made once per app, used from the event loop's thread alone.
+
+    Updates cost a bisection at most; numbers that the engine or the clock know are put in when
+    somebody asks for a rendering.
+
+    Args:
+        stats: the engine's latest snapshot.
+        model_name: the label's value; names that callers send never become labels.
+        price_per_hour: what the machine costs; 0: no metrics of cost.
+        ready: whether requests would be served now.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        stats: Callable[[], EngineStats],
+        model_name: str,
+        *,
+        price_per_hour: float = 0.0,
+        ready: Callable[[], bool],
+    ) -> None:
+        self._stats = stats
+        self._ready_now = ready
+        self._price_per_hour = price_per_hour
+        self._started = time.monotonic()
+        # others may add families of their own, once, at start
+        self.registry = registry = Registry({"model_name": model_name, "engine": _ENGINE})
+        self._engine = EngineMetrics(registry, info, _ENGINE)
+        self.requests = RequestMetrics(registry, info.max_model_len)
+        self._ready = registry.number(
+            "gauge", "paceline:ready", "1 while requests are served, 0 while /health fails."
+        )
+        if price_per_hour:
+            self._spent = registry.number(
+                "counter", "paceline:cost", "Price of the time since start, in its own currency."
+            )
+            self._cost = registry.number(
+                "gauge",
+                "paceline:cost_per_million_tokens",
+                "Price of the time since start by tokens served, prompt and output.",
+            )
+        self._http = HttpMetrics(registry)
+        self._age = Registry({})
+        self._age.number("gauge", AGE_METRIC, "Seconds since these numbers were put together.")
+        # what others collect when they are asked, few series each
+        self.others = CollectorRegistry()
+        self._process_registry = CollectorRegistry()
+        ProcessCollector(registry=self._process_registry)
+        self._process_text = ""
+        self._process_at = -_PROCESS_SECONDS
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """All but those of the process, which prometheus_client knows."""
+        return (*self.registry, *self._age)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's latest snapshot."""
+        return self._stats()
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """Take in the token counts of the engine's latest steps; once for every snapshot."""
+        self._engine.observe_steps(stats)
+
+    def observe_http(
+        self,
+        handler: str,
+        method: str,
+        status: int,
+        seconds: float,
+        *,
+        request_bytes: int = 0,
+        response_bytes: int = 0,
+    ) -> None:
+        """Count one HTTP exchange. ``handler`` is a route's template or "none"."""
+        self._http.observe(
+            handler,
+            method,
+            status,
+            seconds,
+            request_bytes=request_bytes,
+            response_bytes=response_bytes,
+        )
+
+    def render(self) -> bytes:
+        """The text exposition format; ``AGE_METRIC`` and its value are the last line."""
+        now = time.monotonic()
+        self._engine.update(self._stats())
+        self._ready.value = float(self._ready_now())
+        if self._price_per_hour:
+            spent = self._price_per_hour * (now - self._started) / 3600.0
+            tokens = self.requests.prompt_tokens.value + self.requests.generation_tokens.value
+            self._spent.value = spent
+            self._cost.value = 1e6 * spent / tokens if tokens else float("nan")
+        if now - self._process_at >= _PROCESS_SECONDS:
+            self._process_text = generate_latest(self._process_registry).decode()
+            self._process_at = now
+        others = generate_latest(self.others).decode()
+        return (self.registry.render() + others + self._process_text + self._age.render()).encode()

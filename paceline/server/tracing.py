@@ -1,0 +1,277 @@
+"""OpenTelemetry traces of requests, sent over OTLP/HTTP when an endpoint is given.
+
+::
+
+    chat MODEL        SERVER    arrival ------------------------------------------> end
+      queue           INTERNAL  arrival -> first step       paceline.waited.REASON seconds
+      prefill         INTERNAL             first step -> first token
+      decode          INTERNAL                           first token -> last token
+
+Attributes follow OpenTelemetry's conventions for generative AI (``gen_ai.*``), those of vLLM for
+latencies (``gen_ai.latency.*``), and ``paceline.*`` says what the scheduler did. Never a word of
+prompt or output, and so no messages of errors. A caller's W3C ``traceparent`` is the parent;
+whether it is sampled is its say, and otherwise that of the SDK's own environment variables
+(OTEL_TRACES_SAMPLER and so on).
+
+Spans are made when a request has ended, from the times that metrics are made of; a thread of the
+SDK's sends them, and drops what it cannot send. Nothing of OpenTelemetry is imported before
+``Tracing`` is made; it comes with the extra ``otel``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from paceline import __version__
+from paceline.core.errors import ConfigError
+from paceline.engine.types import (
+    GenerationOutput,
+    GenerationRequest,
+    RequestTimes,
+    Timeline,
+)
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+__all__ = ["RequestTrace", "Tracing", "check_endpoint"]
+
+# seconds an export may take, and what has not been sent at the end
+_EXPORT_TIMEOUT: Final = 5.0
+_CLOSE_TIMEOUT: Final = 3.0
+_MAX_HEADER_BYTES: Final = 512
+_PROPAGATED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
+_OPERATIONS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
+_OTHER_OPERATION: Final = "text_completion"
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Where a request came from."""
+
+    operation: str
+    # headers of W3C trace context
+    carrier: Mapping[str, str]
+
+
+# of the exchange that this task serves
+_caller: ContextVar[_Caller] = ContextVar("caller")
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The URL that spans are posted to: ``endpoint``, with /v1/traces where it has no path.
+
+    Raises:
+        ConfigError: not an http or https URL, or the libraries are not installed.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        # a port out of range raises here
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"an OTLP endpoint is an http or https URL such as http://127.0.0.1:4318, "
+            f"got {endpoint!r}"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"traces need the extra otel ({error}): pip install 'paceline[otel]'"
+        ) from None
+    if parts.path in ("", "/"):
+        return parts._replace(path="/v1/traces").geturl()
+    return endpoint
+
+
+class Tracing:
+    """Traces of one app. Used on the event loop; ``close`` on any thread.
+
+    Args:
+        endpoint: see ``check_endpoint``.
+        exporter: takes the spans instead.
+    """
+
+    def __init__(
+        self, endpoint: str, model_name: str, *, exporter: SpanExporter | None = None
+    ) -> None:
+        url = check_endpoint(endpoint)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create()
+        if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+            # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES do not name it
+            resource = resource.merge(Resource({SERVICE_NAME: "paceline"}))
+        resource = resource.merge(Resource({SERVICE_VERSION: __version__}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter or OTLPSpanExporter(url, timeout=_EXPORT_TIMEOUT))
+        )
+        self.tracer = self._provider.get_tracer("paceline", __version__)
+        self.model_name = model_name
+
+    def arrive(self, scope: Scope) -> None:
+        """Note who asks; requests that this task, or one it starts, runs are this caller's."""
+        carrier = {
+            _PROPAGATED[name]: value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _PROPAGATED and len(value) <= _MAX_HEADER_BYTES
+        }
+        _caller.set(_Caller(_OPERATIONS.get(scope["path"], _OTHER_OPERATION), carrier))
+
+    def follow(self, request: GenerationRequest) -> RequestTrace:
+        """A trace of one request; to be called where ``arrive`` was, and ended in any case."""
+        return RequestTrace(self, request, _caller.get(_Caller(_OTHER_OPERATION, {})))
+
+    def close(self) -> None:
+        """Send what has not been sent, for a few seconds at most."""
+        # daemonic: an endpoint that is gone must not keep the process
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT)
+
+
+class RequestTrace:
+    """What becomes of one request. Call ``output`` for every delivery, then ``end``."""
+
+    def __init__(self, tracing: Tracing, request: GenerationRequest, caller: _Caller) -> None:
+        self._tracing = tracing
+        self._request = request
+        self._caller = caller
+        self._last: GenerationOutput | None = None
+        self._finish_reasons: dict[int, str] = {}
+        self._timelines: dict[int, Timeline] = {}
+
+    def output(self, output: GenerationOutput) -> None:
+        self._last = output
+        for choice in output.choices:
+            if choice.finish_reason is not None:
+                self._finish_reasons[choice.index] = choice.finish_reason
+            if choice.timeline is not None:
+                self._timelines[choice.index] = choice.timeline
+
+    def end(self, error: Exception | None, now: float) -> None:
+        """Make the spans.
+
+        Args:
+            error: what the caller is told instead of an answer.
+            now: seconds of ``time.monotonic()``.
+        """
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        request, tracer = self._request, self._tracing.tracer
+        epoch = time.time_ns() - time.monotonic_ns()
+
+        def at(seconds: float) -> int:
+            return epoch + int(seconds * 1e9)
+
+        root = tracer.start_span(
+            f"{self._caller.operation} {self._tracing.model_name}",
+            self._parent(),
+            SpanKind.SERVER,
+            self._attributes(now),
+            start_time=at(request.arrival_time),
+        )
+        if error is not None:
+            root.set_attribute("error.type", type(error).__name__)
+            root.set_status(Status(StatusCode.ERROR))
+        if root.is_recording():
+            inside = set_span_in_context(root)
+            for name, begins, ends, attributes in self._phases(now):
+                span = tracer.start_span(
+                    name, inside, SpanKind.INTERNAL, attributes, start_time=at(begins)
+                )
+                span.end(at(ends))
+        root.end(at(now))
+
+    def _parent(self) -> Context:
+        """Of the caller's trace if it has one; of none otherwise, whatever runs around us."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        return TraceContextTextMapPropagator().extract(self._caller.carrier, Context())
+
+    def _phases(self, now: float) -> list[tuple[str, float, float, dict[str, Any]]]:
+        """(name, begin, end, attributes) as far as the request came."""
+        timeline, times = self._timelines.get(0), self._times()
+        waited = {
+            f"paceline.waited.{reason}": round(seconds, 6)
+            for reason, seconds in (() if timeline is None else timeline.waited)
+        }
+        if times is None:
+            return [("queue", self._request.arrival_time, now, waited)]
+        last = self._last
+        assert last is not None, "times come with outputs"
+        prefill: dict[str, Any] = {
+            "gen_ai.usage.input_tokens": last.num_prompt_tokens,
+            "paceline.cached_tokens": last.num_cached_tokens,
+        }
+        decode: dict[str, Any] = {"gen_ai.usage.output_tokens": last.num_output_tokens}
+        if timeline is not None:
+            prefill["paceline.chunks"] = timeline.num_chunks
+            decode["paceline.recomputed_tokens"] = timeline.num_recomputed_tokens
+            decode["paceline.swapped_tokens"] = timeline.num_swapped_tokens
+        decode["paceline.preemptions"] = last.num_preemptions
+        return [
+            ("queue", times.arrival, times.first_scheduled, waited),
+            ("prefill", times.first_scheduled, times.first_token, prefill),
+            ("decode", times.first_token, times.last_token, decode),
+        ]
+
+    def _times(self) -> RequestTimes | None:
+        return None if self._last is None else self._last.times
+
+    def _attributes(self, now: float) -> dict[str, Any]:
+        request, sampling = self._request, self._request.sampling
+        found: dict[str, Any] = {
+            "gen_ai.operation.name": self._caller.operation,
+            "gen_ai.provider.name": "paceline",
+            "gen_ai.request.model": self._tracing.model_name,
+            "gen_ai.response.model": self._tracing.model_name,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.choice.count": request.n,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.presence_penalty": sampling.presence_penalty,
+            "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+            "gen_ai.latency.e2e": round(now - request.arrival_time, 6),
+            "paceline.slo.class": request.slo.slo_class,
+        }
+        if self._finish_reasons:
+            reasons = [self._finish_reasons[index] for index in sorted(self._finish_reasons)]
+            found["gen_ai.response.finish_reasons"] = reasons
+        if self._last is not None:
+            found["gen_ai.usage.output_tokens"] = self._last.num_output_tokens
+        times, timeline = self._times(), self._timelines.get(0)
+        if times is not None:
+            found["gen_ai.latency.time_in_queue"] = round(times.first_scheduled - times.arrival, 6)
+            found["gen_ai.latency.time_to_first_token"] = round(
+                times.first_token - times.arrival, 6
+            )
+        if timeline is not None:
+            found["paceline.relegated"] = timeline.relegated
+            if timeline.predicted_ttft is not None:
+                found["paceline.predicted_ttft"] = round(timeline.predicted_ttft, 6)
+        return found

@@ -1,0 +1,234 @@
+"""``paceline top``: frames that can be computed by hand, and a real server watched."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.top.frame import make_frame, quantile
+from paceline.cli.top.scrape import Scrape, Source, parse_metrics
+from paceline.cli.top.view import render
+from paceline.core.errors import ConfigError
+from tests.cli.servers import ServerProcess, start_server
+
+HEAD = "# TYPE vllm:num_requests_running gauge\n"
+
+
+def scrape(at: float, *lines: str, running: int = 0) -> Scrape:
+    text = f'{HEAD}vllm:num_requests_running{{engine="0",model_name="m"}} {running}\n'
+    return parse_metrics(text + "\n".join(lines) + "\n", at)
+
+
+def counts(steps: int, prefill: int, decode: int, good: int, ended: int) -> list[str]:
+    return [
+        f"vllm:iteration_tokens_total_count {steps}",
+        f'paceline:step_tokens_total{{kind="prefill"}} {prefill}',
+        f'paceline:step_tokens_total{{kind="decode"}} {decode}',
+        f'paceline:step_seconds_total{{kind="actual"}} {steps * 0.02}',
+        f'paceline:step_seconds_total{{kind="predicted"}} {steps * 0.03}',
+        f'paceline:goodput_requests_total{{slo_class="a"}} {good}',
+        f'paceline:slo_requests_total{{slo_class="a"}} {ended}',
+        f'paceline:slo_violations_total{{slo_class="a",kind="ttft"}} {ended - good}',
+        f'paceline:queue_held_seconds_total{{reason="memory"}} {steps * 0.01}',
+        'paceline:queue_held{reason="memory"} 1',
+        'paceline:queue_held{reason="slots"} 0',
+        'paceline:kv_blocks{owner="a"} 30',
+        'paceline:kv_blocks{owner="free"} 70',
+        'paceline:requests{slo_class="a",state="waiting"} 4',
+        "paceline:ready 1",
+    ]
+
+
+BEFORE = scrape(10.0, *counts(100, 5000, 800, 90, 100))
+AFTER = scrape(12.0, *counts(150, 6000, 1800, 93, 110), running=20)
+
+
+def test_a_frame_is_of_the_time_in_between() -> None:
+    frame = make_frame(BEFORE, AFTER)
+    assert (frame.model, frame.interval, frame.running, frame.ready) == ("m", 2.0, 20, True)
+    assert frame.steps_per_s == 25
+    assert (frame.prefill_tokens_per_step, frame.decode_tokens_per_step) == (20, 20)
+    assert frame.step_seconds == pytest.approx(0.02)
+    assert frame.predicted_step_seconds == pytest.approx(0.03)
+    assert frame.held_by == "memory"
+    assert frame.held_share == {"memory": pytest.approx(0.25)}
+    (row,) = frame.classes
+    assert (row.name, row.waiting, row.ended, row.kv_blocks) == ("a", 4, 10, 30)
+    assert row.attainment == pytest.approx(0.3)
+    assert row.attainment_since_start == pytest.approx(93 / 110)
+    assert row.violations == {"ttft": 7}
+    assert frame.kv_blocks == {"a": 30, "free": 70}
+    # nothing was observed, and that is not zero
+    assert frame.ttft.p50 is None and frame.prefix_cache_hit_rate is None
+    assert frame.cost_per_million_tokens is None
+
+
+def test_a_restarted_server_counts_from_zero() -> None:
+    frame = make_frame(AFTER, scrape(13.0, *counts(10, 100, 5, 1, 2)))
+    assert frame.steps_per_s == 10
+    assert frame.classes[0].ended == 2
+
+
+def test_quantiles_are_promqls() -> None:
+    found = {1.0: 10.0, 2.0: 30.0, 4.0: 40.0, math.inf: 40.0}
+    assert quantile(0.5, found) == 1.5
+    assert quantile(0.99, found) == pytest.approx(2 + 2 * 9.6 / 10)
+    assert quantile(0.99, {1.0: 1.0, math.inf: 10.0}) == 1.0
+    assert quantile(0.5, {1.0: 0.0, math.inf: 0.0}) is None
+
+
+def text_of(**changes: Any) -> str:
+    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(make_frame(BEFORE, AFTER), "http://x/metrics", **changes))
+    console.file.close()
+    return console.export_text()
+
+
+def test_what_people_see() -> None:
+    text = text_of()
+    for words in (
+        "held up by memory (not enough KV blocks); memory 25%",
+        "step 20.0 ms",
+        "predicted 30.0 ms",
+        "prefill/step 20.0",
+        "30.0%",
+        "84.5%",
+        "ttft 7",
+        "free 70",
+        "ready",
+    ):
+        assert words in text, text
+    assert "NOT READY" not in text
+    assert "it is gone" in text_of(problem="it is gone")
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("gpu1:8000", "http://gpu1:8000/metrics"),
+        ("https://h/", "https://h/metrics"),
+        ("http://h:1/deep/metrics", "http://h:1/deep/metrics"),
+    ],
+)
+def test_addresses(address: str, url: str) -> None:
+    assert Source(address).url == url
+
+
+@pytest.mark.parametrize("address", ["ftp://h", "http://", "h:99999"])
+def test_bad_addresses_are_named(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not an address"):
+        Source(address)
+
+
+def test_other_peoples_metrics_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not those of a Paceline server"):
+        parse_metrics("up 1\n", 0.0)
+    with pytest.raises(ConfigError, match="not Prometheus' text format"):
+        parse_metrics("<html>\n", 0.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    flags = ("--backend", "null", "--null-step-time", "0.005", "--max-num-seqs", "2")
+    with start_server(*flags, "--price-per-hour", "3") as made:
+        yield made
+
+
+@pytest.fixture
+def busy(server: ServerProcess) -> Iterator[ServerProcess]:
+    """With two requests running and one waiting, until the test ends."""
+    body = {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "slo": "interactive"}
+    callers = []
+    for _ in range(3):
+        caller = http.client.HTTPConnection(server.address.removeprefix("http://"), timeout=30)
+        headers = {"Content-Type": "application/json"}
+        caller.request("POST", "/v1/completions", json.dumps(body), headers)
+        callers.append(caller)
+    deadline = time.monotonic() + 20
+    while "vllm:num_requests_waiting" not in "".join(
+        line for line in server.request("/metrics")[1].splitlines() if line.endswith(" 1.0")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield server
+    # whoever hangs up is aborted
+    for caller in callers:
+        caller.close()
+
+
+def top(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline.cli.main", "top", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **settings)
+
+
+def test_a_busy_server(busy: ServerProcess) -> None:
+    done = top(busy.address, "--json", "--once", "--interval", "0.5")
+    frame = json.loads(done.stdout)
+    assert (frame["running"], frame["waiting"], frame["held_by"]) == (2, 1, "slots")
+    assert frame["held_share"]["slots"] > 0
+    assert frame["decode_tokens_per_step"] == pytest.approx(2, abs=0.3)
+    assert frame["output_tokens_per_s"] > 20
+    assert frame["inter_token"]["p50"] >= 0.004
+    (row,) = frame["classes"]
+    assert (row["name"], row["running"], row["waiting"]) == ("interactive", 2, 1)
+    assert row["kv_blocks"] == frame["kv_blocks"]["interactive"] > 0
+    assert frame["cost_per_million_tokens"] > 0
+    shown = top(busy.address, "--once", "--interval", "0.2", env=os.environ | {"COLUMNS": "140"})
+    assert "held up by slots (all places taken" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+def test_it_goes_on_until_it_is_interrupted(server: ServerProcess) -> None:
+    """On a terminal: draws again and again, and leaves it as it was."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "paceline.cli.main", "top", server.address]
+    process = subprocess.Popen(
+        [*command, "--interval", "0.1"],
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(slave)
+    shown = b""
+    while shown.count(b"classes") < 3:
+        shown += os.read(master, 65536)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(OSError):
+        while True:
+            shown += os.read(master, 65536)
+    os.close(master)
+    assert process.wait(20) == 130
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    # back from the alternate screen
+    assert b"\x1b[?1049l" in shown
+
+
+def test_nobody_there() -> None:
+    done = top("127.0.0.1:1", "--once")
+    assert done.returncode == 2
+    assert "is a server running there?" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_key_is_wanted_and_sent() -> None:
+    with start_server("--backend", "null", env={"PACELINE_API_KEY": "long-enough-key"}) as server:
+        refused = top(server.address, "--once", "--json")
+        assert refused.returncode == 2 and "PACELINE_API_KEY" in refused.stderr
+        keyed = os.environ | {"PACELINE_API_KEY": "long-enough-key"}
+        done = top(server.address, "--once", "--json", "--interval", "0.1", env=keyed)
+        assert json.loads(done.stdout)["ready"] is True

@@ -1,0 +1,131 @@
+"""``/metrics`` from a process of its own: what it shows, and whose end it does not outlive."""
+
+from __future__ import annotations
+
+import http.client
+import mmap
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.server.metrics.exporter_process import HEADER, SEQUENCE, read_text
+from tests.cli.servers import start_server
+
+from .helpers import metric
+from .live_process import LiveServer, eventually, live_server
+
+AGE = "paceline:metrics_age_seconds"
+
+
+def metrics(server: LiveServer) -> str:
+    answer = httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return answer.text
+
+
+def test_both_ports_show_the_same(tmp_path: Path) -> None:
+    with live_server(tmp_path / "log", metrics_port=0) as server:
+        body = {"prompt": [1, 2, 3], "max_tokens": 5}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        tokens = "vllm:generation_tokens_total"
+        eventually(lambda: metric(metrics(server), tokens) == 5)
+        texts = metrics(server), server.metrics()
+        names = [[line.split(" ")[0] for line in text.splitlines()] for text in texts]
+        assert names[0] == names[1]
+        assert metric(texts[1], AGE) == 0 <= metric(texts[0], AGE) < 5
+        port = server.metrics_port
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 404
+        assert httpx.post(f"http://127.0.0.1:{port}/metrics").status_code == 501
+        # a connection that is kept serves again
+        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        for _ in range(2):
+            kept.request("GET", "/metrics?name=x")
+            assert AGE in kept.getresponse().read().decode()
+        kept.close()
+
+
+def test_a_server_that_stands_still_shows_by_its_age(tmp_path: Path) -> None:
+    with live_server(tmp_path / "log", metrics_port=0) as server:
+        server.signal(signal.SIGSTOP)
+        try:
+            time.sleep(1.0)
+            assert metric(metrics(server), AGE) >= 0.9
+        finally:
+            server.signal(signal.SIGCONT)
+        eventually(lambda: metric(metrics(server), AGE) < 0.9)
+
+
+def test_it_ends_with_the_server_and_is_replaced_if_it_ends_before(tmp_path: Path) -> None:
+    with live_server(tmp_path / "log", metrics_port=0) as server:
+        metrics(server)
+        first = exporter_of(server)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: exporter_of(server) not in (0, first))
+        assert AGE in metrics(server)
+        second = exporter_of(server)
+        server.process.kill()
+        server.wait()
+        eventually(lambda: not Path(f"/proc/{second}").exists())
+
+
+def exporter_of(server: LiveServer) -> int:
+    """The process id of a server's exporter; 0: there is none."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError):
+            continue
+        if parent == server.process.pid and b"exporter_process" in command:
+            return int(entry.name)
+    return 0
+
+
+def test_too_many_connections_are_closed(tmp_path: Path) -> None:
+    with live_server(tmp_path / "log", metrics_port=0) as server:
+        address = ("127.0.0.1", server.metrics_port)
+        held = [socket.create_connection(address, timeout=10) for _ in range(32)]
+        # these hold their places once they are taken
+        for connection in held:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1)
+        with socket.create_connection(address, timeout=10) as one_more:
+            assert one_more.recv(1) == b""
+        for connection in held:
+            connection.close()
+        eventually(lambda: _answers(server))
+
+
+def _answers(server: LiveServer) -> bool:
+    try:
+        return AGE in metrics(server)
+    except httpx.TransportError:
+        return False
+
+
+def test_the_flag_opens_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    with start_server("--backend", "null", "--metrics-port", str(port)) as server:
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        assert metric(text, "paceline:ready") == 1
+        assert server.stop()[0] == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/metrics")
+
+
+def test_a_text_being_replaced_is_not_shown() -> None:
+    memory = mmap.mmap(-1, 4096)
+    assert read_text(memory) is None
+    memory[HEADER.size : HEADER.size + 3] = b"abc"
+    HEADER.pack_into(memory, 0, 2, 3, 7.0)
+    assert read_text(memory) == (b"abc", 7.0)
+    # its writer stopped halfway
+    SEQUENCE.pack_into(memory, 0, 3)
+    assert read_text(memory) is None
