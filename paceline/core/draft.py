@@ -27,8 +27,10 @@ class Draft:
     """Rows so far and what is left to hand out."""
 
     __slots__ = (
-        "_room",
-        "_room_at",
+        "_predicted",
+        "_predicted_at",
+        "background_cost",
+        "background_seconds",
         "budget",
         "charity",
         "copies",
