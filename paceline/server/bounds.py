@@ -56,8 +56,9 @@ class Bounds:
 DEFAULT_BOUNDS: Final = Bounds()
 
 
-def check_json_items(body: bytes | bytearray, limit: int) -> None:
-    """Raises InvalidRequestError if the JSON in ``body`` may have more than ``limit`` entries.
+def check_json_items(body: bytes | bytearray, limit: int, what: str = "the request body") -> None:
+    """Raises InvalidRequestError if the JSON in ``body``, which the error calls ``what``, may have
+    more than ``limit`` entries.
 
     Before it is parsed: two million empty lists are 6 MB of JSON and 150 MB of memory. Every entry
     but the first of a container has a comma before it, so commas and opening brackets outside of
@@ -69,7 +70,7 @@ def check_json_items(body: bytes | bytearray, limit: int) -> None:
     found = _marks(_STRING.sub(b"", body))
     if found > limit:
         raise InvalidRequestError(
-            f"the lists and objects of the request body hold about {found} entries, at most "
+            f"the lists and objects of {what} hold about {found} entries, at most "
             f"{limit} are allowed"
         )
 
@@ -78,7 +79,7 @@ def _marks(data: bytes | bytearray) -> int:
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
-def check_json_depth(value: dict[str, Any], limit: int) -> None:
+def check_json_depth(value: dict[str, Any], limit: int, what: str = "the request body") -> None:
     """Raises InvalidRequestError if ``value`` has more than ``limit`` levels, itself included."""
     level: list[Any] = [value]
     for _ in range(limit):
@@ -90,4 +91,4 @@ def check_json_depth(value: dict[str, Any], limit: int) -> None:
         ]
         if not level:
             return
-    raise InvalidRequestError(f"the request body is nested deeper than {limit} levels")
+    raise InvalidRequestError(f"{what} is nested deeper than {limit} levels")

@@ -85,7 +85,9 @@ def other_apis_router(service: Service) -> APIRouter:
         )
 
     async def embeddings(request: Request) -> Response:
-        refuse_embeddings(await read_object(request, service.config.max_body_bytes), service.rules)
+        config = service.config
+        body = await read_object(request, config.max_body_bytes, config.bounds)
+        refuse_embeddings(body, service.rules)
 
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))
