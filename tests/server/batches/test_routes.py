@@ -596,3 +596,32 @@ async def test_large_lines_are_not_read_ahead(
             assert batch["request_counts"]["completed"] == 12
             assert count.most == most, folder
             assert 0 < max(read) < 5000 + size + 200
+
+
+async def test_an_answer_on_its_way_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch that is cancelled while answers wait to be written."""
+    monkeypatch.setattr("paceline.server.batches.runner._GATHER", 0.2)
+    async with running(tmp_path) as server:
+        client: Any = server.service.client
+        original = client.generate
+
+        async def held(request: Any) -> Any:
+            if len(request.prompt_token_ids) > 1:
+                await asyncio.sleep(30)
+            async for output in original(request):
+                yield output
+
+        client.generate = held
+        batch = await server.submit([line("quick", [65]), line("slow", [65, 65])])
+        recorder = (await server.batches.runner())._recorder
+        async with asyncio.timeout(10):
+            while not recorder._waiting:
+                await asyncio.sleep(0.005)
+        await server.http.post(f"/v1/batches/{batch['id']}/cancel")
+        batch = await server.until(batch)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert list(await server.records(batch["output_file_id"])) == ["quick"]
+        assert list(await server.records(batch["error_file_id"])) == ["slow"]
+        files = (await server.http.get("/v1/files")).json()["data"]
+        # nothing is left over that would count against the storage
+        assert await server.batches.call(BatchStore.used_bytes) == sum(f["bytes"] for f in files)

@@ -126,9 +126,9 @@ async def test_a_batch_waits_for_its_owners_tokens(tmp_path: Path, opened: str) 
         if opened == "at start":
             tmp_path.mkdir(exist_ok=True)
             await server.batches.start()
-        lines = [line(f"{i}", [65] * 10, ignore_eos=True) for i in range(5)]
-        # more than the limit allows at any time
-        lines.append(line("large", [65] * 30))
+        # the first is more than the limit allows at any time
+        lines = [line("large", [65] * 30)]
+        lines += [line(f"{i}", [65] * 10, ignore_eos=True) for i in range(5)]
         slow = await bob.submit(lines)
         async with asyncio.timeout(10):
             while sum((await bob.get(slow))["request_counts"].values()) < 6 + 3:
