@@ -329,7 +329,11 @@ async def test_a_line_that_kills_engines_is_found(
                 async for output in original(request):
                     yield output
 
-            client.generate = deadly
+            def health(died: Any = died) -> None:
+                if died.is_set():
+                    raise EngineDeadError("killed")
+
+            client.generate, client.check_health = deadly, health
             if not batch:
                 lines = [line(f"{i}", [1] * (5 if i == 6 else 4)) for i in range(20)]
                 batch = await server.submit(lines)
