@@ -141,8 +141,8 @@ def stream(
     names: Sequence[str] = tuple(TARGETS),
     tenant: str = "",
 ) -> list[Load]:
-    """Gamma gaps, stretched so that exactly ``rate * seconds`` come; lengths from the trace; classes
-    drawn evenly."""
+    """Gamma gaps, stretched so that exactly ``rate * seconds`` requests come; lengths from the
+    trace; classes drawn evenly."""
     rng = random.Random(seed)
     shape = 1.0 / cv**2
     count = max(1, round(rate * seconds))
