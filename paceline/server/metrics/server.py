@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.server.metrics.engine import EngineMetrics
-from paceline.server.metrics.families import Family, Registry
+from paceline.server.metrics.families import Description, Registry
 from paceline.server.metrics.http import HttpMetrics
 from paceline.server.metrics.requests import RequestMetrics
 
@@ -74,9 +74,9 @@ class ServerMetrics:
         self._process_at = -_PROCESS_SECONDS
 
     @property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[Description, ...]:
         """All but those of the process, which prometheus_client knows."""
-        return (*self.registry, *self._age)
+        return (*self.registry.describe(), *self._age.describe())
 
     @property
     def stats(self) -> EngineStats:
