@@ -4,6 +4,8 @@
 #   make test           style, types, layers and all tests
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
+#   make test-clients   SDKs and tools that people use, each in an environment of its own under the
+#                       cache folder, against a live server (CLIENTS="openai llm" chooses)
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
@@ -28,6 +30,7 @@ QUICK ?=
 VLLM_RUNS ?=
 PEERS ?=
 ROWS ?=
+CLIENTS ?=
 RATES ?=
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
@@ -39,7 +42,7 @@ STAMP := $(VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
-.PHONY: serve test quick check format model venv clean clean-venv studies \
+.PHONY: serve test test-clients quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
 	bench-metrics
 .DEFAULT_GOAL := test
@@ -50,6 +53,10 @@ serve: $(STAMP)
 # pytest comes last, so its summary is the last thing printed
 test: check model
 	@$(BIN)/python -m pytest
+
+# npm's client wants node; without it, it is reported absent
+test-clients: $(STAMP) model
+	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 quick: check
 	@$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Timing", "complete"]
+__all__ = ["Timing", "body_lines", "complete"]
 
 _LIMIT = 1 << 20
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -47,7 +47,7 @@ class Timing:
         return tuple(b - a for a, b in zip(self.events, self.events[1:], strict=False))
 
 
-async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+async def body_lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
     """Lines of a body, without their ends."""
     rest = b""
     while True:
@@ -131,9 +131,9 @@ async def _complete(
             headers[name.lower()] = value.strip().lower()
         chunked = headers.get(b"transfer-encoding") == b"chunked"
         if b" 200 " not in status:
-            text = b" ".join([part async for part in _lines(reader, chunked)])
+            text = b" ".join([part async for part in body_lines(reader, chunked)])
             raise ValueError(f"{status.decode().strip()} {text.decode(errors='replace')[:200]}")
-        return await _read_events(_lines(reader, chunked), sent, max_tokens)
+        return await _read_events(body_lines(reader, chunked), sent, max_tokens)
     finally:
         writer.close()
 

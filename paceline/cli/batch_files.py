@@ -1,13 +1,6 @@
-"""The files of an offline batch: JSON lines in, JSON lines out, resumable.
+"""The output file of ``paceline generate``: records appended, resumable.
 
-Each non-blank input line is one request, in one of three forms::
-
-    {"prompt": "Once upon a time", "max_tokens": 64}
-    {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-
-The first two may carry a ``custom_id`` too. An answer is found again by its ``custom_id``, else by
-line number and a digest of the line, so that answers to another input are noticed, not reused.
+Lines are read and answered as those of ``/v1/batches`` (``server/batches/lines.py``).
 
 This module does not know how a request is answered.
 """
@@ -15,110 +8,18 @@ This module does not know how a request is answered.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.core.errors import ConfigError
+from paceline.server.wire import encode
 
-__all__ = ["BatchLine", "OutputFile", "read_lines"]
+__all__ = ["OutputFile"]
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
 # every record begins so; tells a torn record from somebody's notes
-_START = b'{"index": '
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLine:
-    """One request of a batch, or what is wrong with its line."""
-
-    # number of the line in the input, from 0, blank lines counted
-    index: int
-    # custom_id as given, or None
-    custom_id: str | None
-    # first 16 hex digits of the line's SHA-256
-    digest: str
-    # endpoint and body; "" and {} when error is set
-    url: str = ""
-    body: dict[str, Any]
-    # the line was {custom_id, method, url, body}
-    is_openai: bool = False
-    error: str | None = None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What identifies the request across runs."""
-        if self.custom_id is not None:
-            return ("id", self.custom_id)
-        return (str(self.index), self.digest)
-
-
-def read_lines(source: Iterable[bytes]) -> Iterator[BatchLine]:
-    """Parse input lines one at a time; a bad line becomes a BatchLine with ``error``."""
-    seen: dict[str, int] = {}
-    for index, raw in enumerate(source):
-        text = raw.strip()
-        if not text:
-            continue
-        line = _parse(index, text)
-        if line.custom_id is not None and line.error is None:
-            first = seen.setdefault(line.custom_id, index)
-            if first != index:
-                line = BatchLine(
-                    index=index,
-                    # not under the id of the line that has it: that one's answer is its own
-                    custom_id=None,
-                    digest=line.digest,
-                    body={},
-                    error=f"custom_id {line.custom_id!r} is already that of line {first + 1}",
-                )
-        yield line
-
-
-def _parse(index: int, text: bytes) -> BatchLine:
-    digest = hashlib.sha256(text).hexdigest()[:16]
-    custom_id: str | None = None
-
-    def bad(message: str) -> BatchLine:
-        return BatchLine(index=index, custom_id=custom_id, digest=digest, body={}, error=message)
-
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return bad(f"not JSON: {error}")
-    if not isinstance(value, dict):
-        return bad(f"a line must be a JSON object, got {type(value).__name__}")
-    given_id = value.pop("custom_id", None)
-    if given_id is not None and not isinstance(given_id, str):
-        return bad(f"custom_id must be a string, got {given_id!r}")
-    custom_id = given_id
-    if "body" in value:
-        url, body, method = value.get("url"), value["body"], value.get("method", "POST")
-        if url not in (CHAT_URL, COMPLETIONS_URL) or method != "POST":
-            return bad(f"only POST {CHAT_URL} and {COMPLETIONS_URL}, got {method!r} {url!r}")
-        if not isinstance(body, dict):
-            return bad(f"body must be an object, got {type(body).__name__}")
-    elif "messages" in value and "prompt" not in value:
-        url, body = CHAT_URL, value
-    elif "prompt" in value and "messages" not in value:
-        url, body = COMPLETIONS_URL, value
-    else:
-        return bad("a line needs exactly one of 'prompt', 'messages' or 'body'")
-    if body.get("stream"):
-        return bad("stream is for servers: leave it out here")
-    return BatchLine(
-        index=index,
-        custom_id=custom_id,
-        digest=digest,
-        url=url,
-        body=body,
-        is_openai="body" in value,
-    )
+_START = b'{"index":'
 
 
 class OutputFile:
@@ -153,9 +54,7 @@ class OutputFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, whose first key is "index", and its newline in one write."""
-        self._file.write(
-            json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-        )
+        self._file.write(encode(record) + b"\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,12 +18,12 @@ from paceline.cli.options import (
     bounded_int,
     engine_settings,
 )
-from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.cli.asgi import AsgiApp
-    from paceline.cli.batch_files import BatchLine, OutputFile
-    from paceline.engine.protocol import EngineClient
+    from paceline.cli.batch_files import OutputFile
+    from paceline.server.batches.lines import Answer, BatchLine
+    from paceline.server.service import Service
 
 __all__ = ["Tally", "add_parser", "answer_all"]
 
@@ -114,12 +113,13 @@ def _run(
 
     from tqdm import tqdm
 
-    from paceline.cli.batch_files import read_lines
     from paceline.cli.logs import configure_logging
     from paceline.cli.wiring import build_core, build_tokenizer, default_sampling
     from paceline.engine.local import LocalEngineClient
-    from paceline.server.app import create_app
+    from paceline.server.batches.answering import URLS
+    from paceline.server.batches.lines import read_lines
     from paceline.server.config import ServerConfig
+    from paceline.server.service import make_service
 
     configure_logging(settings.log_level)
     config = ServerConfig(default_sampling=default_sampling(settings))
@@ -138,9 +138,8 @@ def _run(
     async def work() -> None:
         try:
             await answer_all(
-                create_app(client, config),
-                client,
-                read_lines(source),
+                make_service(client, config),
+                read_lines(source, URLS),
                 output,
                 tally,
                 max_tokens=args.max_tokens,
@@ -169,8 +168,7 @@ def _summary(tally: Tally, seconds: float) -> str:
 
 
 async def answer_all(
-    app: AsgiApp,
-    client: EngineClient,
+    service: Service,
     lines: Iterable[BatchLine],
     output: OutputFile,
     tally: Tally,
@@ -186,20 +184,22 @@ async def answer_all(
         EngineDeadError: the engine broke. Lines without an answer stay without one.
     """
     import asyncio
+    from uuid import uuid4
 
-    room = asyncio.Semaphore(client.info.max_num_seqs + _AHEAD)
+    from paceline.server.batches.answering import answer_line
+
+    room = asyncio.Semaphore(service.client.info.max_num_seqs + _AHEAD)
 
     async def one(line: BatchLine) -> None:
         try:
-            status, answer = await _ask(app, line, client.info.model, max_tokens)
-            if status == 503:
-                raise EngineDeadError(answer["error"]["message"])
-            output.write(_record(line, status, answer))
+            body = {"model": service.model_name} | _limited(line, max_tokens)
+            answer = await answer_line(service, replace(line, body=body), uuid4().hex)
+            output.write(_record(line, answer))
         finally:
             room.release()
-        if status == 200:
+        if answer.status == 200:
             tally.answered += 1
-            tally.output_tokens += answer["usage"]["completion_tokens"]
+            tally.output_tokens += _output_tokens(answer)
         else:
             tally.failed += 1
         if on_progress is not None:
@@ -218,37 +218,46 @@ async def answer_all(
         raise group.exceptions[0] from None
 
 
-async def _ask(
-    app: AsgiApp, line: BatchLine, model: str, max_tokens: int | None
-) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of the endpoint's answer; 400 for a line that cannot be sent."""
-    from paceline.cli.asgi import post
-
-    if line.error is not None:
-        message = f"line {line.index + 1}: {line.error}"
-        return 400, {"error": {"message": message, "type": "BadLine", "param": None, "code": 400}}
-    body = {"model": model} | line.body
-    if max_tokens is not None and not {"max_tokens", "max_completion_tokens"} & set(body):
-        body["max_tokens"] = max_tokens
-    status, answer = await post(app, line.url, json.dumps(body).encode())
-    return status, json.loads(answer)
+def _limited(line: BatchLine, max_tokens: int | None) -> dict[str, Any]:
+    """The line's body, with ``max_tokens`` by its endpoint's name where it does not say."""
+    body = line.body
+    if max_tokens is None or {"max_tokens", "max_completion_tokens", "max_output_tokens"} & set(
+        body
+    ):
+        return body
+    if line.url == "/inference/v1/generate":
+        sampling = body.get("sampling_params") or {}
+        return body | {"sampling_params": {"max_tokens": max_tokens, **sampling}}
+    name = "max_output_tokens" if line.url == "/v1/responses" else "max_tokens"
+    return body | {name: max_tokens}
 
 
-def _record(line: BatchLine, status: int, answer: dict[str, Any]) -> dict[str, Any]:
+def _record(line: BatchLine, answer: Answer) -> dict[str, Any]:
     """The output line. ``index`` comes first: a torn record is known by it."""
+    from msgspec import json
+
+    from paceline.server.batches.lines import openai_record
+
     record: dict[str, Any] = {
         "index": line.index,
         "custom_id": line.custom_id,
         "input": line.digest,
     }
     if line.is_openai:
-        response = {"status_code": status, "request_id": answer.get("id"), "body": answer}
-        return record | {"id": f"batch_req_{line.index}", "response": response, "error": None}
+        return record | openai_record(line, f"batch_req_{line.index}", answer)
+    body = json.decode(answer.body)
     return record | {
-        "choices": answer.get("choices", []),
-        "usage": answer.get("usage"),
-        "error": answer.get("error"),
+        "choices": body.get("choices", []),
+        "usage": body.get("usage"),
+        "error": body.get("error"),
     }
+
+
+def _output_tokens(answer: Answer) -> int:
+    from msgspec import json
+
+    usage: dict[str, int] = json.decode(answer.body).get("usage") or {}
+    return usage.get("completion_tokens", usage.get("output_tokens", 0))
 
 
 @contextmanager

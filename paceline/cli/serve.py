@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.batch_options import add_batch_options, batch_config
+from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
     Parser,
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
     from paceline.server.config import ServerConfig
     from paceline.server.keys import ApiKey
 
-__all__ = ["add_parser", "ready_line"]
+__all__ = ["RESTART_WINDOW", "add_parser", "ready_line"]
+
+# seconds in which --max-engine-restarts counts
+RESTART_WINDOW = 300.0
 
 _log = logging.getLogger("paceline.cli")
 
@@ -49,7 +54,7 @@ examples:
 
 One line on standard output says when it is ready; logs go to standard error. SIGTERM or Ctrl-C
 drains: running requests end, new ones get 503; a second one ends at once. Exit codes: 0 after a
-drain, 1 when the engine died, 2 when the server could not start as asked.
+drain, 1 when the engine died too often, 2 when the server could not start as asked.
 """
 
 
@@ -107,7 +112,24 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(0.1),
         default=60.0,
         metavar="SECONDS",
-        help="/health fails when work waits and no step has ended for so long (default 60)",
+        help="an engine with work whose step has not ended for so long is taken for hung: it is "
+        "killed and replaced, and /health fails until the next one is ready (default 60)",
+    )
+    group.add_argument(
+        "--max-engine-restarts",
+        type=bounded_int(0),
+        default=5,
+        metavar="N",
+        help=f"an engine that dies is replaced; after N times within {RESTART_WINDOW:g} s the "
+        "server gives up and exits; 0: the first death ends it (default 5)",
+    )
+    group.add_argument(
+        "--slow-reader-timeout",
+        type=bounded_float(0.0),
+        default=60.0,
+        metavar="SECONDS",
+        help="a caller who leaves its answer unread for so long, beyond what buffers hold, is cut "
+        "off; 0: never (default 60)",
     )
     group.add_argument(
         "--max-body-size",
@@ -132,7 +154,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         metavar="FILE",
         help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
-        "wants). The environment variable PACELINE_API_KEY is one more key, of scope admin",
+        "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
+        "more key, of scope admin",
     )
     group.add_argument(
         "--log-format",
@@ -179,8 +202,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="send a trace of every request to this OTLP/HTTP collector, such as "
         "http://127.0.0.1:4318; needs paceline[otel]; default: no traces",
     )
+    add_limit_options(parser)
     add_engine_options(parser)
     add_admission_options(parser)
+    add_batch_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -242,13 +267,15 @@ def run(args: argparse.Namespace) -> int:
             trust_request_chat_template=args.trust_request_chat_template,
             tool_call_parser=args.tool_call_parser,
             sse_keep_alive=args.sse_keep_alive,
+            slow_reader_timeout=args.slow_reader_timeout,
             api_keys=api_keys,
             otlp_endpoint=args.otlp_endpoint,
+            **limit_settings(args),
+            batches=batch_config(args, listener.getsockname()[1]),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(
-                _serve(settings, config, listener, args.stall_timeout, metrics_listener)
-            )
+            supervision = (args.stall_timeout, args.max_engine_restarts)
+            return runner.run(_serve(settings, config, listener, metrics_listener, *supervision))
 
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
@@ -275,19 +302,27 @@ async def _serve(
     settings: EngineSettings,
     config: ServerConfig,
     listener: socket.socket,
-    stall_timeout: float,
     metrics_listener: socket.socket | None,
+    stall_timeout: float,
+    max_restarts: int,
 ) -> int:
     from paceline.cli.engine_process import ARGUMENTS
     from paceline.cli.wiring import build_tokenizer
     from paceline.engine.client import ProcessEngineClient
+    from paceline.engine.supervisor import SupervisedEngineClient
     from paceline.server.lifecycle import serve
 
-    client = await ProcessEngineClient.start(
-        ARGUMENTS,
-        settings.to_json(),
-        lambda: build_tokenizer(settings),
-        stall_timeout=stall_timeout,
+    async def engine(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+        wanted = settings if before is None else successor(settings, before.info, number)
+        return await ProcessEngineClient.start(
+            ARGUMENTS,
+            wanted.to_json(),
+            lambda: build_tokenizer(settings) if before is None else before.tokenizer,
+            stall_timeout=stall_timeout,
+        )
+
+    client = await SupervisedEngineClient.start(
+        engine, max_restarts=max_restarts, window=RESTART_WINDOW
     )
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
@@ -300,6 +335,18 @@ async def _serve(
 
     return await serve(
         client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready
+    )
+
+
+def successor(settings: EngineSettings, before: EngineInfo, number: int) -> EngineSettings:
+    """Settings of engine ``number`` that replaces one: of the same size, whatever memory is free
+    by now, so that all that was admitted still fits; what it records goes to a file of its own."""
+    return replace(
+        settings,
+        num_blocks=before.num_blocks,
+        kv_cache_bytes=None,
+        max_model_len=before.max_model_len,
+        record=None if settings.record is None else f"{settings.record}.{number}",
     )
 
 

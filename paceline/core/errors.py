@@ -12,7 +12,9 @@
     ├── ConfigError               flags that contradict each other or the machine
     └── EngineError               the engine's fault
         ├── RequestFailedError    one request failed inside the engine        -> 500
+        │   └── PoisonedRequestError  the engine ended twice under it         -> 500, do not retry
         ├── EngineDrainingError   shutting down, no new work                  -> 503
+        ├── EngineLostError       the engine ended; another is being started  -> 503 + Retry-After
         └── EngineDeadError       the engine process is gone                  -> 503
 
 The HTTP status codes are applied in one place: ``paceline/server/errors.py``.
@@ -27,9 +29,11 @@ __all__ = [
     "EngineDeadError",
     "EngineDrainingError",
     "EngineError",
+    "EngineLostError",
     "InvalidRequestError",
     "NeverFitsError",
     "PacelineError",
+    "PoisonedRequestError",
     "QueueFullError",
     "RequestError",
     "RequestFailedError",
@@ -93,8 +97,22 @@ class RequestFailedError(EngineError):
     """One request failed inside the engine; others are unaffected."""
 
 
+class PoisonedRequestError(RequestFailedError):
+    """The engine ended under this request, and again when it was tried once more: asking a third
+    time would end it for everybody else."""
+
+
 class EngineDrainingError(EngineError):
     """The engine is shutting down and takes no new requests."""
+
+
+class EngineLostError(EngineError):
+    """The engine ended and another one is being started; ``retry_after`` is the advised wait in
+    seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineDeadError(EngineError):

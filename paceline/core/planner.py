@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import islice
 from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -21,6 +18,7 @@ from paceline.core.draft import Draft
 from paceline.core.forecast import MemoryOutlook
 from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
+from paceline.core.lateness import Lateness
 from paceline.core.outputs import NewRequest, ScheduledRow
 from paceline.core.pace import PaceGuard
 from paceline.core.policies import SchedulingPolicy
@@ -30,7 +28,6 @@ from paceline.core.request import Request, RequestStatus
 from paceline.core.step_time import StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import TokenBudget
-from paceline.core.triage import triage
 from paceline.core.waiting import WaitingRoom
 from paceline.core.waits import Reason
 from paceline.core.work import WorkEstimator
@@ -40,9 +37,6 @@ __all__ = ["Planner"]
 _ORDER = attrgetter("order")
 # see draft.py
 _new = tuple.__new__
-# of those waiting, looked at by one triage: the work of so many takes longer than targets last
-_MAX_TRIAGED = 256
-_STEPS_BETWEEN_TRIAGES = 8
 # tokens for which there must be room to let a best-effort request in
 _TILE = 16
 # requests found to be late and passed over in one step at most
@@ -75,18 +69,22 @@ class Planner:
         self._work = work
         self._budget = budget
         self._preemption = Preemption(config, cache, kv, work)
+        self.lateness = Lateness(
+            enabled=config.relegate_late,
+            policy=policy,
+            waiting=waiting,
+            step_time=step_time,
+            work=work,
+            budget=budget,
+        )
         # sorted by order
         self.running: list[Request] = []
         # requests whose backend state is to be dropped by the next plan
         self.released: list[str] = []
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
-        self.num_relegated = 0
         # of this step
         self._guard = PaceGuard(Survey(), step_time)
-        # changes among those waiting that the last triage knew of, and steps since then
-        self._triaged_at = -1
-        self._since_triage = 0
 
     def fill(
         self,
@@ -110,8 +108,8 @@ class Planner:
             What holds the head of the queue up; None if nothing does.
         """
         self._guard = PaceGuard(survey, self._step_time)
-        if not held:
-            self._triage(survey, starts)
+        if not held and self._waiting:
+            self.lateness.triage(survey, starts)
             if self._displace(now):
                 survey = Survey.of(self.running)
                 self._guard = PaceGuard(survey, self._step_time)
@@ -126,7 +124,7 @@ class Planner:
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
-        if held_by is None:
+        if held_by is None and self._waiting:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, best_effort=False)
             draft.budget += others
@@ -136,7 +134,7 @@ class Planner:
             late = self._run(draft, rest, 0, now)
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
-        if held_by is None and self._waiting.peek(best_effort=True) is not None:
+        if held_by is None and self._waiting and self._waiting.peek(best_effort=True) is not None:
             if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
                 # or whoever comes next would wait for a long step of work that nobody waits for
                 draft.seconds = min(draft.seconds, self._budget.best_effort_seconds)
@@ -180,18 +178,20 @@ class Planner:
         while index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
-            total = request.num_tokens + request.num_pending_tokens
+            pending = request.num_pending_tokens
+            total = request.num_tokens + pending
+            held = len(request.block_ids) * block_size
             if (
                 plain
                 and total - computed == 1
                 and total < request.max_total_tokens
                 and not request.shares_tail
-                and (computed < len(request.block_ids) * block_size or pool.num_free)
+                and (computed < held or pool.num_free)
             ):
                 # what most rows of most steps are, by the shortest way: the rest of this loop would
                 # do the same
                 block_ids: tuple[int, ...] = ()
-                if computed == len(request.block_ids) * block_size:
+                if computed == held:
                     block_ids = tuple(pool.allocate(1))
                     request.block_ids += block_ids
                 rows.append(_new(ScheduledRow, (request.request_id, computed, 1, block_ids, True)))
@@ -199,7 +199,7 @@ class Planner:
                 handed_out += 1
                 handed_keys += computed
                 request.num_computed_tokens = total
-                request.num_pending_tokens += 1
+                request.num_pending_tokens = pending + 1
                 if caching and total // block_size > request.num_hashed_blocks:
                     self._kv.cache_computed(request)
                 index += 1
@@ -221,7 +221,7 @@ class Planner:
                 if request.slo.best_effort:
                     num_tokens = min(num_tokens, draft.fitting(computed, self._step_time))
             new_block_ids: tuple[int, ...] = ()
-            if request.shares_tail or computed + num_tokens > len(request.block_ids) * block_size:
+            if request.shares_tail or computed + num_tokens > held:
                 extension = self._kv.extend(request, num_tokens)
                 while extension is None:
                     preempted = True
@@ -277,7 +277,7 @@ class Planner:
             head is None
             or head.num_pending_tokens
             # it would not be let in whoever made way
-            or self._is_late(head, now)
+            or self.lateness.is_late(head, now)
             or not self._allows(head)
         ):
             return False
@@ -290,67 +290,6 @@ class Planner:
         for loser in chosen:
             self._preempt(loser, now)
         return bool(chosen)
-
-    def relegate_late(self, wide: Iterable[Request], now: float) -> bool:
-        """Running requests whose first token is late whatever happens make way for the others.
-        Returns whether there were any."""
-        found = False
-        for request in wide:
-            if self._is_late(request, now):
-                found = True
-                self.running.remove(request)
-                self._relegate(request)
-                insort(self.running, request, key=_ORDER)
-        return found
-
-    def _triage(self, survey: Survey, starts: float) -> None:
-        """Let those go who cannot all be on time."""
-        waiting = self._waiting.targeted
-        if not waiting or not self._config.relegate_late or not self._step_time.ready:
-            return
-        # predictions move slowly: look again when somebody came or went, or every so often
-        self._since_triage += 1
-        if (
-            self._triaged_at == self._waiting.num_changes
-            and self._since_triage < _STEPS_BETWEEN_TRIAGES
-        ):
-            return
-        self._since_triage = 0
-        per_token = self._budget.seconds_per_token(survey)
-        unfinished = sum(
-            request.num_uncomputed_tokens for request in survey.wide if not request.slo.best_effort
-        )
-
-        def seconds(request: Request) -> float:
-            # a fork has its prompt already
-            return request.num_uncomputed_tokens * per_token
-
-        first = list(islice(waiting, _MAX_TRIAGED))
-        for loser in triage(first, starts + unfinished * per_token, seconds):
-            self._waiting.remove(loser)
-            self._relegate(loser)
-            self._waiting.push(loser)
-        self._triaged_at = self._waiting.num_changes
-
-    def _is_late(self, request: Request, now: float) -> bool:
-        """Whether not even computing nothing else would meet its TTFT target any more."""
-        slo = request.slo
-        return (
-            slo.ttft is not None
-            and not slo.best_effort
-            and self._config.relegate_late
-            and request.first_token_time is None
-            and not request.num_pending_tokens
-            and self._step_time.ready
-            and now + self._work.prompt_seconds(request.num_uncomputed_tokens)
-            > request.arrival_time + slo.ttft
-        )
-
-    def _relegate(self, request: Request) -> None:
-        request.slo = replace(request.slo, best_effort=True)
-        request.relegated = True
-        request.order = (self._policy.later(request.order[0]), request.order[1])
-        self.num_relegated += 1
 
     # ------------------------------------------------------------------ those waiting
 
@@ -383,8 +322,8 @@ class Planner:
                 # preempted while its token was being computed: ready once that is known
                 passed.append(request)
                 continue
-            if self._is_late(request, now):
-                self._relegate(request)
+            if self.lateness.is_late(request, now):
+                self.lateness.relegate(request)
                 self._waiting.push(request)
                 num_late += 1
                 continue

@@ -35,14 +35,13 @@ from paceline.core.forecast import FirstTokenForecast
 from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
+from paceline.core.news import append_all, update_of
 from paceline.core.outputs import (
     RequestUpdate,
     ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
-    Timeline,
-    TokenLogprobs,
 )
 from paceline.core.planner import Planner
 from paceline.core.policies import FcfsPolicy, PolicyContext, SchedulingPolicy, make_policy
@@ -176,7 +175,7 @@ class Scheduler:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, FinishReason.ABORT)
-                updates.append(_update_of(request, (), None))
+                updates.append(update_of(request, (), None))
         return tuple(updates)
 
     def take_expired(self) -> tuple[Expired, ...]:
@@ -243,7 +242,7 @@ class Scheduler:
         # steps run one after another, so this one starts when those planned before it have ended
         starts = max(now, self._busy_until) if self._in_flight else now
         survey = Survey.of(running)
-        if self._planner.relegate_late(survey.wide, starts):
+        if self._planner.lateness.relegate_running(running, survey.wide, starts):
             survey = Survey.of(running)
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
@@ -260,16 +259,14 @@ class Scheduler:
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
         if self._held_by is Reason.SLOTS or self._held_by is Reason.BUDGET:
             self._waiting.prefetch()
-        swaps, prefetches = self.kv.take_swaps()
         plan = SchedulerOutput(
-            step_id=self._num_steps,
-            rows=tuple(draft.rows),
-            new_requests=tuple(draft.new),
-            block_copies=tuple(draft.copies),
-            released=tuple(self._planner.released),
-            num_tokens=draft.num_tokens,
-            swaps=swaps,
-            prefetches=prefetches,
+            self._num_steps,
+            tuple(draft.rows),
+            tuple(draft.new),
+            tuple(draft.copies),
+            tuple(self._planner.released),
+            draft.num_tokens,
+            *self.kv.take_swaps(),
         )
         self._num_steps += 1
         self._planner.released.clear()
@@ -295,7 +292,7 @@ class Scheduler:
         self._num_prefill_tokens += shape.wide_tokens
         self._num_decode_tokens += shape.narrow_rows
         # the next one has just begun
-        self._busy_until = now + sum(step[3] for step in self._in_flight)
+        self._busy_until = now + sum([step[3] for step in self._in_flight])
         if result.elapsed > 0.0:
             ready = self.step_time.ready
             predicted = self.step_time.observe(shape, result.elapsed)
@@ -321,7 +318,7 @@ class Scheduler:
                 continue
             if failed and row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
-                updates.append(_update_of(request, (), None, failed[row.request_id]))
+                updates.append(update_of(request, (), None, failed[row.request_id]))
                 ended = True
                 continue
             if not samples:
@@ -340,7 +337,7 @@ class Scheduler:
                 if request.first_token_time is None:
                     request.first_token_time = now
                     self._learn_ttft(request, now)
-                token_ids, reason = _append_all(request, token_ids)
+                token_ids, reason = append_all(request, token_ids)
                 if reason is not None:
                     last = request.output_token_ids[-1]
                     if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
@@ -348,13 +345,13 @@ class Scheduler:
                     self._finish(request, reason, prune=False)
                     ended = True
                     served(request, 0, len(token_ids))
-                    append(_update_of(request, token_ids, row_logprobs))
+                    append(update_of(request, token_ids, row_logprobs))
                     continue
             if listens:
                 served(request, 0, len(token_ids))
             if not tell_all:
                 continue
-            # what _update_of would make, without the call
+            # what update_of would make, without the call
             news = (
                 request.request_id,
                 token_ids,
@@ -433,7 +430,7 @@ class Scheduler:
             num_recomputed_tokens=self._planner.num_recomputed_tokens,
             num_swapped_out_blocks=self.kv.num_swapped_out,
             num_swapped_in_blocks=self.kv.num_swapped_in,
-            num_relegated=self._planner.num_relegated,
+            num_relegated=self._planner.lateness.num_relegated,
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._admission.refused.items()),
             waited=tuple(zip(REASONS, self._waiting.clocks.reading(), strict=True)),
@@ -475,53 +472,3 @@ class Scheduler:
             assert fork.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)
-
-
-def _append_all(
-    request: Request, token_ids: tuple[int, ...]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Add tokens until one ends the output. Returns those that count, and why it ended."""
-    for count, token_id in enumerate(token_ids, 1):
-        reason = request.append_output(token_id)
-        if reason is not None:
-            return token_ids[:count], reason
-    return token_ids, None
-
-
-def _update_of(
-    request: Request,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprobs, ...] | None,
-    error: str | None = None,
-) -> RequestUpdate:
-    return _new(
-        RequestUpdate,
-        (
-            request.request_id,
-            token_ids,
-            logprobs,
-            request.finish_reason,
-            request.stop_reason,
-            request.num_cached_tokens,
-            request.first_scheduled_time or 0.0,
-            request.num_preemptions,
-            error,
-            None if request.finish_reason is None else _timeline_of(request),
-        ),
-    )
-
-
-def _timeline_of(request: Request) -> Timeline:
-    return Timeline(
-        waited=tuple(
-            (reason, seconds)
-            for reason, seconds in zip(REASONS, request.waits, strict=False)
-            if seconds > 0.0
-        ),
-        num_chunks=request.num_chunks,
-        num_preemptions=request.num_preemptions,
-        num_recomputed_tokens=request.num_recomputed_tokens,
-        num_swapped_tokens=request.num_restored_tokens,
-        relegated=request.relegated,
-        predicted_ttft=request.predicted_ttft,
-    )

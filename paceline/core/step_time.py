@@ -29,6 +29,8 @@ _SIZE: Final = len(_SCALES)
 _RIDGE: Final = 1e-6
 _SWEEPS: Final = 12
 _LATER_SWEEPS: Final = 4
+# observations between two fits once there are many
+_REFIT: Final = 32
 _WINDOW: Final = 256
 
 
@@ -149,7 +151,7 @@ class StepTimeModel:
             for j, x_j in present:
                 row[j] += share * x_j
         self.num_observations += 1
-        if self.num_observations <= 64 or self.num_observations % 16 == 0:
+        if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
             self._rescale()
             self._solve()
             self._sorted_ratios = sorted(self._ratios)

@@ -114,6 +114,22 @@ class ProcessEngineClient(EngineFrontend):
         """Of the engine process, for logs."""
         return self._child.pid
 
+    @property
+    def is_stopped(self) -> bool:
+        """The operating system has halted the process (SIGSTOP); False where it does not tell."""
+        return self._child.is_stopped
+
+    async def wait_exit(self, timeout: float) -> None:
+        """Until the process has ended, for ``timeout`` seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._child.exited.wait()
+
+    def kill(self, reason: str) -> None:
+        """End the process now, whatever state it is in; its requests fail with ``reason``."""
+        self._die(reason)
+        self._child.kill()
+
     async def close(self) -> None:
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -139,7 +155,7 @@ class _Child:
         self.on_exit: Callable[[str], None] = self._failed_to_start
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._exited = asyncio.Event()
+        self.exited = asyncio.Event()
         self._closed = False
         self._directory = _socket_directory()
         self._inbox_address = f"{IPC}{self._directory / 'inbox'}"
@@ -167,6 +183,19 @@ class _Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_stopped(self) -> bool:
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        # the name before it, in parentheses, may hold anything
+        return stat.rpartition(b")")[2].split()[:1] == [b"T"]
+
+    def kill(self) -> None:
+        if not self.exited.is_set():
+            self._process.send_signal(signal.SIGKILL)
+
     async def wait_ready(self) -> None:
         await self._ready
 
@@ -191,11 +220,11 @@ class _Child:
             (signal.SIGKILL, _CLOSE_GRACE),
         )
         for number, grace in steps:
-            if number is not None and not self._exited.is_set():
+            if number is not None and not self.exited.is_set():
                 self._process.send_signal(number)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    await self._exited.wait()
+                    await self.exited.wait()
         self._loop.remove_reader(self._fd)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -263,7 +292,7 @@ class _Child:
             self._loop.call_soon_threadsafe(self._gone, code)
 
     def _gone(self, code: int) -> None:
-        self._exited.set()
+        self.exited.set()
         self._loop.call_later(_LAST_WORDS, self._conclude, code)
 
     def _conclude(self, code: int) -> None:

@@ -35,12 +35,20 @@ from paceline.engine.messages import (
 )
 from paceline.engine.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.protocol import Tokenizer
-from paceline.engine.types import EngineInfo, EngineStats, GenerationOutput, GenerationRequest
+from paceline.engine.types import (
+    EngineFaults,
+    EngineInfo,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+)
 
 __all__ = ["EngineFrontend"]
 
 # outputs a stream holds before it joins them
 _UNREAD: Final = 32
+# seconds of silence that say nothing about an idle engine
+_QUIET: Final = 2.5
 # seconds aborted requests get to hand in their last delta
 _ABORT_GRACE: Final = 5.0
 
@@ -122,6 +130,10 @@ class EngineFrontend(abc.ABC):
         return self._stats
 
     @property
+    def faults(self) -> EngineFaults:
+        return EngineFaults(up=self._dead is None)
+
+    @property
     def num_unfinished(self) -> int:
         """Requests accepted and not ended."""
         return self._processor.num_unfinished
@@ -158,10 +170,11 @@ class EngineFrontend(abc.ABC):
         self._raise_if_dead()
         now = time.monotonic()
         silent = now - self._heard_at
-        if silent > self._stall_timeout:
+        # an idle engine speaks once a second
+        limit = self._stall_timeout if self.num_unfinished else max(self._stall_timeout, _QUIET)
+        if silent > limit:
             raise EngineDeadError(
-                f"the engine has not been heard of for {silent:.1f} s "
-                f"(limit {self._stall_timeout:.1f} s)"
+                f"the engine has not been heard of for {silent:.1f} s (limit {limit:.1f} s)"
             )
         stalled = now - self._progress_at
         if self.num_unfinished and stalled > self._stall_timeout:
@@ -180,6 +193,11 @@ class EngineFrontend(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None: ...
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself stood still for so long, so the engine's silence says nothing."""
+        self._heard_at += seconds
+        self._progress_at += seconds
 
     # ------------------------------------------------------------------ for subclasses
 

@@ -9,7 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from paceline.core.errors import EngineDeadError
-from paceline.engine.types import EngineInfo, EngineStats, GenerationOutput, GenerationRequest
+from paceline.engine.types import (
+    EngineFaults,
+    EngineInfo,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+)
 
 __all__ = ["EngineClient", "Tokenizer"]
 
@@ -80,13 +86,20 @@ class EngineClient(Protocol):
         """The latest snapshot; never waits."""
         ...
 
+    @property
+    def faults(self) -> EngineFaults:
+        """What went wrong so far; never waits."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Deltas until ``finished``. Closing the iterator or cancelling its task aborts the
         request and frees its blocks.
 
         Raises:
             RequestError: refused at the door (before the first delta).
-            EngineDeadError: the engine went away; EngineDrainingError: it takes nothing new.
+            EngineDeadError: the engine went away for good; EngineLostError: another is on its
+                way, and this request cannot go on there; EngineDrainingError: it takes nothing
+                new.
         """
         ...
 
@@ -97,7 +110,8 @@ class EngineClient(Protocol):
 
     def check_health(self) -> None:
         """Return if tokens flow (or nothing is asked for); raise EngineDeadError otherwise, also
-        when work is waiting and no step has completed for the stall timeout."""
+        when work is waiting and no step has completed for the stall timeout, or EngineLostError
+        while another engine is being started."""
         ...
 
     async def drain(self, timeout: float) -> None:

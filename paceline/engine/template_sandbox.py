@@ -10,7 +10,8 @@ does not bound time and memory; this module does, by metering:
   size of its result, before making it where that size is known;
 * whatever walks nested data (comparison, conversion to text) pays for the walk first, since a few
   lines of template can nest one list into itself 2**40 times;
-* methods of strings, lists and dicts, filters and globals are allow-lists.
+* methods of strings, lists and dicts, filters and globals are allow-lists;
+* what a template gets prints without memory addresses (``template_values``).
 
 The compiler's own shortcuts around the environment (``~``, slices, comparisons, loops, literal
 text) are rewritten, in the syntax tree, into metered filters. This module does not know what a
@@ -36,6 +37,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from paceline.engine.template_values import NamedCallable, printable
 
 __all__ = ["TemplateLimitError", "TemplateSandbox", "current_meter", "metered"]
 
@@ -281,7 +284,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         meter.pay(_size(value))
         result = function(*args[:skip], value, *args[skip + 1 :], **kwargs)
         meter.pay(_size(result))
-        return result
+        return printable(result)
 
     return call
 
@@ -401,6 +404,9 @@ class _GenerationTag(Extension):
 class _Dict:
     """The global ``dict``, without the type's own attributes."""
 
+    def __repr__(self) -> str:
+        return "<function dict>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         result = dict(*args, **kwargs)
         _METER.get().pay(len(result))
@@ -442,8 +448,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters.update(extra_filters)
         tests = cast("dict[str, Callable[..., Any]]", self.tests)
         self.tests = {name: _metered_test(name, test) for name, test in tests.items()}
-        self.globals = {"range": _range, "dict": _Dict(), "namespace": Namespace}
-        self.globals.update(extra_globals)
+        self.globals = {
+            "range": NamedCallable(_range, "range"),
+            "dict": _Dict(),
+            "namespace": Namespace,
+        }
+        for name, function in extra_globals.items():
+            self.globals[name] = NamedCallable(function, name)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -451,6 +462,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         assert isinstance(rewritten, nodes.Template)
         rewritten.set_environment(self)
         return rewritten
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return printable(super().getattr(obj, attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return printable(super().getitem(obj, argument))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _METER.get()

@@ -17,6 +17,7 @@ from paceline.core.slo import NO_SLO, Slo
 __all__ = [
     "ChoiceDelta",
     "ClassUse",
+    "EngineFaults",
     "EngineInfo",
     "EngineStats",
     "GenerationOutput",
@@ -48,6 +49,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # what the caller needs, and who asks
     slo: Slo = NO_SLO
     tenant: str = ""
+    # nothing is shown to the caller before the end, so the answer may be begun anew
+    whole: bool = False
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +96,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     # of every prompt token but the first, once, if they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    # what was delivered before is void: a ``whole`` request begins anew on another engine
+    restarted: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +115,22 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     policy: str
     enable_prefix_caching: bool
+
+
+class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to an engine and its requests since start."""
+
+    # an engine is there and ready
+    up: bool = True
+    # engines that ended or were ended, by why: "exit" (it ended), "stalled", "stopped"
+    losses: tuple[tuple[str, int], ...] = ()
+    # seconds from the latest loss to the next engine's readiness
+    recovery_seconds: float = 0.0
+    # requests sent to another engine once more, and those that failed instead: because something
+    # of the answer was out already, because the engine ended under them twice
+    num_resent: int = 0
+    num_lost: int = 0
+    num_poisoned: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,4 +138,5 @@ def generation_request(
         cache_salt=options.cache_salt,
         slo=options.slo,
         tenant=options.tenant,
+        whole=not options.stream,
     )

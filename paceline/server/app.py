@@ -5,6 +5,7 @@
     ExchangeMiddleware            request id, HTTP metrics, what is in flight
       router -> answering()       every exception becomes an answer
         routes_generate           parse -> prompt ids -> engine -> events or one body
+        batches/routes            files and batches, answered in the background
         routes_info               models, health, metrics, tokenizer
 """
 
@@ -15,6 +16,8 @@ from starlette.exceptions import HTTPException
 
 import paceline
 from paceline.engine.protocol import EngineClient
+from paceline.server.batches.folder import Batches
+from paceline.server.batches.routes import batch_router
 from paceline.server.config import ServerConfig
 from paceline.server.http import ExchangeMiddleware
 from paceline.server.responding import http_exception
@@ -22,8 +25,9 @@ from paceline.server.routes_generate import generate_router
 from paceline.server.routes_info import info_router
 from paceline.server.routes_other_apis import other_apis_router
 from paceline.server.service import Service, make_service
+from paceline.server.web import add_web_middleware
 
-__all__ = ["create_app", "service_of"]
+__all__ = ["batches_of", "create_app", "service_of"]
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
@@ -40,12 +44,16 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
         redoc_url="/redoc" if config.enable_docs else None,
         openapi_url="/openapi.json" if config.enable_docs else None,
     )
+    batches = Batches(service, config.batches)
     app.state.service = service
+    app.state.batches = batches
     app.include_router(generate_router(service))
     app.include_router(other_apis_router(service))
+    app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
+    add_web_middleware(app, config)
     return app
 
 
@@ -53,3 +61,9 @@ def service_of(app: FastAPI) -> Service:
     """What ``create_app`` put behind an app."""
     service: Service = app.state.service
     return service
+
+
+def batches_of(app: FastAPI) -> Batches:
+    """The files and batches of an app; whoever made the app stops them."""
+    batches: Batches = app.state.batches
+    return batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -10,13 +11,19 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
+from paceline.server.batch_config import BatchConfig
+from paceline.server.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.server.keys import ApiKey, KeyRing
+from paceline.server.rate_limits.rates import NO_LIMITS, KeyLimits
+from paceline.server.rate_limits.store import check_storage_url
 from paceline.server.tool_formats import TOOL_FORMATS
 from paceline.server.tracing import check_endpoint
 
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
 MAX_MODEL_NAME_CHARS: Final = 256
+_ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
+_HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -52,12 +59,28 @@ class ServerConfig:
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
+    # seconds a caller may leave more than a buffer full of its answer unread; 0: for ever
+    slow_reader_timeout: float = 60.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
     # where traces go, an OTLP/HTTP URL; None: there are none
     otlp_endpoint: str | None = None
+    # where files and batches are kept; None: nowhere
+    batches: BatchConfig | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
+    # of connections, heads and JSON
+    bounds: Bounds = DEFAULT_BOUNDS
+    # what a caller may ask for; a key's own limits come before it
+    limits: KeyLimits = NO_LIMITS
+    # URL of a Redis that holds the counts of several servers; None: each counts by itself
+    rate_limit_storage: str | None = None
+    # web pages' origins that may read answers, "*" for all; empty: none
+    cors_origins: tuple[str, ...] = ()
+    # values of the Host header that are answered; empty: all
+    allowed_hosts: tuple[str, ...] = ()
+    # let callers with different keys share cached prefixes: one can tell what another has asked
+    share_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in self.served_model_names:
@@ -78,6 +101,10 @@ class ServerConfig:
             math.isfinite(self.sse_keep_alive) and self.sse_keep_alive >= 0,
             f"sse_keep_alive must be 0 or more seconds, got {self.sse_keep_alive}",
         )
+        _require(
+            math.isfinite(self.slow_reader_timeout) and self.slow_reader_timeout >= 0,
+            f"slow_reader_timeout must be 0 or more seconds, got {self.slow_reader_timeout}",
+        )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, got {value}")
@@ -90,6 +117,18 @@ class ServerConfig:
             check_endpoint(self.otlp_endpoint)
         # raises for doubles
         KeyRing(self.api_keys)
+        if self.rate_limit_storage is not None:
+            check_storage_url(self.rate_limit_storage)
+        for origin in self.cors_origins:
+            _require(
+                origin == "*" or _ORIGIN.fullmatch(origin) is not None,
+                f"a CORS origin is * or like https://example.org, got {origin[:80]!r}",
+            )
+        for host in self.allowed_hosts:
+            _require(
+                _HOST.fullmatch(host) is not None,
+                f"an allowed host is a name or address without port, got {host[:80]!r}",
+            )
         unknown = sorted(set(self.default_sampling) - {*_SAMPLING_KEYS, "max_new_tokens"})
         _require(not unknown, f"default_sampling does not know {unknown}")
         try:

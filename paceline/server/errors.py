@@ -20,7 +20,9 @@ from starlette.responses import Response
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
+    EngineLostError,
     PacelineError,
+    PoisonedRequestError,
     QueueFullError,
     RequestError,
     UnknownModelError,
@@ -67,9 +69,11 @@ _PRIVATE: Final = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w:/.])/(?:[\w.@+-]+/)+[\w
 class HttpError(Exception):
     """A fault of the HTTP request itself, such as a body that is too long."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        # advised wait in seconds
+        self.retry_after = retry_after
 
 
 class ClientDisconnectedError(Exception):
@@ -87,6 +91,8 @@ class Reply:
     retry_after: int | None = None
     # why a request was dropped, for llm-d's header
     dropped: str | None = None
+    # False: the caller should not try again, though the status looks like it
+    should_retry: bool = True
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -108,7 +114,10 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
     """
     match error:
         case HttpError():
-            return Reply(error.status, str(error))
+            wait = error.retry_after
+            return Reply(
+                error.status, str(error), retry_after=None if wait is None else _seconds(wait)
+            )
         case UnknownModelError():
             return Reply(404, str(error), error.param)
         case QueueFullError():
@@ -118,6 +127,11 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
             return Reply(400, str(error), error.param)
         case EngineDrainingError():
             return Reply(503, _public(error), retry_after=_seconds(drain_timeout))
+        case EngineLostError():
+            return Reply(503, _public(error), retry_after=_seconds(error.retry_after))
+        case PoisonedRequestError():
+            _log.error("request_failed error=%r", _public(error))
+            return Reply(500, _public(error), should_retry=False)
         case EngineDeadError():
             return Reply(503, _public(error), retry_after=_RESTART_SECONDS)
         case ClientDisconnectedError():
@@ -154,6 +168,9 @@ def error_response(reply: Reply, body: bytes | None = None) -> Response:
     headers = {} if reply.retry_after is None else {"Retry-After": str(reply.retry_after)}
     if reply.dropped is not None:
         headers["x-llm-d-request-dropped-reason"] = reply.dropped
+    if not reply.should_retry:
+        # what OpenAI's clients go by before they go by the status
+        headers["x-should-retry"] = "false"
     if reply.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(

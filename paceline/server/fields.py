@@ -31,31 +31,27 @@ def show(value: object) -> str:
     return repr(value)
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
-    """A request body as a JSON object of bounded depth.
+def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]:
+    """A request body, or what ``what`` calls it, as a JSON object of bounded depth.
 
     Raises InvalidRequestError for anything else; NaN, Infinity and numbers beyond a double are not
     JSON, nor are unpaired surrogates.
     """
     if not body:
-        raise InvalidRequestError("the request body is empty; expected a JSON object")
+        raise InvalidRequestError(f"{what} is empty; expected a JSON object")
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
-        raise InvalidRequestError(
-            f"the request body is nested deeper than {_MAX_DEPTH} levels"
-        ) from None
+        raise InvalidRequestError(f"{what} is nested deeper than {_MAX_DEPTH} levels") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+        raise InvalidRequestError(f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidRequestError(
-            f"the request body must be a JSON object, got {type(value).__name__}"
-        )
-    _check_depth(value)
+        raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")
+    _check_depth(value, what)
     return value
 
 
-def _check_depth(value: dict[str, Any]) -> None:
+def _check_depth(value: dict[str, Any], what: str) -> None:
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
         level = [
@@ -66,7 +62,7 @@ def _check_depth(value: dict[str, Any]) -> None:
         ]
         if not level:
             return
-    raise InvalidRequestError(f"the request body is nested deeper than {_MAX_DEPTH} levels")
+    raise InvalidRequestError(f"{what} is nested deeper than {_MAX_DEPTH} levels")
 
 
 class Fields:

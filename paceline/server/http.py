@@ -14,14 +14,23 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import InvalidRequestError
+from paceline.server.bounds import (
+    DEFAULT_BOUNDS,
+    MAX_JSON_DEPTH,
+    Bounds,
+    check_json_depth,
+    check_json_items,
+)
 from paceline.server.errors import (
     ClientDisconnectedError,
     HttpError,
-    Reply,
     anthropic_error_body,
     error_response,
+    reply_to,
 )
 from paceline.server.fields import decode_object, show
+from paceline.server.keys import OPEN_PATHS
+from paceline.server.rate_limits import Ticket, caller_of
 from paceline.server.service import Service
 from paceline.server.targets import parse_tenant
 
@@ -49,7 +58,9 @@ GENERATE_PATHS: Final = frozenset(
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # asked for by machines, all the time
-_UNCOUNTED: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+_UNCOUNTED: Final = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
+)
 _STATUS_GONE: Final = 499
 
 
@@ -82,13 +93,15 @@ class ExchangeMiddleware:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                ticket: Ticket | None = scope["state"].get("ticket")
+                limits = () if ticket is None else ticket.headers()
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
             else:
                 sent += len(message.get("body", b""))
             await send(message)
 
         try:
-            refusal = self._refusal(scope)
+            refusal = await self._refusal(scope)
             if refusal is not None:
                 await refusal(scope, receive, send_with_id)
             else:
@@ -109,10 +122,12 @@ class ExchangeMiddleware:
                     response_bytes=sent,
                 )
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a caller without a key that will do; notes who asks otherwise."""
+    async def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a caller without a key that will do, or too soon; notes who asks
+        otherwise."""
         try:
             key = self._service.keys.check(scope["path"], Headers(scope=scope))
+            await self._count(scope, "" if key is None else key.name)
         except HttpError as error:
             _log.info(
                 "refused id=%s status=%d client=%s",
@@ -120,7 +135,7 @@ class ExchangeMiddleware:
                 error.status,
                 (scope.get("client") or ("",))[0],
             )
-            reply = Reply(error.status, str(error))
+            reply = reply_to(error, drain_timeout=0.0)
             body = None
             if scope["path"].startswith("/v1/messages"):
                 body = anthropic_error_body(reply, scope["state"]["request_id"])
@@ -129,6 +144,16 @@ class ExchangeMiddleware:
             scope["state"]["principal"] = key.name
             scope["state"]["speaks_for_others"] = key.scope == "admin"
         return None
+
+    async def _count(self, scope: Scope, principal: str) -> None:
+        """Every POST but a probe's counts. Raises HttpError 429."""
+        limiter = self._service.limiter
+        if limiter is None or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
+            return
+        ticket = limiter.ticket(caller_of(principal, scope.get("client")))
+        if ticket is not None:
+            scope["state"]["ticket"] = ticket
+            await limiter.enter(ticket)
 
 
 def tenant_of(request: Request) -> str:
@@ -176,12 +201,14 @@ def principal_of(request: Request) -> str:
     return principal
 
 
-async def read_object(request: Request, limit: int) -> dict[str, Any]:
-    """The request's body, a JSON object of at most ``limit`` bytes.
+async def read_object(
+    request: Request, limit: int, bounds: Bounds = DEFAULT_BOUNDS
+) -> dict[str, Any]:
+    """The request's body, a JSON object of at most ``limit`` bytes, depth and entries bounded.
 
     Raises:
         HttpError: 413, as soon as the length is known or the limit is passed.
-        InvalidRequestError: not a JSON object, or sent as something else.
+        InvalidRequestError: not a JSON object, over a bound, or sent as something else.
         ClientDisconnectedError: the caller hung up halfway.
     """
     kind = request.headers.get("content-type")
@@ -204,7 +231,11 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
         if len(body) > limit:
             raise _too_long(f"more than {limit} bytes", limit)
         more = message.get("more_body", False)
-    return decode_object(bytes(body))
+    check_json_items(body, bounds.max_json_items)
+    value = decode_object(bytes(body))
+    if bounds.max_json_depth < MAX_JSON_DEPTH:
+        check_json_depth(value, bounds.max_json_depth)
+    return value
 
 
 def _is_json(kind: str) -> bool:

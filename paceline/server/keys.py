@@ -2,11 +2,12 @@
 
 A key file has a line per key, ``NAME SCOPE SHA256``, blank lines and ``#`` comments; the digest is
 of the key's bytes, in hex (``printf %s "$KEY" | sha256sum``). Keys are to be random: a digest
-protects them from whoever reads the file, not from guessing.
+protects them from whoever reads the file, not from guessing. A line may go on with limits of that
+key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
 
 ::
 
-    /health /ping            nobody is asked
+    /health... /ping         nobody is asked
     /metrics                 scope admin
     everything else          scope user or admin
 """
@@ -17,15 +18,16 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 from paceline.server.errors import HttpError
+from paceline.server.rate_limits.rates import parse_override
 
 __all__ = ["ADMIN_PATHS", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # they tell about everybody's requests
 ADMIN_PATHS: Final = frozenset({"/metrics"})
 _SCOPES: Final = ("user", "admin")
@@ -45,6 +47,8 @@ class ApiKey:
     scope: str
     # of SHA-256, 32 bytes
     digest: bytes
+    # fields of KeyLimits in which it differs from the server's
+    limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -76,12 +80,16 @@ def parse_key_file(text: str, name: str) -> list[ApiKey]:
         words = line.split("#", 1)[0].split()
         if not words:
             continue
-        if len(words) != 3 or not _DIGEST.fullmatch(words[2]):
+        if len(words) < 3 or not _DIGEST.fullmatch(words[2]):
             raise ConfigError(
-                f"{name}, line {number}: expected NAME SCOPE SHA256 (64 hex digits), got "
-                f"{len(words)} words"
+                f"{name}, line {number}: expected NAME SCOPE SHA256 (64 hex digits), and limits "
+                f"if any, got {len(words)} words"
             )
-        keys.append(ApiKey(words[0], words[1], bytes.fromhex(words[2])))
+        try:
+            limits = dict(map(parse_override, words[3:]))
+        except ConfigError as error:
+            raise ConfigError(f"{name}, line {number}: {error}") from None
+        keys.append(ApiKey(words[0], words[1], bytes.fromhex(words[2]), limits))
     return keys
 
 

@@ -6,34 +6,38 @@
                        drain_timeout seconds, the rest is aborted                    -> 0
     the same again     what runs is aborted at once                                  -> 0
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
+
+An engine that the client replaces has not died: /health gets 503 until the next one is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from paceline.core.errors import ConfigError, EngineDeadError
+from paceline.core.errors import ConfigError, EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
-from paceline.server.app import create_app, service_of
+from paceline.server.app import batches_of, create_app, service_of
+from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
+from paceline.server.connections import Connection, allow_open_files
 from paceline.server.metrics.exporter import exporting
 from paceline.server.service import Service
+from paceline.server.slow_readers import SEND_BUFFER_BYTES
 
 __all__ = ["bind", "serve"]
 
 _log = logging.getLogger("paceline.server")
 
-# bytes of request line and headers together
-_MAX_HEAD_BYTES: Final = 64 * 1024
 # seconds for finished answers to reach their callers
 _FLUSH_SECONDS: Final = 5
 _BACKLOG: Final = 2048
@@ -53,6 +57,8 @@ def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -85,15 +91,16 @@ async def serve(
         on_ready: called once with host and port when connections are accepted.
 
     Raises:
-        ConfigError: the address is taken.
+        ConfigError: the address is taken, or the batch folder cannot be used.
     """
     try:
         if listener is None:
             listener = bind(host, port)
         app = create_app(client, config)
         service = service_of(app)
+        life = _Life(service, app, batches_of(app), listener)
         with exporting(service.metrics, metrics_listener):
-            return await _Life(service, app, listener).run(on_ready)
+            return await life.run(on_ready)
     finally:
         await client.close()
 
@@ -101,16 +108,26 @@ async def serve(
 class _Life:
     """One run of ``serve``."""
 
-    def __init__(self, service: Service, app: object, listener: socket.socket) -> None:
+    def __init__(
+        self, service: Service, app: object, batches: Batches, listener: socket.socket
+    ) -> None:
         self._service = service
+        self._batches = batches
         self._listener = listener
         self._signals = 0
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        bounds = service.config.bounds
+        bounds = replace(bounds, max_connections=allow_open_files(bounds))
         self._server = _Server(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=_BoundedHeadProtocol,
+                http=functools.partial(  # type: ignore[arg-type]
+                    Connection,
+                    bounds=bounds,
+                    readers=service.slow_readers,
+                    slow_reader_timeout=service.config.slow_reader_timeout,
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -126,6 +143,9 @@ class _Life:
         service.client.on_dead = self._engine_died
         try:
             service.client.check_health()
+        except EngineLostError:
+            # another one is on its way; until then callers are told so
+            pass
         except EngineDeadError as error:
             # it died before anybody listened
             self._engine_died(error)
@@ -133,6 +153,7 @@ class _Life:
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
             try:
                 await self._started(serving)
+                await self._batches.start()
                 if on_ready is not None and service.dead is None:
                     address = self._listener.getsockname()
                     on_ready(address[0], address[1])
@@ -141,10 +162,13 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await self._batches.stop()
                 await service.responses.close()
                 service.prompts.close()
                 if service.tracing is not None:
                     await asyncio.to_thread(service.tracing.close)
+                if service.limiter is not None:
+                    await service.limiter.close()
         return 0 if service.dead is None else 1
 
     async def _started(self, serving: asyncio.Future[None]) -> None:
@@ -161,6 +185,8 @@ class _Life:
         """Let what runs come to its end and be sent."""
         service = self._service
         service.draining = True
+        # what runs for batches makes way: it is kept, and done again by the next server
+        await self._batches.stop()
         if service.dead is None:
             timeout = service.config.drain_timeout
             _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)
@@ -206,30 +232,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-class _BoundedHeadProtocol(HttpToolsProtocol):
-    """Refuses a request whose line and headers go on for ever; the parser would keep them all."""
-
-    _in_head = True
-    _head_bytes = 0
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                    b"content-length: 0\r\nconnection: close\r\n\r\n"
-                )
-                self.transport.close()

@@ -30,6 +30,10 @@ def info_router(service: Service) -> APIRouter:
         service.check_health()
         return encoded({})
 
+    async def live(_request: Request) -> Response:
+        service.check_alive()
+        return encoded({})
+
     async def version(_request: Request) -> Response:
         return encoded({"version": paceline.__version__})
 
@@ -56,6 +60,8 @@ def info_router(service: Service) -> APIRouter:
 
     for path, handler, methods in (
         ("/health", health, ["GET"]),
+        ("/health/ready", health, ["GET"]),
+        ("/health/live", live, ["GET"]),
         ("/ping", health, ["GET"]),
         ("/ping", health, ["POST"]),
         ("/version", version, ["GET"]),
@@ -108,7 +114,9 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    fields = Fields(await read_object(request, service.config.max_body_bytes))
+    fields = Fields(
+        await read_object(request, service.config.max_body_bytes, service.config.bounds)
+    )
     check_model(fields, service.rules)
     prompt = fields.string("prompt")
     has_messages = fields.raw("messages") is not None
@@ -139,7 +147,9 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    fields = Fields(await read_object(request, service.config.max_body_bytes))
+    fields = Fields(
+        await read_object(request, service.config.max_body_bytes, service.config.bounds)
+    )
     check_model(fields, service.rules)
     tokens = fields.token_ids("tokens", service.rules.vocab_size)
     if tokens is None:

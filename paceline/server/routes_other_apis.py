@@ -1,4 +1,4 @@
-"""``/v1/responses`` and Anthropic's ``/v1/messages``."""
+"""``/v1/responses``, Anthropic's ``/v1/messages``, and ``/v1/embeddings``, which is refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.server.anthropic import (
     messages_events,
     parse_messages_api,
 )
+from paceline.server.embeddings import refuse_embeddings
 from paceline.server.errors import Reply, anthropic_error_body, error_response
 from paceline.server.http import principal_of, read_object, request_id_of, tenant_of
 from paceline.server.responding import answering, encoded, json_response
@@ -37,7 +38,7 @@ def other_apis_router(service: Service) -> APIRouter:
 
     async def body_of(request: Request) -> dict[str, Any]:
         service.refuse_if_draining()
-        body = await read_object(request, service.config.max_body_bytes)
+        body = await read_object(request, service.config.max_body_bytes, service.config.bounds)
         return with_headers(body, request.headers)
 
     async def messages(request: Request) -> Response:
@@ -83,6 +84,9 @@ def other_apis_router(service: Service) -> APIRouter:
             failed_event,
         )
 
+    async def embeddings(request: Request) -> Response:
+        refuse_embeddings(await read_object(request, service.config.max_body_bytes), service.rules)
+
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))
         return encoded(found.body)
@@ -110,13 +114,14 @@ def other_apis_router(service: Service) -> APIRouter:
             response_model=None,
             openapi_extra=JSON_BODY,
         )
-    router.add_api_route(
-        "/v1/responses",
-        answering(service, responses),
-        methods=["POST"],
-        response_model=None,
-        openapi_extra=JSON_BODY,
-    )
+    for path, handler in (("/v1/responses", responses), ("/v1/embeddings", embeddings)):
+        router.add_api_route(
+            path,
+            answering(service, handler),
+            methods=["POST"],
+            response_model=None,
+            openapi_extra=JSON_BODY,
+        )
     for path, handler, method in (
         ("/v1/responses/{response_id}", response_get, "GET"),
         ("/v1/responses/{response_id}", response_delete, "DELETE"),

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
@@ -17,14 +19,19 @@ from paceline.core.errors import (
     RequestError,
     RequestFailedError,
 )
+from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
 from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
+from paceline.server.metrics.faults import FaultCollector
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
+from paceline.server.rate_limits import RateLimiter, current_ticket
+from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
+from paceline.server.slow_readers import SlowReaders
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 from paceline.server.tracing import Tracing
@@ -33,6 +40,8 @@ __all__ = ["Service", "make_service"]
 
 _log = logging.getLogger("paceline.server")
 
+# outputs of a whole answer that are kept before they are joined
+_HELD: Final = 256
 DRAINING: Final = "the server is shutting down and takes no new requests"
 
 
@@ -48,8 +57,11 @@ class Service:
     # unix time, for /v1/models
     created: int
     keys: KeyRing
+    slow_readers: SlowReaders
     # None: nobody asked for traces
     tracing: Tracing | None = None
+    # None where nobody is limited
+    limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     # set once the server takes no new generation requests
     draining: bool = False
@@ -71,7 +83,8 @@ class Service:
             raise EngineDrainingError(DRAINING)
 
     def check_health(self) -> None:
-        """Return if tokens flow; raise EngineDrainingError or EngineDeadError otherwise."""
+        """Return if tokens flow; raise EngineDrainingError, EngineLostError or EngineDeadError
+        otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
 
@@ -84,6 +97,11 @@ class Service:
             return False
         return True
 
+    def check_alive(self) -> None:
+        """Return unless the engine is gone for good; raises EngineDeadError."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+
     def enter(self) -> None:
         self.in_flight += 1
         self.idle.clear()
@@ -93,19 +111,33 @@ class Service:
         if not self.in_flight:
             self.idle.set()
 
-    async def run(
+    def run(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         """Deltas of all requests as they come, each with its request's place in ``requests``.
 
-        Closing the generator aborts what still runs.
+        Closing the generator aborts what still runs. With API keys, requests of one tenant find
+        cached prefixes of that tenant alone.
 
         Raises:
+            HttpError: 429, the caller's limit is reached.
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
+            EngineLostError: the engine is being replaced, and this cannot go on there.
             EngineDeadError: the engine is gone.
         """
+        if len(self.keys) and not self.config.share_prefix_cache:
+            requests = [_salted(request) for request in requests]
+        outputs = self._run(requests)
+        ticket = current_ticket()
+        if ticket is None or self.limiter is None:
+            return outputs
+        return self.limiter.metered(ticket, requests, outputs)
+
+    async def _run(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
             async for output in self._run_one(requests[0]):
                 yield 0, output
@@ -145,15 +177,28 @@ class Service:
         outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
         failure: Exception | None = None
+        # of a request whose answer goes out whole: what may still turn out to be void
+        held: list[GenerationOutput] = []
         try:
             async for output in outputs:
+                if output.restarted:
+                    observer.restarted()
+                    held.clear()
+                    continue
                 observer.output(output, time.monotonic())
                 if trace is not None:
                     trace.output(output)
                 self._check(output)
                 if output.finished:
                     end = "done"
-                yield output
+                if not request.whole:
+                    yield output
+                    continue
+                held.append(output)
+                if output.finished:
+                    yield merge_outputs(held)
+                elif len(held) >= _HELD:
+                    held = [merge_outputs(held)]
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)
@@ -184,6 +229,12 @@ class Service:
                 raise EngineDrainingError("the request was aborted: the server is shutting down")
 
 
+def _salted(request: GenerationRequest) -> GenerationRequest:
+    """With a salt of its tenant's own, in which the caller's cannot stand for another tenant's."""
+    salt = f"{len(request.tenant)}:{request.tenant}:{request.cache_salt or ''}"
+    return msgspec.structs.replace(request, cache_salt=salt)
+
+
 async def _close(outputs: AsyncIterator[GenerationOutput]) -> None:
     if isinstance(outputs, AsyncGenerator):
         await outputs.aclose()
@@ -201,6 +252,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         ready=lambda: service.is_ready,
     )
     _listen(client, metrics)
+    readers = SlowReaders()
+    metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
     service = Service(
         client=client,
         config=config,
@@ -223,8 +276,20 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         created=int(time.time()),
         keys=KeyRing(config.api_keys),
         tracing=Tracing(config.otlp_endpoint, names[0]) if config.otlp_endpoint else None,
+        limiter=_limiter(config, metrics),
+        slow_readers=readers,
     )
     return service
+
+
+def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None:
+    """Raises ConfigError like RateStore."""
+    own = {key.name: key.limits for key in config.api_keys if key.limits}
+    if not own and not config.limits:
+        return None
+    limiter = RateLimiter(config.limits, own, RateStore(config.rate_limit_storage))
+    metrics.registry.register(limiter)
+    return limiter
 
 
 def _listen(client: EngineClient, metrics: ServerMetrics) -> None:

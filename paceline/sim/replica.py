@@ -143,7 +143,10 @@ class Replica:
         self._looked_at = now
         scheduler = self.scheduler
         inbox = self._inbox
-        self._feed(now, 1 if self._depth == 2 else self._depth)
+        if self._depth != 2:
+            self._feed(now, self._depth)
+        elif inbox or not steps:
+            self._feed(now, 1)
         if steps:
             self.due = steps[0].end
         else:

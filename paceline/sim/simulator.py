@@ -201,8 +201,16 @@ class Simulator:
                 continue
             now = time
             replica.run(now)
-            if replica.due is not None:
-                self._push(replica.due, replica)
+            # as long as nothing else comes first, its next turn need not go through the heap
+            while (
+                (due := replica.due) is not None
+                and (arrival is None or due < arrival.at)
+                and (not events or due < events[0][0])
+            ):
+                now = due
+                replica.run(now)
+            if due is not None:
+                self._push(due, replica)
         return Totals(
             end=now,
             num_arrivals=self._num_arrivals,

@@ -95,7 +95,7 @@ def test_bad_lines_are_errors_of_their_own(tmp_path: Path) -> None:
     assert "2 answered, 4 failed" in done.stderr
     found = records(output)
     assert found[0]["choices"] and found[5]["choices"]
-    assert "line 2: not JSON" in found[1]["error"]["message"]
+    assert "line 2: it is not valid JSON" in found[1]["error"]["message"]
     assert "max_tokens" in found[2]["error"]["message"]
     assert "another" in found[3]["error"]["message"]
     assert found[4]["response"]["status_code"] == 400

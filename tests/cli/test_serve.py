@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import expected_tokens
-from paceline.cli.serve import ready_line
+from paceline.cli.serve import ready_line, successor
+from paceline.cli.settings import EngineSettings
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import EngineInfo
 from tests.cli.servers import ServerProcess, start_server
@@ -134,19 +135,35 @@ def test_drain_timeout_ends_what_does_not_end() -> None:
         assert (code, time.monotonic() - started < 15) == (0, True)
 
 
-def test_a_dead_engine_ends_the_server() -> None:
-    with start_server(*NULL, "--null-step-time", "0.05") as server:
-        answers: list[tuple[int, Any]] = []
-        thread = threading.Thread(target=lambda: answers.append(complete(server, max_tokens=900)))
-        thread.start()
-        wait_until_running(server, 1)
-        (engine,) = children(server.process.pid)
-        os.kill(engine, signal.SIGKILL)
-        thread.join(20)
-        ((status, answer),) = answers
-        assert status == 503
-        assert "killed" in answer["error"]["message"]
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_max_engine_restarts(restarts: int) -> None:
+    flags = ("--null-step-time", "0.01", "--max-engine-restarts", str(restarts))
+    with start_server(*NULL, *flags) as server:
+        for left in reversed(range(restarts + 1)):
+            answers: list[tuple[int, Any]] = []
+            thread = threading.Thread(
+                target=lambda: answers.append(complete(server, max_tokens=80))  # noqa: B023
+            )
+            thread.start()
+            wait_until_running(server, 1)
+            (engine,) = children(server.process.pid)
+            os.kill(engine, signal.SIGKILL)
+            thread.join(20)
+            ((status, answer),) = answers
+            assert status == (200 if left else 503), answer
+        assert "killed by SIGKILL" in answer["error"]["message"]
         assert server.process.wait(20) == 1
+
+
+def test_a_successor_is_like_the_engine_before() -> None:
+    settings = EngineSettings(
+        model_name="m", model_path=None, backend="null", kv_cache_bytes=10**6, record="steps.jsonl"
+    )
+    made = successor(settings, INFO, 2)
+    # what was admitted must fit, however much memory is free now
+    assert (made.num_blocks, made.kv_cache_bytes, made.max_model_len) == (8, None, 100)
+    assert made.record == "steps.jsonl.2"
+    assert EngineSettings.from_json(made.to_json()) == made
 
 
 def test_an_engine_does_not_outlive_its_server() -> None:
@@ -161,7 +178,7 @@ def test_an_engine_does_not_outlive_its_server() -> None:
 
 
 def test_stall_timeout_is_what_health_goes_by() -> None:
-    with start_server(*NULL, "--null-step-time", "2", "--stall-timeout", "0.5") as server:
+    with start_server(*NULL, "--null-step-time", "3", "--stall-timeout", "0.5") as server:
         assert server.request("/health")[0] == 200
         thread = threading.Thread(target=lambda: complete(server, max_tokens=2), daemon=True)
         thread.start()
@@ -170,6 +187,11 @@ def test_stall_timeout_is_what_health_goes_by() -> None:
             assert time.monotonic() < deadline, "health never failed"
             time.sleep(0.1)
         assert answer[0] == 503 and "limit 0.5 s" in str(answer[1])
+        assert server.request("/health/live")[0] == 200
+        # the engine is replaced
+        while server.request("/health/ready")[0] != 200:
+            assert time.monotonic() < deadline, "health stays red"
+            time.sleep(0.1)
         thread.join(20)
 
 

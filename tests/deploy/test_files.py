@@ -101,7 +101,8 @@ def test_probes_ask_what_is_served_without_a_key() -> None:
         assert check["port"] in names
         path = check.get("path")
         assert path is None or (path in served and path in OPEN_PATHS), (kind, path)
-    assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/health/ready"
+    assert CONTAINER["livenessProbe"]["httpGet"]["path"] == "/health/live"
     (checked,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", DOCKERFILE)
     assert checked in served and checked in OPEN_PATHS
 

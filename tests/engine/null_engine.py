@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from concurrent.futures import Future
@@ -25,17 +27,31 @@ ARGV = (sys.executable, __file__)
 
 
 class FaultyBackend(NullBackend):
-    """Breaks at one step."""
+    """Breaks from one step on, or with a request whose prompt holds a token: ``die_on`` ends the
+    process without a word, ``hang_on`` makes a step that does not end."""
 
-    def __init__(self, fail_at_step: int, **arguments: Any) -> None:
+    def __init__(
+        self,
+        fail_at_step: int | None = None,
+        die_on: int | None = None,
+        hang_on: int | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
         self._fail_at_step = fail_at_step
+        self._die_on = die_on
+        self._hang_on = hang_on
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
-        if plan.step_id >= self._fail_at_step:
+        if self._fail_at_step is not None and plan.step_id >= self._fail_at_step:
             future: Future[StepResult] = Future()
             future.set_exception(RuntimeError("the matrix is on fire"))
             return future
+        prompts = [new.token_ids for new in plan.new_requests]
+        if any(self._die_on in prompt for prompt in prompts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if any(self._hang_on in prompt for prompt in prompts):
+            time.sleep(600)
         return super().execute(plan)
 
 
@@ -52,10 +68,7 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     if on_load == "hang":
         time.sleep(60)
     core_settings = settings.pop("core", {})
-    fail_at_step = settings.pop("fail_at_step", None)
-    backend = (
-        NullBackend(**settings) if fail_at_step is None else FaultyBackend(fail_at_step, **settings)
-    )
+    backend = FaultyBackend(**settings)
     core = null_core(backend, **core_settings)
     return core, engine_info(core, "null")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import tracemalloc
@@ -508,6 +509,53 @@ def test_what_an_escape_could_print_is_empty() -> None:
     ):
         chat = ChatTemplate({"default": "[{{ " + expression + " }}]"}, {})
         assert chat.render([]) == "[]"
+
+
+ODD_VALUES = (
+    "range", "dict", "namespace", "strftime_now", "raise_exception", "self", "'x'.upper",
+    "'x'.format", "messages.items", "messages[0].items", "messages | map('upper')",
+    "messages | map(attribute='role')", "messages | select", "messages | batch(2)",
+    "messages | slice(2)", "messages | reverse", "messages[0] | items", "messages[0].items()",
+    "namespace(a=range)", "namespace(a=range).a", "[range, {'a': 'x'.upper}]",
+    "messages | groupby('role')",
+)  # fmt: skip
+USES = (
+    "{{ V ~ '' }}{{ [V] | string }}",
+    "{{ [V] | join }}{{ {'a': V} | pprint }}",
+    "{{ '%s' % [V] }}{{ '{}'.format(V) }}",
+    "{{ V | upper }}{{ V | replace('a', 'b') }}",
+    "{{ V | tojson }}",
+    "{{ V + V }}",
+    "{{ V.x.y }}",
+    "{{ V(V) }}",
+    "{% set x %}{{ V }}{% endset %}{{ x[1:] }}",
+    "{% for x in [V] %}{{ loop.previtem }}{{ x }}{{ loop }}{{ loop.cycle }}{% endfor %}",
+    "{% macro m(a) %}{{ a }}{{ varargs }}{{ caller }}{% endmacro %}{{ m }}{{ m(V, V) }}",
+    "{% block b %}{{ V }}{% if false %}{{ self.b() }}{% endif %}{% endblock %}{{ self.b }}",
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        form.replace("V", value)
+        for value in ODD_VALUES
+        for form in ("{{ V }}", "{{ raise_exception(V) }}")
+    ]
+    + [
+        use.replace("V", f"({value})")
+        for use in USES
+        for value in ("range", "'x'.upper", "messages | select")
+    ],
+)
+def test_nothing_prints_an_address(template: str) -> None:
+    """Python shows functions and generators with where they are in memory."""
+    chat = ChatTemplate({"default": template}, {})
+    try:
+        said = chat.render([{"role": "user", "content": "x"}])
+    except InvalidRequestError as error:
+        said = str(error)
+    assert not re.search(r"0x[0-9a-fA-F]{6}|\bat 0|[0-9a-fA-F]{11}", said), said
 
 
 def test_renders_do_not_share_their_meters() -> None:

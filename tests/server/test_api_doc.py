@@ -15,6 +15,9 @@ from paceline.server import fields as fields_module
 from paceline.server import responses_request
 from paceline.server.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.anthropic import parse_messages_api
+from paceline.server.batches.answering import URLS
+from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
+from paceline.server.batches.routes import parse_batch
 from paceline.server.protocol import RequestRules, parse_chat, parse_completion
 from paceline.server.responses_request import parse_responses
 from paceline.server.structured import STRUCTURED_KINDS
@@ -88,6 +91,11 @@ CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
         lambda: parse_messages_api({"messages": MESSAGES, "max_tokens": 3}, RULES),
         set(ANTHROPIC_NO_EFFECT),
         set(),
+    ),
+    "/v1/batches": (
+        lambda: parse_batch({"input_file_id": "x", "endpoint": URLS[0], "completion_window": "1h"}),
+        set(),
+        set(BATCH_REFUSED),
     ),
     "/inference/v1/generate": (
         lambda: parse_token_generate({"token_ids": [1]}, RULES),

@@ -49,7 +49,7 @@ class ServerMetrics:
         self._ready_now = ready
         self._price_per_hour = price_per_hour
         self._started = time.monotonic()
-        # others may add families of their own, once, at start
+        # others may register collectors of their own, at start
         self.registry = registry = Registry({"model_name": model_name, "engine": _ENGINE})
         self._engine = EngineMetrics(registry, info, _ENGINE)
         self.requests = RequestMetrics(registry, info.max_model_len)

@@ -148,6 +148,7 @@ class RooflineStepTimes:
         matrices = max(self._matrix_compute * tokens, self._matrix_read + self._activation * tokens)
         attention = max(self._attend * compute, self._read * context)
         head = max(self._head_compute * samples, self._head_read) if samples else 0.0
-        reduced = self._reduces * self._link.all_reduce(2.0 * tokens * self.model.hidden_size)
-        seconds: float = self._overhead + matrices + attention + head + reduced
+        seconds: float = self._overhead + matrices + attention + head
+        if self.degree > 1:
+            seconds += self._reduces * self._link.all_reduce(2.0 * tokens * self.model.hidden_size)
         return seconds

@@ -1,0 +1,1 @@
+"""What clients see when something breaks; run with ``python -m benchmarks.faults``."""

@@ -1,0 +1,124 @@
+"""Requests that cannot have their first token in time: found, and made best effort.
+
+They are still served, when nobody else needs the step. Two ways to find them: one whose prompt
+alone takes longer than is left is late whatever happens; and of those that wait, the fewest whose
+leaving out lets the others be on time (``triage``).
+
+This module does not know what else fills a step.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from operator import attrgetter
+from typing import Final
+
+from paceline.core.policies import SchedulingPolicy
+from paceline.core.request import Request
+from paceline.core.step_time import StepTimeModel
+from paceline.core.survey import Survey
+from paceline.core.token_budget import TokenBudget
+from paceline.core.triage import triage
+from paceline.core.waiting import WaitingRoom
+from paceline.core.work import WorkEstimator
+
+__all__ = ["Lateness"]
+
+_ORDER: Final = attrgetter("order")
+# of those waiting, looked at by one triage: the work of so many takes longer than targets last
+_MAX_TRIAGED: Final = 256
+_STEPS_BETWEEN_TRIAGES: Final = 8
+
+
+class Lateness:
+    """Owned by the planner.
+
+    Args:
+        enabled: False: nobody is ever late.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        policy: SchedulingPolicy,
+        waiting: WaitingRoom,
+        step_time: StepTimeModel,
+        work: WorkEstimator,
+        budget: TokenBudget,
+    ) -> None:
+        self._enabled = enabled
+        self._policy = policy
+        self._waiting = waiting
+        self._step_time = step_time
+        self._work = work
+        self._budget = budget
+        self.num_relegated = 0
+        # changes among those waiting that the last triage knew of, and steps since then
+        self._triaged_at = -1
+        self._since_triage = 0
+
+    def is_late(self, request: Request, now: float) -> bool:
+        """Whether not even computing nothing else would meet its TTFT target any more."""
+        slo = request.slo
+        return (
+            slo.ttft is not None
+            and not slo.best_effort
+            and self._enabled
+            and request.first_token_time is None
+            and not request.num_pending_tokens
+            and self._step_time.ready
+            and now + self._work.prompt_seconds(request.num_uncomputed_tokens)
+            > request.arrival_time + slo.ttft
+        )
+
+    def relegate(self, request: Request) -> None:
+        """Make it best effort, with an order to match; the caller has it in no ordered place."""
+        request.slo = replace(request.slo, best_effort=True)
+        request.relegated = True
+        request.order = (self._policy.later(request.order[0]), request.order[1])
+        self.num_relegated += 1
+
+    def relegate_running(self, running: list[Request], wide: Iterable[Request], now: float) -> bool:
+        """Those of ``wide``, which run, whose first token is late whatever happens make way for the
+        others. Returns whether there were any; ``running`` stays in order."""
+        found = False
+        for request in wide:
+            if self.is_late(request, now):
+                found = True
+                running.remove(request)
+                self.relegate(request)
+                insort(running, request, key=_ORDER)
+        return found
+
+    def triage(self, survey: Survey, starts: float) -> None:
+        """Let those go who cannot all be on time, if a step that begins at ``starts`` is next."""
+        waiting = self._waiting.targeted
+        if not waiting or not self._enabled or not self._step_time.ready:
+            return
+        # predictions move slowly: look again when somebody came or went, or every so often
+        self._since_triage += 1
+        if (
+            self._triaged_at == self._waiting.num_changes
+            and self._since_triage < _STEPS_BETWEEN_TRIAGES
+        ):
+            return
+        self._since_triage = 0
+        per_token = self._budget.seconds_per_token(survey)
+        unfinished = sum(
+            request.num_uncomputed_tokens for request in survey.wide if not request.slo.best_effort
+        )
+
+        def seconds(request: Request) -> float:
+            # a fork has its prompt already
+            return request.num_uncomputed_tokens * per_token
+
+        first = list(islice(waiting, _MAX_TRIAGED))
+        for loser in triage(first, starts + unfinished * per_token, seconds):
+            self._waiting.remove(loser)
+            self.relegate(loser)
+            self._waiting.push(loser)
+        self._triaged_at = self._waiting.num_changes

@@ -1,0 +1,523 @@
+"""An engine process that is replaced when it ends or hangs.
+
+::
+
+    generate() --> the engine of the moment --> deltas
+                        |  it ended, it stands still, it was stopped
+                        v
+         killed, another one started     nothing of the answer is out: sent there once more
+                                         something is out: EngineLostError
+                                         it ended twice under the request: PoisonedRequestError
+
+A request that is sent once more is a suspect: it may be what ended the engine. Suspects enter the
+next engine one after the other, each when the one before has shown a first token. So an engine that
+ends again has one suspect to blame, and the others are tried on.
+
+Restarts are bounded: one more than ``max_restarts`` within ``window`` seconds, and the engine is
+dead for good. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.core.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineLostError,
+    InvalidRequestError,
+    PacelineError,
+    PoisonedRequestError,
+)
+from paceline.engine.client import ProcessEngineClient
+from paceline.engine.protocol import Tokenizer
+from paceline.engine.totals import added, at_rest
+from paceline.engine.types import (
+    ChoiceDelta,
+    EngineFaults,
+    EngineInfo,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+)
+
+__all__ = ["Starter", "SupervisedEngineClient"]
+
+_log = logging.getLogger(__name__)
+
+# starts an engine; given the one before it, if any, and how many there were
+Starter = Callable[[ProcessEngineClient | None, int], Awaitable[ProcessEngineClient]]
+
+# seconds between looks at the engine
+_LOOK: Final = 0.25
+# seconds after which a process that the operating system has halted is taken for lost
+_HALTED: Final = 1.0
+# seconds an engine that failed has to exit by itself
+_EXIT_GRACE: Final = 1.0
+# seconds to wait before the second restart of a window; doubled for each one after
+_BACKOFF: Final = 0.25
+_MAX_BACKOFF: Final = 5.0
+# seconds a request waits for another engine, and how many may
+_HOLD_SECONDS: Final = 60.0
+_MAX_HELD: Final = 2048
+# times the engine may end under one request
+_MAX_LOSSES: Final = 2
+# seconds aborted requests get to hand in their last delta
+_ABORT_GRACE: Final = 5.0
+
+
+class _Aborted(Exception):
+    """Ended while it waited for an engine."""
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """One process of the line."""
+
+    client: ProcessEngineClient
+    # the suspect that had not shown a token when it ended
+    blamed: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One ``generate`` under way."""
+
+    request: GenerationRequest
+    # what it waits on while there is no engine
+    waiter: asyncio.Future[None] | None = None
+    # where it runs
+    engine: _Engine | None = None
+    # times the engine ended under it
+    losses: int = 0
+    # a delta is out
+    begun: bool = False
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Counts:
+    losses: Counter[str] = field(default_factory=Counter)
+    resent: int = 0
+    lost: int = 0
+    poisoned: int = 0
+    recovery_seconds: float = 0.0
+
+
+class SupervisedEngineClient:
+    """An ``EngineClient`` that outlives its engine. Make one with ``start``.
+
+    Statistics add up over all engines. An engine's successor is asked to be like it; ``info`` is
+    the successor's.
+    """
+
+    # called once, on the event loop, when the engine is gone for good
+    on_dead: Callable[[EngineDeadError], None] | None = None
+    # called on the event loop for every snapshot
+    on_stats: Callable[[EngineStats], None] | None = None
+
+    def __init__(
+        self, first: ProcessEngineClient, starter: Starter, max_restarts: int, window: float
+    ) -> None:
+        self._starter = starter
+        self._max_restarts = max_restarts
+        self._window = window
+        self._engine: _Engine | None = None
+        self._latest = first
+        # of all engines that ended
+        self._before: EngineStats | None = None
+        self._stats = first.stats
+        self._calls: dict[str, _Call] = {}
+        # one suspect at a time
+        self._quarantine = asyncio.Lock()
+        self._suspect: str | None = None
+        self._restarts: deque[float] = deque()
+        self._num_engines = 1
+        self._replacing: asyncio.Task[None] | None = None
+        self._counts = _Counts()
+        self._lost_why = ""
+        # why the engine is being ended from here
+        self._ending = ""
+        # requests that wait for an engine
+        self._num_held = 0
+        # about how long a start takes, for Retry-After
+        self._start_seconds = 5.0
+        self._dead: str | None = None
+        self._draining = False
+        # a drain's time is up
+        self._over = False
+        self._closing: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._adopt(first)
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(
+        cls, starter: Starter, *, max_restarts: int = 5, window: float = 300.0
+    ) -> SupervisedEngineClient:
+        """Start the first engine and wait until it is ready.
+
+        Args:
+            starter: called for every engine; the previous one has ended by then. What the first
+                call raises is passed on; a later failure counts as one more restart.
+            max_restarts: engines started after the first within ``window`` seconds; 0: the first
+                is the only one.
+        """
+        began = time.monotonic()
+        client = cls(await starter(None, 0), starter, max_restarts, window)
+        client._start_seconds = time.monotonic() - began
+        return client
+
+    # ------------------------------------------------------------------ EngineClient
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._latest.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._latest.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def pid(self) -> int:
+        """Of the latest engine process, for logs."""
+        return self._latest.pid
+
+    @property
+    def faults(self) -> EngineFaults:
+        counts = self._counts
+        return EngineFaults(
+            up=self._engine is not None,
+            losses=tuple(sorted(counts.losses.items())),
+            recovery_seconds=counts.recovery_seconds,
+            num_resent=counts.resent,
+            num_lost=counts.lost,
+            num_poisoned=counts.poisoned,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        """See ``EngineClient.generate`` and the module. A ``whole`` request that begins anew
+        delivers an output with ``restarted`` first."""
+        self._raise_if_dead()
+        if self._draining:
+            raise EngineDrainingError("the server is shutting down and takes no new requests")
+        if request.request_id in self._calls:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        call = self._calls[request.request_id] = _Call(request)
+        self._idle.clear()
+        try:
+            while True:
+                async with contextlib.aclosing(self._attempt(call)) as outputs:
+                    async for output in outputs:
+                        call.begun = True
+                        yield output
+                        if output.finished:
+                            return
+                self._judge(call)
+                if call.begun:
+                    call.begun = False
+                    yield _restarted(request)
+        except _Aborted:
+            yield _aborted(request)
+        finally:
+            del self._calls[request.request_id]
+            if not self._calls:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.aborted = True
+        if call.engine is not None:
+            await call.engine.client.abort(request_id)
+        elif call.waiter is not None and not call.waiter.done():
+            call.waiter.set_exception(_Aborted())
+
+    def check_health(self) -> None:
+        self._raise_if_dead()
+        if self._engine is None:
+            raise self._lost()
+        self._engine.client.check_health()
+
+    async def drain(self, timeout: float) -> None:
+        self._draining = True
+        if await self._wait_idle(timeout):
+            return
+        self._over = True
+        for request_id in tuple(self._calls):
+            await self.abort(request_id)
+        await self._wait_idle(_ABORT_GRACE)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _attempt(self, call: _Call) -> AsyncGenerator[GenerationOutput, None]:
+        """Deltas from one engine; ends early when the engine does."""
+        request_id = call.request.request_id
+        suspect = call.losses > 0
+        if suspect:
+            await self._quarantine.acquire()
+        try:
+            engine = call.engine = await self._ready_engine(call)
+            if suspect:
+                self._suspect = request_id
+            async with contextlib.aclosing(engine.client.generate(call.request)) as outputs:
+                async for output in outputs:
+                    if suspect:
+                        suspect = False
+                        self._clear()
+                    yield output
+        except EngineDeadError:
+            # told of by _engine_gone before; what becomes of the request is _judge's
+            if call.engine is None:
+                raise
+        finally:
+            if suspect:
+                self._clear()
+
+    def _clear(self) -> None:
+        self._suspect = None
+        self._quarantine.release()
+
+    def _judge(self, call: _Call) -> None:
+        """The engine ended under a request: return if it may be tried once more."""
+        engine, call.engine = call.engine, None
+        assert engine is not None, "an attempt without an engine raises"
+        self._raise_if_dead()
+        if self._over:
+            raise EngineDrainingError("the request was aborted: the server is shutting down")
+        blamed = engine.blamed
+        if blamed is None or blamed == call.request.request_id:
+            call.losses += 1
+        if call.losses >= _MAX_LOSSES:
+            self._counts.poisoned += 1
+            _log.error("request_poisoned id=%s losses=%d", call.request.request_id, call.losses)
+            raise PoisonedRequestError(
+                f"the engine ended {call.losses} times under this request ({self._lost_why}); it "
+                "is not tried again"
+            )
+        if call.begun and not call.request.whole:
+            self._counts.lost += 1
+            raise self._lost()
+        self._counts.resent += 1
+
+    async def _ready_engine(self, call: _Call) -> _Engine:
+        """Waits for one while there is none."""
+        began = time.monotonic()
+        while self._engine is None:
+            self._raise_if_dead()
+            if call.aborted:
+                raise _Aborted
+            waited = time.monotonic() - began
+            if waited > _HOLD_SECONDS or self._num_held >= _MAX_HELD:
+                raise self._lost()
+            call.waiter = asyncio.get_running_loop().create_future()
+            self._num_held += 1
+            try:
+                async with asyncio.timeout(_HOLD_SECONDS - waited):
+                    await call.waiter
+            except TimeoutError:
+                raise self._lost() from None
+            finally:
+                self._num_held -= 1
+                call.waiter = None
+        if call.aborted:
+            raise _Aborted
+        return self._engine
+
+    def _lost(self) -> EngineLostError:
+        return EngineLostError(
+            f"{self._lost_why}; another engine is being started: try again",
+            max(1.0, self._start_seconds),
+        )
+
+    def _wake(self, error: Exception | None = None) -> None:
+        """Let everybody who waits for an engine look again, or fail."""
+        for call in self._calls.values():
+            if call.waiter is not None and not call.waiter.done():
+                if error is None:
+                    call.waiter.set_result(None)
+                else:
+                    call.waiter.set_exception(error)
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    async def _wait_idle(self, timeout: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------ engines
+
+    def _adopt(self, client: ProcessEngineClient) -> None:
+        engine = self._engine = _Engine(client)
+        self._latest = client
+        client.on_stats = self._note_stats
+        client.on_dead = lambda error: self._engine_gone(engine, str(error))
+        self._note_stats(client.stats)
+        self._wake()
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        self._stats = stats if self._before is None else added(self._before, stats)
+        if self.on_stats is not None:
+            self.on_stats(self._stats)
+
+    def _engine_gone(self, engine: _Engine, why: str) -> None:
+        """Before any of its requests learns of it."""
+        if engine is not self._engine:
+            return
+        engine.blamed = self._suspect
+        self._engine = None
+        kind, self._ending = self._ending or "exit", ""
+        self._counts.losses[kind] += 1
+        self._lost_why = why
+        self._before = self._stats
+        self._note_stats(at_rest(engine.client.info))
+        _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
+        self._replacing = asyncio.create_task(self._replace(engine.client))
+
+    async def _replace(self, old: ProcessEngineClient) -> None:
+        """Start engines until one is ready, or there were too many."""
+        began = time.monotonic()
+        # one that ends by itself may still have to write something
+        await old.wait_exit(_EXIT_GRACE)
+        old.kill(self._lost_why)
+        await old.close()
+        while True:
+            now = time.monotonic()
+            while self._restarts and now - self._restarts[0] > self._window:
+                self._restarts.popleft()
+            recent = len(self._restarts)
+            if recent >= self._max_restarts:
+                self._give_up(recent)
+                return
+            if recent:
+                await asyncio.sleep(min(_MAX_BACKOFF, _BACKOFF * 2 ** (recent - 1)))
+            self._restarts.append(now)
+            self._num_engines += 1
+            started = time.monotonic()
+            try:
+                client = await self._starter(old, self._num_engines - 1)
+            except PacelineError as error:
+                self._lost_why = str(error)
+                _log.error("engine_start_failed reason=%r", self._lost_why)
+                continue
+            break
+        ended = time.monotonic()
+        self._start_seconds = ended - started
+        self._counts.recovery_seconds = ended - began
+        _log.warning(
+            "engine_replaced pid=%d seconds=%.2f restarts=%d of %d within %g s",
+            client.pid,
+            ended - began,
+            len(self._restarts),
+            self._max_restarts,
+            self._window,
+        )
+        self._adopt(client)
+
+    def _give_up(self, recent: int) -> None:
+        self._dead = (
+            f"{self._lost_why}; {recent} restarts within {self._window:g} s are all that "
+            f"are allowed"
+            if self._max_restarts
+            else self._lost_why
+        )
+        _log.critical("engine_given_up reason=%r", self._dead)
+        self._wake(EngineDeadError(self._dead))
+        if self.on_dead is not None:
+            self.on_dead(EngineDeadError(self._dead))
+
+    async def _watch(self) -> None:
+        """End engines that stand still. Time in which this process itself stood still (suspended,
+        starved) does not count against them."""
+        halted_since: float | None = None
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK)
+            now = time.monotonic()
+            overslept = now - before - _LOOK
+            before = now
+            engine = self._engine
+            if engine is None:
+                halted_since = None
+                continue
+            client = engine.client
+            if overslept > _LOOK:
+                client.forgive(overslept)
+                halted_since = None
+            if not client.is_stopped:
+                halted_since = None
+            elif halted_since is None:
+                halted_since = now
+            elif now - halted_since >= _HALTED:
+                self._end(client, "stopped", f"the engine process was stopped for {_HALTED:g} s")
+                continue
+            try:
+                client.check_health()
+            except EngineDeadError as error:
+                self._end(client, "stalled", str(error))
+
+    def _end(self, client: ProcessEngineClient, kind: str, reason: str) -> None:
+        self._ending = kind
+        client.kill(f"{reason}; it was ended")
+
+    async def _close(self) -> None:
+        self.on_dead = None
+        self._draining = True
+        self._dead = self._dead or "the engine was closed"
+        for task in (self._watching, self._replacing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._wake(EngineDeadError(self._dead))
+        await self._latest.close()
+
+
+def _restarted(request: GenerationRequest) -> GenerationOutput:
+    return GenerationOutput(
+        request_id=request.request_id,
+        choices=(),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        finished=False,
+        restarted=True,
+    )
+
+
+def _aborted(request: GenerationRequest) -> GenerationOutput:
+    """The last word on a request that never got to an engine."""
+    return GenerationOutput(
+        request_id=request.request_id,
+        choices=tuple(
+            ChoiceDelta(index=index, text="", token_ids=(), finish_reason="abort")
+            for index in range(request.n)
+        ),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        finished=True,
+    )

@@ -1,0 +1,120 @@
+"""Answers one line of a batch in this process, as the server would answer it over HTTP: same
+fields, same defaults, same errors.
+
+This module does not know files, nor who keeps what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+from paceline.core.errors import EngineDeadError, EngineDrainingError
+from paceline.server.batches.lines import Answer, BatchLine
+from paceline.server.chat import chat_answer
+from paceline.server.completions import completion_answer
+from paceline.server.errors import Reply, error_body, reply_to
+from paceline.server.protocol import RequestRules, parse_chat, parse_completion
+from paceline.server.responses import response_answer
+from paceline.server.responses_request import parse_responses, previous_id
+from paceline.server.service import Service
+from paceline.server.token_generate import parse_token_generate, token_answer
+
+__all__ = ["URLS", "answer_line", "backoff"]
+
+_LONGEST_WAIT: Final = 30.0
+_SHORTEST_WAIT: Final = 0.25
+
+# (service, rules, body, owner, request id, arrival) -> the answer's JSON
+_Endpoint: TypeAlias = Callable[
+    [Service, RequestRules, dict[str, Any], str, str, float], Awaitable[bytes]
+]
+
+
+def _chat(
+    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
+) -> Awaitable[bytes]:
+    return chat_answer(service, parse_chat(body, rules, owner), id_, at)
+
+
+def _completion(
+    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
+) -> Awaitable[bytes]:
+    return completion_answer(service, parse_completion(body, rules, owner), id_, at)
+
+
+def _tokens(
+    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
+) -> Awaitable[bytes]:
+    return token_answer(service, parse_token_generate(body, rules, owner), id_, at)
+
+
+def _response(
+    service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
+) -> Awaitable[bytes]:
+    # the answer is in the batch's output; thousands of them would push everybody's others out
+    body = {"store": False, **body}
+    previous = previous_id(body)
+    before = [] if previous is None else service.responses.get(previous, owner).messages
+    parsed = parse_responses(body, rules, owner, before=before, owner=owner)
+    return response_answer(service, parsed, id_, at)
+
+
+_ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+    "/v1/responses": _response,
+    "/inference/v1/generate": _tokens,
+}
+# what a line may ask
+URLS: Final = tuple(_ENDPOINTS)
+
+
+async def answer_line(
+    service: Service,
+    line: BatchLine,
+    request_id: str,
+    *,
+    owner: str = "",
+    rules: RequestRules | None = None,
+) -> Answer:
+    """The answer to a line; one that cannot be sent gets a 400. What the server refuses for now
+    (429) is asked again, with growing waits, until it is served.
+
+    Args:
+        owner: whose line it is, for fairness and stored responses.
+        rules: other than the service's.
+
+    Raises:
+        EngineDeadError, EngineDrainingError: the line has no answer.
+    """
+    if line.error is not None:
+        message = f"line {line.index + 1}: {line.error}"
+        return Answer(400, error_body(Reply(400, message)), request_id)
+    endpoint = _ENDPOINTS[line.url]
+    attempt = 0
+    while True:
+        service.refuse_if_draining()
+        arrival = time.monotonic()
+        try:
+            body = await endpoint(
+                service, rules or service.rules, line.body, owner, request_id, arrival
+            )
+            return Answer(200, body, request_id)
+        except (EngineDeadError, EngineDrainingError):
+            raise
+        except Exception as error:
+            reply = reply_to(error, drain_timeout=service.config.drain_timeout)
+        if reply.status != 429:
+            return Answer(reply.status, error_body(reply), request_id)
+        await asyncio.sleep(backoff(attempt, reply.retry_after or 0, line.index))
+        attempt += 1
+
+
+def backoff(attempt: int, advised: float, number: int) -> float:
+    """Seconds to wait before asking again: as long as advised, twice as long each time, and not
+    all at once: ``number`` spreads those who wait."""
+    wait = max(advised, _SHORTEST_WAIT * 2.0 ** min(attempt, 10))
+    return min(wait, _LONGEST_WAIT) * (1.0 + number % 16 / 32.0)

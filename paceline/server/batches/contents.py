@@ -1,0 +1,131 @@
+"""Contents of files in one folder: whole and on disk, or not there.
+
+A file is written as ``ID.part``, synced, and renamed; readers see nothing before that. Errors of
+the disk become ``StorageError``, which names no path.
+
+This module does not know what a file is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+from collections.abc import Collection, Generator, Iterable
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from paceline.server.errors import HttpError
+
+__all__ = ["Contents", "Part", "StorageError", "told"]
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_SUFFIX: Final = ".part"
+
+
+class StorageError(HttpError):
+    """The disk is full or does not answer: of the operation nothing was kept."""
+
+    @classmethod
+    def of(cls, error: OSError | sqlite3.Error) -> StorageError:
+        """507 for a full disk, 503 for anything else."""
+        if isinstance(error, OSError):
+            full = error.errno in _FULL
+        else:
+            full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        if full:
+            return cls(507, "the disk that files and batches are stored on is full")
+        return cls(503, "the storage of files and batches does not work for now")
+
+
+@contextlib.contextmanager
+def told() -> Generator[None, None, None]:
+    """Turns what disk and database raise into StorageError."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise StorageError.of(error) from error
+
+
+class Contents:
+    """One folder, made if it is not there. Raises OSError where that cannot be."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+
+    def begin(self, file_id: str) -> Part:
+        """A file to write. Raises StorageError."""
+        return Part(self._folder, file_id)
+
+    def write(self, file_id: str, lines: Iterable[bytes]) -> int:
+        """A whole file of lines, given without their ends; its size. Raises StorageError."""
+        part = self.begin(file_id)
+        try:
+            for line in lines:
+                part.write(line)
+                part.write(b"\n")
+            part.keep()
+        finally:
+            part.drop()
+        return part.size
+
+    def open(self, file_id: str) -> BinaryIO:
+        """To read; it may be removed meanwhile. Raises StorageError."""
+        with told():
+            return (self._folder / file_id).open("rb")
+
+    def remove(self, file_id: str) -> None:
+        """What cannot be removed is a stray, and goes when the folder is opened again."""
+        with contextlib.suppress(OSError):
+            (self._folder / file_id).unlink()
+
+    def remove_strays(self, known: Collection[str]) -> None:
+        """Remove all but these."""
+        for path in self._folder.iterdir():
+            if path.name not in known:
+                self.remove(path.name)
+
+
+class Part:
+    """A file that is being written; ``keep`` or ``drop`` ends it."""
+
+    def __init__(self, folder: Path, file_id: str) -> None:
+        self.id = file_id
+        self.size = 0
+        self._folder = folder
+        self._path = folder / f"{file_id}{_SUFFIX}"
+        self._kept = False
+        with told():
+            self._file = self._path.open("xb")
+
+    def write(self, data: bytes) -> None:
+        """Raises StorageError."""
+        with told():
+            self._file.write(data)
+        self.size += len(data)
+
+    def keep(self) -> None:
+        """It is whole: on disk under its name when this returns. Raises StorageError."""
+        with told():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._path, self._folder / self.id)
+            folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        self._kept = True
+
+    def drop(self) -> None:
+        """Forget it; after ``keep``, nothing."""
+        if self._kept:
+            return
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for path in (self._path, self._folder / self.id):
+            with contextlib.suppress(OSError):
+                path.unlink()

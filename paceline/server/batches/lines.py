@@ -1,0 +1,223 @@
+"""The lines of a batch, for ``/v1/batches`` and ``paceline generate``: JSON lines in and out.
+
+Each non-blank input line is one request, in one of three forms::
+
+    {"prompt": "Once upon a time", "max_tokens": 64}
+    {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+The first two, for the command alone, may carry a ``custom_id`` too.
+
+This module does not know how a request is answered, nor where lines are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from paceline.core.errors import InvalidRequestError
+from paceline.server.fields import decode_object, show
+from paceline.server.wire import encode
+
+__all__ = [
+    "Answer",
+    "BatchLine",
+    "bounded_lines",
+    "find_faults",
+    "openai_record",
+    "read_lines",
+    "unanswered_record",
+]
+
+CHAT_URL: Final = "/v1/chat/completions"
+COMPLETIONS_URL: Final = "/v1/completions"
+MAX_CUSTOM_ID_CHARS: Final = 512
+# faults of one file that are told
+_MAX_FAULTS: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLine:
+    """One request of a batch, or what is wrong with its line."""
+
+    # number of the line in the input, from 0, blank lines counted
+    index: int
+    # custom_id as given, or None
+    custom_id: str | None
+    # first 16 hex digits of the line's SHA-256
+    digest: str
+    # endpoint and body; "" and {} when error is set
+    url: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    # the line was {custom_id, method, url, body}
+    is_openai: bool = False
+    error: str | None = None
+    # a word for the error, for programs
+    code: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies the request across runs of the command: an answer is found again by its
+        ``custom_id``, else by line number and digest, so that answers to another input are noticed,
+        not reused."""
+        if self.custom_id is not None:
+            return ("id", self.custom_id)
+        return (str(self.index), self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one line."""
+
+    # of HTTP
+    status: int
+    # JSON
+    body: bytes
+    request_id: str
+
+
+class _Fault(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer, ``max_bytes`` + 1 bytes and no more."""
+    while line := file.readline(max_bytes + 1):
+        rest = line
+        while len(rest) > max_bytes and not rest.endswith(b"\n"):
+            rest = file.readline(max_bytes + 1)
+        yield line
+
+
+def read_lines(
+    source: Iterable[bytes], urls: Collection[str], *, max_bytes: int | None = None
+) -> Iterator[BatchLine]:
+    """Parse input lines one at a time; a bad line becomes a BatchLine with ``error``.
+
+    Args:
+        urls: what a line of the third form may ask.
+        max_bytes: of one line.
+    """
+    seen: dict[str, int] = {}
+    for index, raw in enumerate(source):
+        text = raw.strip()
+        if not text:
+            continue
+        line = BatchLine(index=index, custom_id=None, digest=hashlib.sha256(text).hexdigest()[:16])
+        try:
+            if max_bytes is not None and len(text) > max_bytes:
+                raise _Fault("line_too_long", f"a line may have {max_bytes} bytes")
+            value = _decode(text)
+            line = replace(line, custom_id=_custom_id(value, index, seen))
+            line = _with_request(line, value, urls)
+        except _Fault as fault:
+            line = replace(line, error=str(fault), code=fault.code)
+        yield line
+
+
+def _decode(text: bytes) -> dict[str, Any]:
+    try:
+        return decode_object(text, "it")
+    except InvalidRequestError as error:
+        raise _Fault("invalid_json_line", str(error)) from None
+
+
+def _custom_id(value: dict[str, Any], index: int, seen: dict[str, int]) -> str | None:
+    custom_id = value.pop("custom_id", None)
+    if custom_id is None:
+        return None
+    if not isinstance(custom_id, str) or len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        raise _Fault(
+            "invalid_custom_id",
+            f"custom_id must be a string of up to {MAX_CUSTOM_ID_CHARS} characters, got "
+            f"{show(custom_id)}",
+        )
+    # the second is not kept under the id of the first: that one's answer is its own
+    first = seen.setdefault(custom_id, index)
+    if first != index:
+        raise _Fault(
+            "duplicate_custom_id",
+            f"custom_id {show(custom_id)} is already that of line {first + 1}",
+        )
+    return custom_id
+
+
+def _with_request(line: BatchLine, value: dict[str, Any], urls: Collection[str]) -> BatchLine:
+    if "body" in value:
+        url, body, method = value.get("url"), value["body"], value.get("method", "POST")
+        if not isinstance(url, str) or url not in urls or method != "POST":
+            raise _Fault(
+                "invalid_url",
+                f"only POST to {', '.join(urls)}, got {show(method)} {show(url)}",
+            )
+        if not isinstance(body, dict):
+            raise _Fault("invalid_body", f"body must be an object, got {type(body).__name__}")
+    elif "messages" in value and "prompt" not in value:
+        url, body = CHAT_URL, value
+    elif "prompt" in value and "messages" not in value:
+        url, body = COMPLETIONS_URL, value
+    else:
+        raise _Fault("invalid_line", "a line needs exactly one of 'prompt', 'messages' or 'body'")
+    if body.get("stream") or body.get("background"):
+        raise _Fault("invalid_body", "stream and background are not for batches: leave them out")
+    return replace(line, url=url, body=body, is_openai="body" in value)
+
+
+def find_faults(
+    lines: Iterable[BatchLine], endpoint: str, max_lines: int
+) -> tuple[int, list[dict[str, Any]]]:
+    """The number of requests of a batch's input, and what keeps it from being one: what OpenAI's
+    batch object has in ``errors.data``, the first hundred."""
+    count = 0
+    faults: list[dict[str, Any]] = []
+
+    def add(code: str, message: str, param: str | None, number: int | None) -> None:
+        faults.append({"code": code, "message": message, "param": param, "line": number})
+
+    for line in lines:
+        count += 1
+        number = line.index + 1
+        if count > max_lines:
+            add("too_many_requests", f"a batch may have {max_lines} requests", None, None)
+        elif line.error is not None:
+            add(line.code or "invalid_line", line.error, None, number)
+        elif not line.is_openai:
+            what = "custom_id, method, url and body are needed"
+            add("missing_required_parameter", what, "body", number)
+        elif line.custom_id is None:
+            add("missing_required_parameter", "custom_id is missing", "custom_id", number)
+        elif line.url != endpoint:
+            what = f"the batch is for {endpoint}, this line for {line.url}"
+            add("mismatched_url", what, "url", number)
+        if len(faults) >= _MAX_FAULTS or count > max_lines:
+            break
+    if not count:
+        add("empty_file", "the input file has no requests", "input_file_id", None)
+    return count, faults
+
+
+def openai_record(line: BatchLine, record_id: str, answer: Answer) -> dict[str, Any]:
+    """An answered line of the third form; ``encode`` makes JSON of it."""
+    return {
+        "id": record_id,
+        "custom_id": line.custom_id,
+        "response": {
+            "status_code": answer.status,
+            "request_id": answer.request_id,
+            "body": msgspec.Raw(answer.body),
+        },
+        "error": None,
+    }
+
+
+def unanswered_record(line: BatchLine, record_id: str, code: str, message: str) -> bytes:
+    """The record of a line that was never answered, as JSON."""
+    error = {"code": code, "message": message}
+    return encode({"id": record_id, "custom_id": line.custom_id, "response": None, "error": error})

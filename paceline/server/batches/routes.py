@@ -1,0 +1,257 @@
+"""``/v1/files`` and ``/v1/batches``."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from paceline.core.errors import InvalidRequestError
+from paceline.server.batches.answering import URLS
+from paceline.server.batches.folder import Batches
+from paceline.server.batches.records import Batch
+from paceline.server.batches.store import BatchStore
+from paceline.server.batches.upload import PURPOSES, upload_file
+from paceline.server.fields import Fields, show
+from paceline.server.http import principal_of, read_object
+from paceline.server.responding import answering, encoded
+from paceline.server.routes_generate import JSON_BODY
+from paceline.server.service import Service
+
+__all__ = ["REFUSED", "batch_router", "parse_batch"]
+
+_PIECE: Final = 256 * 2**10
+_MAX_PAGE: Final = {"files": 10_000, "batches": 100}
+_PAGE: Final = {"files": 10_000, "batches": 20}
+_PURPOSES_LISTED: Final = (*PURPOSES, "batch_output")
+_WINDOW: Final = re.compile(r"([1-9]\d{0,6})([smhd])")
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MAX_WINDOW: Final = 30 * 86_400
+_MAX_METADATA: Final = 16
+# fields of a batch that exist elsewhere
+REFUSED: Final = ("output_expires_after",)
+
+_FORM_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["purpose", "file"],
+                    "properties": {
+                        "purpose": {"type": "string", "enum": list(PURPOSES)},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """The body of ``POST /v1/batches``."""
+
+    input_file_id: str
+    endpoint: str
+    # as it came, and in seconds
+    window: str
+    seconds: int
+    metadata: dict[str, str] | None
+
+
+def parse_batch(body: dict[str, Any]) -> BatchRequest:
+    """Raises InvalidRequestError."""
+    fields = Fields(body)
+    input_file_id = fields.string("input_file_id", 1, 256)
+    if input_file_id is None:
+        raise InvalidRequestError("input_file_id is missing", "input_file_id")
+    endpoint = fields.string("endpoint", 1, 256)
+    if endpoint not in URLS:
+        raise InvalidRequestError(
+            f"endpoint must be one of {', '.join(URLS)}, got {show(endpoint)}", "endpoint"
+        )
+    window = fields.string("completion_window", 1, 16)
+    match = _WINDOW.fullmatch(window or "")
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
+    if window is None or not 0 < seconds <= _MAX_WINDOW:
+        raise InvalidRequestError(
+            "completion_window must be a time such as 24h, 90m or 2d, 30 days at most, got "
+            f"{show(window)}",
+            "completion_window",
+        )
+    metadata = fields.object("metadata")
+    if metadata is not None and (
+        len(metadata) > _MAX_METADATA
+        or not all(
+            len(name) <= 64 and isinstance(value, str) and len(value) <= 512
+            for name, value in metadata.items()
+        )
+    ):
+        raise InvalidRequestError(
+            f"metadata has up to {_MAX_METADATA} strings of up to 512 characters, under names of "
+            "up to 64",
+            "metadata",
+        )
+    for name in REFUSED:
+        if fields.raw(name) is not None:
+            raise InvalidRequestError(f"{name} is not served yet: files are kept", name)
+    unknown = fields.unknown()
+    if unknown:
+        raise InvalidRequestError(f"{', '.join(unknown)}: unknown here", unknown[0].strip("'"))
+    return BatchRequest(
+        input_file_id=input_file_id,
+        endpoint=endpoint,
+        window=window,
+        seconds=seconds,
+        metadata=metadata,
+    )
+
+
+def batch_router(service: Service, batches: Batches) -> APIRouter:
+    router = APIRouter()
+
+    async def shown(batch: Batch) -> Response:
+        runner = await batches.runner()
+        return encoded(batch.json(runner.troubles.get(batch.id)))
+
+    async def file_create(request: Request) -> Response:
+        service.refuse_if_draining()
+        limit = 0 if batches.config is None else batches.config.max_file_bytes
+        file = await upload_file(batches, request, principal_of(request), limit)
+        return encoded(file.json())
+
+    async def file_list(request: Request) -> Response:
+        page = _page(request, "files", ("purpose", "order"))
+        purpose, order = page.get("purpose"), page.get("order") or "desc"
+        if purpose is not None and purpose not in _PURPOSES_LISTED:
+            raise InvalidRequestError(
+                f"purpose must be one of {', '.join(_PURPOSES_LISTED)}, got {show(purpose)}",
+                "purpose",
+            )
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError(f"order must be asc or desc, got {show(order)}", "order")
+        files, more = await batches.call(
+            BatchStore.files,
+            principal_of(request),
+            purpose=purpose,
+            after=page["after"],
+            limit=page["limit"],
+            newest_first=order == "desc",
+        )
+        return _listed([file.json() for file in files], more)
+
+    async def file_get(request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        return encoded((await batches.call(BatchStore.file, file_id, principal_of(request))).json())
+
+    async def file_delete(request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        await batches.call(BatchStore.delete_file, file_id, principal_of(request))
+        return encoded({"id": file_id, "object": "file", "deleted": True})
+
+    async def file_content(request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        found, file = await batches.call(BatchStore.open_file, file_id, principal_of(request))
+        return StreamingResponse(
+            _pieces(file),
+            media_type="application/octet-stream",
+            headers={
+                "Content-Length": str(found.size),
+                "Content-Disposition": f'attachment; filename="{found.id}.jsonl"',
+                "X-Content-Type-Options": "nosniff",
+            },
+        )
+
+    async def batch_create(request: Request) -> Response:
+        service.refuse_if_draining()
+        asked = parse_batch(await read_object(request, service.config.max_body_bytes))
+        batch = await batches.call(
+            BatchStore.create_batch,
+            owner=principal_of(request),
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            window=asked.window,
+            seconds=asked.seconds,
+            metadata=asked.metadata,
+            now=batches.clock(),
+        )
+        (await batches.runner()).wake()
+        return await shown(batch)
+
+    async def batch_list(request: Request) -> Response:
+        page = _page(request, "batches")
+        found, more = await batches.call(
+            BatchStore.batches, principal_of(request), after=page["after"], limit=page["limit"]
+        )
+        troubles = (await batches.runner()).troubles
+        return _listed([batch.json(troubles.get(batch.id)) for batch in found], more)
+
+    async def batch_get(request: Request) -> Response:
+        batch_id = request.path_params["batch_id"]
+        return await shown(await batches.call(BatchStore.batch, batch_id, principal_of(request)))
+
+    async def batch_cancel(request: Request) -> Response:
+        batch_id = request.path_params["batch_id"]
+        batch = await batches.call(
+            BatchStore.cancel, batch_id, principal_of(request), batches.clock()
+        )
+        (await batches.runner()).cancel(batch.id)
+        return await shown(batch)
+
+    for path, handler, method, extra in (
+        ("/v1/files", file_create, "POST", _FORM_BODY),
+        ("/v1/files", file_list, "GET", None),
+        ("/v1/files/{file_id}", file_get, "GET", None),
+        ("/v1/files/{file_id}", file_delete, "DELETE", None),
+        ("/v1/files/{file_id}/content", file_content, "GET", None),
+        ("/v1/batches", batch_create, "POST", JSON_BODY),
+        ("/v1/batches", batch_list, "GET", None),
+        ("/v1/batches/{batch_id}", batch_get, "GET", None),
+        ("/v1/batches/{batch_id}/cancel", batch_cancel, "POST", None),
+    ):
+        router.add_api_route(
+            path,
+            answering(service, handler),
+            methods=[method],
+            response_model=None,
+            openapi_extra=extra,
+        )
+    return router
+
+
+def _page(request: Request, kind: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The query of a list: ``after``, ``limit`` and ``more``."""
+    query = request.query_params
+    limit = query.get("limit", str(_PAGE[kind]))
+    most = _MAX_PAGE[kind]
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+        raise InvalidRequestError(f"limit must be between 1 and {most}, got {show(limit)}", "limit")
+    return {"limit": int(limit), "after": query.get("after"), **{n: query.get(n) for n in more}}
+
+
+def _listed(data: list[dict[str, Any]], more: bool) -> Response:
+    return encoded(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": more,
+        }
+    )
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    with closing(file):
+        while piece := await asyncio.to_thread(file.read, _PIECE):
+            yield piece

@@ -1,0 +1,311 @@
+"""Answers the lines of all batches, as best-effort work of the scheduler.
+
+::
+
+    validating --> in_progress --> finalizing --> completed
+        |  '-----------|--- cancelling ---------> cancelled
+        '-> failed     '------------------------> expired
+
+Every step begins with what the store says and ends with a write to it, so a batch goes on from
+wherever another server left it. A line's answer counts once the store has it: a line without one
+is asked again. When the disk is full, or the engine away, a batch pauses and tries again.
+
+This module does not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, closing
+from dataclasses import replace
+from itertools import islice
+from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+from paceline.server.batches.answering import URLS, answer_line, backoff
+from paceline.server.batches.lines import (
+    BatchLine,
+    bounded_lines,
+    find_faults,
+    openai_record,
+    read_lines,
+    unanswered_record,
+)
+from paceline.server.batches.records import Batch, Result
+from paceline.server.batches.store import BatchStore
+from paceline.server.errors import reply_to
+from paceline.server.service import Service
+from paceline.server.wire import encode
+
+__all__ = ["BatchRunner", "StoreCall"]
+
+_log = logging.getLogger("paceline.server")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# batches worked on at once; they take turns
+_MAX_ACTIVE: Final = 16
+# lines taken from a file at once
+_AHEAD: Final = 32
+# seconds that answers wait for others, to be written together
+_GATHER: Final = 0.01
+# lines without an answer written at once
+_CHUNK: Final = 500
+_UNANSWERED: Final = {
+    "expired": ("batch_expired", "the batch's completion window ended before this line was done"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was done"),
+}
+
+
+class StoreCall(Protocol):
+    """Runs a method of the store off the event loop."""
+
+    async def __call__(
+        self,
+        method: Callable[Concatenate[BatchStore, _P], _R],
+        /,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _R: ...
+
+
+class BatchRunner:
+    """One per store. Used on one event loop.
+
+    Args:
+        concurrency: lines of all batches handed to the engine at once.
+        max_requests: of one batch.
+        max_line_bytes: of one line.
+        clock: unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        call: StoreCall,
+        *,
+        concurrency: int,
+        max_requests: int,
+        max_line_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._service = service
+        self._call = call
+        self._room = asyncio.Semaphore(concurrency)
+        self._max_requests = max_requests
+        self._max_line_bytes = max_line_bytes
+        self._clock = clock
+        # what a line may ask for, its targets aside: those are the batch class's, which others go
+        # before whatever the server's flags made of it
+        classes = service.rules.slo_classes
+        background = replace(classes["batch"], best_effort=True, queue_ttl=None)
+        self._rules = replace(service.rules, slo_classes={**classes, "batch": background})
+        self._recorder = _Recorder(call)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._active: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}
+        # why a batch does not get on for now, by its id
+        self.troubles: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Work on whatever is unfinished."""
+        self._task = asyncio.create_task(self._run(), name="batches")
+        self._wake.set()
+
+    def wake(self) -> None:
+        """There is a new batch."""
+        self._wake.set()
+
+    def cancel(self, batch_id: str) -> None:
+        """The store says "cancelling"."""
+        event = self._cancelled.get(batch_id)
+        if event is not None:
+            event.set()
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End at once; what runs is asked again by whoever comes next."""
+        tasks = [*self._active.values(), *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._recorder.idle()
+
+    async def _run(self) -> None:
+        attempt = 0
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                # those that are active come first
+                found = await self._call(BatchStore.unfinished, _MAX_ACTIVE)
+            except Exception as error:
+                self._told(error)
+                await asyncio.sleep(backoff(attempt, 0.0, 0))
+                attempt += 1
+                self._wake.set()
+                continue
+            attempt = 0
+            for batch_id in found:
+                if batch_id not in self._active and len(self._active) < _MAX_ACTIVE:
+                    self._cancelled[batch_id] = asyncio.Event()
+                    self._active[batch_id] = asyncio.create_task(self._work(batch_id))
+
+    async def _work(self, batch_id: str) -> None:
+        """One batch to its end, however often it has to pause."""
+        attempt = 0
+        try:
+            while True:
+                try:
+                    await self._advance(batch_id)
+                    return
+                except Exception as error:
+                    self.troubles[batch_id] = self._told(error)
+                    _log.warning("batch_paused id=%s reason=%r", batch_id, self.troubles[batch_id])
+                await asyncio.sleep(backoff(attempt, 0.0, 0))
+                attempt += 1
+        finally:
+            self.troubles.pop(batch_id, None)
+            del self._active[batch_id], self._cancelled[batch_id]
+            self._wake.set()
+
+    def _told(self, error: Exception) -> str:
+        return reply_to(error, drain_timeout=self._service.config.drain_timeout).message
+
+    async def _advance(self, batch_id: str) -> None:
+        batch = await self._call(BatchStore.batch, batch_id)
+        if batch.status == "validating":
+            batch = await self._validate(batch)
+        outcome = {"finalizing": "completed", "cancelling": "cancelled"}.get(batch.status)
+        if batch.status == "in_progress":
+            outcome = await self._answer(batch)
+        if outcome is not None:
+            if outcome in _UNANSWERED and batch.total:
+                await self._give_up(batch, *_UNANSWERED[outcome])
+            batch = await self._call(BatchStore.finish, batch.id, outcome, self._clock)
+        _log.info(
+            "batch id=%s status=%s total=%d completed=%d failed=%d seconds=%d",
+            batch.id,
+            batch.status,
+            batch.total,
+            batch.completed,
+            batch.failed,
+            self._clock() - batch.created_at,
+        )
+
+    async def _validate(self, batch: Batch) -> Batch:
+        _, file = await self._call(BatchStore.open_file, batch.input_file_id, batch.owner)
+        with closing(file):
+            count, faults = await asyncio.to_thread(
+                find_faults, self._lines(file), batch.endpoint, self._max_requests
+            )
+        if faults:
+            return await self._call(BatchStore.fail, batch.id, faults, self._clock())
+        return await self._call(BatchStore.begin, batch.id, count, self._clock())
+
+    def _lines(self, file: BinaryIO) -> Iterator[BatchLine]:
+        lines = bounded_lines(file, self._max_line_bytes)
+        return read_lines(lines, URLS, max_bytes=self._max_line_bytes)
+
+    async def _answer(self, batch: Batch) -> str:
+        """Answer what has no answer; how that ended."""
+        cancelled = self._cancelled[batch.id]
+        feeding = asyncio.create_task(self._feed(batch))
+        cancelling = asyncio.create_task(cancelled.wait())
+        try:
+            left = max(0.0, batch.expires_at - self._clock())
+            await asyncio.wait(
+                (feeding, cancelling), timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if feeding.done():
+                await feeding
+                return "completed"
+            return "cancelled" if cancelled.is_set() else "expired"
+        finally:
+            cancelling.cancel()
+            feeding.cancel()
+            await asyncio.gather(feeding, cancelling, return_exceptions=True)
+
+    async def _feed(self, batch: Batch) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks, aclosing(self._unanswered(batch)) as lines:
+                async for line in lines:
+                    await self._room.acquire()
+                    task = tasks.create_task(self._one(batch, line))
+                    # a task that is cancelled before it began would not do so itself
+                    task.add_done_callback(lambda _: self._room.release())
+        except ExceptionGroup as group:
+            # one task failed and the others were cancelled for it
+            raise group.exceptions[0] from None
+
+    async def _unanswered(self, batch: Batch) -> AsyncGenerator[BatchLine, None]:
+        """The lines that have no record."""
+        answered = await self._call(BatchStore.answered, batch.id)
+        _, file = await self._call(BatchStore.open_file, batch.input_file_id, batch.owner)
+        with closing(file):
+            left = (line for line in self._lines(file) if line.index not in answered)
+            while lines := await asyncio.to_thread(_take, left):
+                for line in lines:
+                    yield line
+
+    async def _one(self, batch: Batch, line: BatchLine) -> None:
+        request_id = f"{batch.id}-{line.index}"
+        asked = replace(line, body={**line.body, "slo": "batch"})
+        answer = await answer_line(
+            self._service, asked, request_id, owner=batch.owner, rules=self._rules
+        )
+        # answered: the batch gets on
+        self.troubles.pop(batch.id, None)
+        record = encode(openai_record(line, _record_id(batch, line), answer))
+        await self._recorder.put(Result(batch.id, line.index, answer.status != 200, record))
+
+    async def _give_up(self, batch: Batch, code: str, message: str) -> None:
+        """A record for every line that has none."""
+        results: list[Result] = []
+        async with aclosing(self._unanswered(batch)) as lines:
+            async for line in lines:
+                record = unanswered_record(line, _record_id(batch, line), code, message)
+                results.append(Result(batch.id, line.index, True, record))
+                if len(results) == _CHUNK:
+                    await self._call(BatchStore.record, results)
+                    results = []
+        if results:
+            await self._call(BatchStore.record, results)
+
+
+class _Recorder:
+    """Writes answers down, those that come together in one transaction."""
+
+    def __init__(self, call: StoreCall) -> None:
+        self._call = call
+        self._waiting: list[Result] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._last: asyncio.Task[None] | None = None
+
+    async def put(self, result: Result) -> None:
+        """Returns when it is on disk. Raises StorageError."""
+        self._waiting.append(result)
+        if self._writing is None:
+            self._writing = self._last = asyncio.create_task(self._write())
+        await asyncio.shield(self._writing)
+
+    async def idle(self) -> None:
+        """Until everything is on disk, or failed to get there."""
+        if self._last is not None:
+            await asyncio.gather(self._last, return_exceptions=True)
+
+    async def _write(self) -> None:
+        await asyncio.sleep(_GATHER)
+        results, self._waiting, self._writing = self._waiting, [], None
+        await self._call(BatchStore.record, results)
+
+
+def _take(lines: Iterable[BatchLine]) -> list[BatchLine]:
+    return list(islice(lines, _AHEAD))
+
+
+def _record_id(batch: Batch, line: BatchLine) -> str:
+    return f"batch_req_{batch.id.removeprefix('batch_')}_{line.index}"

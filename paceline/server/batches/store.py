@@ -1,0 +1,478 @@
+"""Files and batches on disk: what is known in SQLite, contents in plain files.
+
+::
+
+    FOLDER/lock            held by the one server that uses the folder
+           store.sqlite3   files, batches, and answers that are in no file yet
+           files/ID        contents; ID.part while they are written
+
+A line's answer is one row under (batch, line), so it is there once or not at all, whenever the
+process or the machine stops. Contents are written and synced under another name before a row tells
+of them; what no row tells of is removed when the folder is opened. Output files are made of the
+rows when the batch ends, and the rows go in the transaction that names the files.
+
+Everything is synchronous and used from one thread at a time. This module does not know the event
+loop, HTTP, the engine or the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, BinaryIO, Final
+
+from paceline.core.errors import ConfigError
+from paceline.server.batches.contents import Contents, Part, StorageError, told
+from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
+from paceline.server.errors import HttpError
+
+__all__ = ["BatchStore"]
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    size INTEGER NOT NULL, created_at INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS files_of ON files (owner, number);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL, window TEXT NOT NULL, status TEXT NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, times TEXT NOT NULL,
+    metadata TEXT NOT NULL, errors TEXT NOT NULL,
+    total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL,
+    pending_bytes INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT
+);
+CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, number);
+CREATE INDEX IF NOT EXISTS batches_in ON batches (status);
+CREATE TABLE IF NOT EXISTS results (
+    batch_id TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, record BLOB NOT NULL,
+    PRIMARY KEY (batch_id, line)
+) WITHOUT ROWID;
+"""
+_FILE_COLUMNS: Final = "id, owner, filename, purpose, size, created_at"
+_BATCH_COLUMNS: Final = (
+    "id, owner, endpoint, input_file_id, window, status, created_at, expires_at, times, metadata, "
+    "errors, total, completed, failed, pending_bytes, output_file_id, error_file_id"
+)
+# of the schema; a folder of another is refused
+_VERSION: Final = 1
+# batches of one owner that are not over, at most, and of those that are, kept
+_MAX_UNFINISHED: Final = 256
+_MAX_ENDED: Final = 10_000
+
+
+class BatchStore:
+    """The folder of one server.
+
+    Args:
+        folder: made if it is not there.
+        max_bytes: of all contents together, answers of unfinished batches included.
+
+    Raises:
+        ConfigError: the folder cannot be used, or another server uses it.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # bytes of uploads that are not over
+        self._uploading = 0
+        try:
+            self._contents = Contents(folder / "files")
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the batch folder {folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db = _connect(folder / "store.sqlite3")
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(f"the batch folder {folder} is used by another server") from None
+        except (sqlite3.Error, ConfigError) as error:
+            os.close(self._lock)
+            raise ConfigError(f"the batch folder {folder}: {error}") from error
+        with told():
+            known = {row["id"] for row in self._rows("SELECT id FROM files")}
+            self._contents.remove_strays(known)
+
+    def close(self) -> None:
+        """Give the folder back. Not to be used any more."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+        os.close(self._lock)
+
+    # ------------------------------------------------------------------ files
+
+    def begin_upload(self) -> Part:
+        """A new file; ``write`` fills it, ``keep`` or ``drop`` ends it. Raises StorageError."""
+        return self._contents.begin(f"file-{token_hex(16)}")
+
+    def write(self, part: Part, data: bytes) -> None:
+        """More of an upload. Raises HttpError 413 when there is no room left, StorageError."""
+        self._check_room(len(data), 413)
+        part.write(data)
+        self._uploading += len(data)
+
+    def drop(self, part: Part) -> None:
+        """An upload is not wanted any more."""
+        self._uploading -= part.size
+        part.drop()
+
+    def keep(self, part: Part, *, owner: str, filename: str, now: float) -> StoredFile:
+        """An upload is whole; it is to be dropped if this raises StorageError."""
+        part.keep()
+        file = StoredFile(
+            id=part.id,
+            owner=owner,
+            filename=filename,
+            purpose="batch",
+            size=part.size,
+            created_at=int(now),
+        )
+        try:
+            with self._transaction():
+                self._insert(file)
+        except BaseException:
+            self._remove_unknown(part.id)
+            raise
+        self._uploading -= part.size
+        return file
+
+    def file(self, file_id: str, owner: str) -> StoredFile:
+        """Raises HttpError 404 for one that is not there, or not this owner's."""
+        row = self._row(
+            f"SELECT {_FILE_COLUMNS} FROM files WHERE id = ? AND owner = ?", file_id, owner
+        )
+        if row is None:
+            raise HttpError(404, f"no file with id {file_id[:80]!r} is stored here")
+        return StoredFile(**row)
+
+    def files(
+        self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> tuple[list[StoredFile], bool]:
+        """A page of an owner's files, and whether there are more."""
+        rows, more = self._page(
+            _FILE_COLUMNS,
+            "files",
+            owner,
+            after,
+            limit,
+            newest_first,
+            ("AND purpose = ?", purpose) if purpose is not None else ("", None),
+        )
+        return [StoredFile(**row) for row in rows], more
+
+    def open_file(self, file_id: str, owner: str) -> tuple[StoredFile, BinaryIO]:
+        """A file to read, which may be deleted meanwhile. Raises HttpError like ``file``."""
+        found = self.file(file_id, owner)
+        return found, self._contents.open(found.id)
+
+    def delete_file(self, file_id: str, owner: str) -> None:
+        """Raises HttpError 404 like ``file``, 409 while a batch needs it."""
+        found = self.file(file_id, owner)
+        row = self._row(
+            "SELECT id FROM batches WHERE input_file_id = ? AND status IN "
+            f"({_marks(UNFINISHED)}) LIMIT 1",
+            found.id,
+            *UNFINISHED,
+        )
+        if row is not None:
+            raise HttpError(409, f"batch {row['id']} is not over and needs this file")
+        with self._transaction():
+            self._db.execute("DELETE FROM files WHERE id = ?", (found.id,))
+        self._contents.remove(found.id)
+
+    # ------------------------------------------------------------------ batches
+
+    def create_batch(
+        self,
+        *,
+        owner: str,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        seconds: int,
+        metadata: dict[str, str] | None,
+        now: float,
+    ) -> Batch:
+        """A batch that is to be validated.
+
+        Raises:
+            HttpError: 404 for no such file, 400 for one of another purpose, 429 for too many
+                batches that are not over.
+        """
+        found = self.file(input_file_id, owner)
+        if found.purpose != "batch":
+            raise HttpError(400, f"file {found.id} has the purpose {found.purpose}, not batch")
+        row = self._row(
+            f"SELECT count(*) AS n FROM batches WHERE owner = ? AND status IN "
+            f"({_marks(UNFINISHED)})",
+            owner,
+            *UNFINISHED,
+        )
+        if row is not None and row["n"] >= _MAX_UNFINISHED:
+            raise HttpError(429, f"{row['n']} batches are not over; more cannot be created yet")
+        batch_id = f"batch_{token_hex(16)}"
+        created = int(now)
+        with self._transaction():
+            self._db.execute(
+                f"INSERT INTO batches ({_BATCH_COLUMNS}) VALUES "
+                "(?, ?, ?, ?, ?, 'validating', ?, ?, '{}', ?, '[]', 0, 0, 0, 0, NULL, NULL)",
+                (
+                    batch_id, owner, endpoint, input_file_id, window,
+                    created, created + seconds, json.dumps(metadata),
+                ),
+            )  # fmt: skip
+            self._db.execute(
+                "DELETE FROM batches WHERE owner = ? AND status NOT IN "
+                f"({_marks(UNFINISHED)}) AND number <= (SELECT number FROM batches WHERE "
+                "owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (owner, *UNFINISHED, owner, _MAX_ENDED),
+            )
+        return self.batch(batch_id)
+
+    def batch(self, batch_id: str, owner: str | None = None) -> Batch:
+        """One batch, of this owner if one is given. Raises HttpError 404."""
+        row = self._row(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
+        if row is None or (owner is not None and row["owner"] != owner):
+            raise HttpError(404, f"no batch with id {batch_id[:80]!r} is stored here")
+        return Batch.of(row)
+
+    def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        """A page of an owner's batches, newest first, and whether there are more."""
+        rows, more = self._page(_BATCH_COLUMNS, "batches", owner, after, limit, True, ("", None))
+        return [Batch.of(row) for row in rows], more
+
+    def unfinished(self, limit: int) -> list[str]:
+        """Ids of batches that something is to be done for, oldest first."""
+        return [
+            row["id"]
+            for row in self._rows(
+                f"SELECT id FROM batches WHERE status IN ({_marks(UNFINISHED)}) "
+                "ORDER BY number LIMIT ?",
+                *UNFINISHED,
+                limit,
+            )
+        ]
+
+    def cancel(self, batch_id: str, owner: str, now: float) -> Batch:
+        """Ask for a batch's end. Raises HttpError 404, or 409 for one that is over."""
+        batch = self.batch(batch_id, owner)
+        if batch.status == "cancelling":
+            return batch
+        if batch.status not in ("validating", "in_progress"):
+            raise HttpError(409, f"batch {batch.id} is {batch.status}: it cannot be cancelled")
+        return self._move(batch, "cancelling", now)
+
+    def begin(self, batch_id: str, total: int, now: float) -> Batch:
+        """The input is good; changes nothing unless the batch is being validated."""
+        batch = self.batch(batch_id)
+        if batch.status != "validating":
+            return batch
+        return self._move(batch, "in_progress", now, total=total)
+
+    def fail(self, batch_id: str, errors: Sequence[dict[str, Any]], now: float) -> Batch:
+        """The input is not good; changes nothing unless the batch is being validated."""
+        batch = self.batch(batch_id)
+        if batch.status != "validating":
+            return batch
+        return self._move(batch, "failed", now, errors=json.dumps(list(errors)))
+
+    def answered(self, batch_id: str) -> set[int]:
+        """Lines that have a record."""
+        found = self._rows("SELECT line FROM results WHERE batch_id = ?", batch_id)
+        return {row["line"] for row in found}
+
+    def record(self, results: Iterable[Result]) -> None:
+        """Keep what became of lines: all of these or none. A line that has a record keeps it.
+
+        Raises:
+            StorageError: there is no room.
+        """
+        results = list(results)
+        self._check_room(sum(len(result.record) for result in results), 507)
+        with self._transaction():
+            for result in results:
+                inserted = self._db.execute(
+                    "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)",
+                    (result.batch_id, result.line, result.failed, result.record),
+                ).rowcount
+                if inserted:
+                    self._db.execute(
+                        "UPDATE batches SET completed = completed + ?, failed = failed + ?, "
+                        "pending_bytes = pending_bytes + ? WHERE id = ?",
+                        (not result.failed, result.failed, len(result.record), result.batch_id),
+                    )
+
+    def finish(self, batch_id: str, status: str, clock: Callable[[], float]) -> Batch:
+        """Make the output files of what was recorded, and end the batch.
+
+        A crash, or an error, anywhere in between leaves the records and the batch unfinished; the
+        same call does it again.
+
+        Args:
+            status: one of ENDED.
+        """
+        batch = self.batch(batch_id)
+        if status == "completed" and batch.status == "in_progress":
+            batch = self._move(batch, "finalizing", clock())
+        written: dict[str, StoredFile] = {}
+        try:
+            for failed, name in ((0, "output"), (1, "error")):
+                records = self._records(batch.id, failed)
+                first = next(records, None)
+                if first is None:
+                    continue
+                file_id = f"file-{token_hex(16)}"
+                size = self._contents.write(file_id, itertools.chain([first], records))
+                written[name] = StoredFile(
+                    id=file_id,
+                    owner=batch.owner,
+                    filename=f"{batch.id}_{name}.jsonl",
+                    purpose="batch_output",
+                    size=size,
+                    created_at=int(clock()),
+                )
+            with self._transaction():
+                for file in written.values():
+                    self._insert(file)
+                ids = {f"{name}_file_id": file.id for name, file in written.items()}
+                self._update(batch, status, clock(), pending_bytes=0, **ids)
+                self._db.execute("DELETE FROM results WHERE batch_id = ?", (batch.id,))
+        except BaseException:
+            for file in written.values():
+                self._remove_unknown(file.id)
+            raise
+        with contextlib.suppress(sqlite3.Error):
+            # pages come free one step of the statement at a time
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        return self.batch(batch_id)
+
+    # ------------------------------------------------------------------ within
+
+    def used_bytes(self) -> int:
+        """Of all contents, answers of unfinished batches and uploads under way."""
+        row = self._row(
+            "SELECT (SELECT coalesce(sum(size), 0) FROM files) + "
+            "(SELECT coalesce(sum(pending_bytes), 0) FROM batches) AS n"
+        )
+        return self._uploading + (0 if row is None else int(row["n"]))
+
+    def _remove_unknown(self, file_id: str) -> None:
+        """Remove a file's contents, unless the transaction that failed did its work after all."""
+        with contextlib.suppress(StorageError):
+            if self._row("SELECT id FROM files WHERE id = ?", file_id) is None:
+                self._contents.remove(file_id)
+
+    def _check_room(self, size: int, status: int) -> None:
+        used = self.used_bytes()
+        if used + size > self._max_bytes:
+            raise StorageError(
+                status,
+                f"the files and batches stored here may have {self._max_bytes} bytes "
+                f"together; {used} are used: delete files that are no longer needed",
+            )
+
+    def _move(self, batch: Batch, status: str, now: float, **columns: Any) -> Batch:
+        with self._transaction():
+            self._update(batch, status, now, **columns)
+        return self.batch(batch.id)
+
+    def _update(self, batch: Batch, status: str, now: float, **columns: Any) -> None:
+        times = json.dumps({**batch.times, status: int(now)})
+        columns = {"status": status, "times": times, **columns}
+        names = ", ".join(f"{name} = ?" for name in columns)
+        self._db.execute(f"UPDATE batches SET {names} WHERE id = ?", (*columns.values(), batch.id))
+
+    def _insert(self, file: StoredFile) -> None:
+        self._db.execute(
+            f"INSERT INTO files ({_FILE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
+            (file.id, file.owner, file.filename, file.purpose, file.size, file.created_at),
+        )
+
+    def _records(self, batch_id: str, failed: int) -> Generator[bytes, None, None]:
+        query = "SELECT record FROM results WHERE batch_id = ? AND failed = ? ORDER BY line"
+        with told():
+            for row in self._db.execute(query, (batch_id, failed)):
+                yield row["record"]
+
+    def _row(self, query: str, *values: Any) -> Any:
+        with told():
+            return self._db.execute(query, values).fetchone()
+
+    def _rows(self, query: str, *values: Any) -> list[Any]:
+        with told():
+            return self._db.execute(query, values).fetchall()
+
+    def _page(
+        self,
+        columns: str,
+        table: str,
+        owner: str,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+        condition: tuple[str, str | None],
+    ) -> tuple[list[Any], bool]:
+        also, value = condition
+        values: list[Any] = [owner] if value is None else [owner, value]
+        if after is not None:
+            row = self._row(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", after, owner)
+            if row is None:
+                raise HttpError(404, f"after={after[:80]!r} is not stored here")
+            also += f" AND number {'<' if newest_first else '>'} ?"
+            values.append(row["number"])
+        rows = self._rows(
+            f"SELECT {columns} FROM {table} WHERE owner = ? {also} ORDER BY number "
+            f"{'DESC' if newest_first else 'ASC'} LIMIT ?",
+            *values,
+            limit + 1,
+        )
+        return rows[:limit], len(rows) > limit
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Generator[None, None, None]:
+        """All of it or nothing, on disk when it returns."""
+        with told():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                # a full disk rolls back by itself
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Raises sqlite3.Error, or ConfigError for a database of another version."""
+    # one thread at a time, whichever it is; transactions are begun by hand
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        db.row_factory = sqlite3.Row
+        # both must be said before there are tables
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute("PRAGMA journal_mode = WAL")
+        # what is told to a caller is on disk, whatever happens to the machine
+        db.execute("PRAGMA synchronous = FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise ConfigError(f"it was made by another version ({version}, not {_VERSION})")
+        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))

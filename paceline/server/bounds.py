@@ -1,0 +1,93 @@
+"""How large, deep, many and slow what callers send may be."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError, InvalidRequestError
+
+__all__ = ["DEFAULT_BOUNDS", "MAX_JSON_DEPTH", "Bounds", "check_json_depth", "check_json_items"]
+
+# what parsers of schemas, templates and bodies are written for
+MAX_JSON_DEPTH: Final = 64
+# strings as JSON writes them, unclosed ones too
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bounds of one server, per connection or request. Raises ConfigError for a bad value."""
+
+    # request line and headers together
+    max_head_bytes: int = 64 * 1024
+    # header lines of a request
+    max_headers: int = 128
+    # sockets open at once; further ones are answered 503
+    max_connections: int = 4096
+    # seconds for a request to arrive whole, from its first byte or the connection's start, the
+    # later; 0: any time
+    receive_timeout: float = 60.0
+    # lists and objects inside one another
+    max_json_depth: int = MAX_JSON_DEPTH
+    # entries of all lists and objects of a body together
+    max_json_items: int = 500_000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_head_bytes", 1024, 2**30),
+            ("max_headers", 8, 100_000),
+            ("max_connections", 1, 1_000_000),
+            ("max_json_depth", 1, MAX_JSON_DEPTH),
+            ("max_json_items", 16, 2**31),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} must be {low} to {high}, got {value}")
+        if not (math.isfinite(self.receive_timeout) and self.receive_timeout >= 0):
+            raise ConfigError(
+                f"receive_timeout must be 0 or more seconds, got {self.receive_timeout}"
+            )
+
+
+# shared by all who have no others; frozen
+DEFAULT_BOUNDS: Final = Bounds()
+
+
+def check_json_items(body: bytes | bytearray, limit: int) -> None:
+    """Raises InvalidRequestError if the JSON in ``body`` may have more than ``limit`` entries.
+
+    Before it is parsed: two million empty lists are 6 MB of JSON and 150 MB of memory. Every entry
+    but the first of a container has a comma before it, so commas and opening brackets outside of
+    strings bound their number from above.
+    """
+    if _marks(body) <= limit:
+        return
+    # most of them may be commas of a text
+    found = _marks(_STRING.sub(b"", body))
+    if found > limit:
+        raise InvalidRequestError(
+            f"the lists and objects of the request body hold about {found} entries, at most "
+            f"{limit} are allowed"
+        )
+
+
+def _marks(data: bytes | bytearray) -> int:
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def check_json_depth(value: dict[str, Any], limit: int) -> None:
+    """Raises InvalidRequestError if ``value`` has more than ``limit`` levels, itself included."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for container in level
+            for item in (container.values() if type(container) is dict else container)
+            if type(item) is dict or type(item) is list
+        ]
+        if not level:
+            return
+    raise InvalidRequestError(f"the request body is nested deeper than {limit} levels")

@@ -1,0 +1,151 @@
+"""The HTTP protocol with bounds: on connections, on what a request's head holds, and on how long
+a request may take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from paceline.server.bounds import Bounds
+from paceline.server.slow_readers import WatchedProtocol
+
+__all__ = ["Connection", "allow_open_files"]
+
+_log = logging.getLogger("paceline.server")
+
+# for the engine's socket, log files, the event loop, and the connections that are being refused
+_OTHER_FILES: Final = 256
+
+_TOO_MANY: Final = (
+    b'{"error":{"message":"the server has as many connections as it takes","type":'
+    b'"Service Unavailable","param":null,"code":503}}'
+)
+
+
+class Connection(WatchedProtocol):
+    """uvicorn's protocol, held to ``bounds``: refuses what goes on for ever; the parser would keep
+    it all.
+
+    A connection is ``receiving`` from its start, and again from the first byte of every further
+    request, until that request is whole. A body is read no faster than the handler takes it, so a
+    handler that does not read stops the clock too: it answers, and the rest is not waited for.
+    """
+
+    def __init__(self, *arguments: Any, bounds: Bounds, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._bounds = bounds
+        self._in_head = True
+        self._head_bytes = 0
+        self._refused = False
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        if len(self.connections) > self._bounds.max_connections:
+            _log.warning("connection_refused open=%d", len(self.connections) - 1)
+            self._refuse(503, "Service Unavailable", _TOO_MANY)
+            return
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if len(self.headers) > self._bounds.max_headers:
+            # nothing was started for it yet, and nothing will be
+            self._refuse(431, "Request Header Fields Too Large")
+            raise _RefusedError
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._arrived()
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._in_head and not self._refused:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._bounds.max_head_bytes:
+                self._refuse(431, "Request Header Fields Too Large")
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            super().send_400_response(msg)
+
+    def _wait(self) -> None:
+        self._arrived()
+        if self._bounds.receive_timeout:
+            self._late = self.loop.call_later(self._bounds.receive_timeout, self._too_late)
+
+    def _arrived(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _too_late(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if self.pipeline or (
+            cycle is not None and not cycle.more_body and not cycle.response_complete
+        ):
+            # what is late was sent ahead, and is read when the answer before it is through
+            self._wait()
+            return
+        self._late = None
+        if cycle is None and not self._head_bytes:
+            # it never said a word
+            self.transport.close()
+            return
+        self._refuse(408, "Request Timeout")
+
+    def _refuse(self, status: int, phrase: str, body: bytes = b"") -> None:
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle
+        if self.pipeline or (
+            cycle is not None and cycle.response_started and not cycle.response_complete
+        ):
+            # in the middle of another answer there is no place for this one
+            self.transport.close()
+            return
+        self.transport.write(
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%b" % (status, phrase.encode(), len(body), body)
+        )
+        self.transport.close()
+
+
+class _RefusedError(Exception):
+    """Makes the parser stop."""
+
+
+def allow_open_files(bounds: Bounds) -> int:
+    """Let this process open as many files as ``bounds.max_connections`` needs, as far as the
+    system allows; how many connections there is room for."""
+    wanted = bounds.max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited: Any = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == unlimited or soft >= wanted:
+        return bounds.max_connections
+    room = max(1, soft - _OTHER_FILES)
+    _log.warning(
+        "max_connections_lowered from=%d to=%d open_files=%d", bounds.max_connections, room, soft
+    )
+    return room

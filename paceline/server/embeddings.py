@@ -1,0 +1,32 @@
+"""``POST /v1/embeddings``: checked like any other request, and then refused with the reason.
+
+The models served here are decoders trained to predict the next token. Their hidden states were not
+trained to be compared, and backends answer with tokens, never with hidden states; a vector all the
+same would be one that looks like an embedding and ranks like noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from paceline.core.errors import InvalidRequestError
+from paceline.server.fields import Fields
+from paceline.server.protocol import check_model
+from paceline.server.rules import RequestRules
+
+__all__ = ["refuse_embeddings"]
+
+
+def refuse_embeddings(body: dict[str, Any], rules: RequestRules) -> NoReturn:
+    """Raises InvalidRequestError, or UnknownModelError for a model that is not here at all."""
+    fields = Fields(body)
+    check_model(fields, rules)
+    if fields.raw("input") is None:
+        raise InvalidRequestError("input is missing", "input")
+    for name in ("encoding_format", "dimensions", "user"):
+        fields.raw(name)
+    raise InvalidRequestError(
+        f"The model {rules.served_model_names[0]} does not support embeddings: it is a decoder "
+        "that predicts tokens, without a head for pooling. Serve an embedding model elsewhere.",
+        "model",
+    )

@@ -1,0 +1,244 @@
+"""Counts what every caller asks for, refuses what is too much, and says so in headers.
+
+::
+
+    door (http.py)       enter: one request            refused: 429 before the body is read
+    engine (service.py)  metered: prompt + n * max_tokens of every prompt
+                                                       refused: 429, or 400 if it can never fit
+                         ... tokens flow ...
+                         at the end, however it comes: what was not generated is given back
+
+Between the door and the engine lie five APIs which need not know of any of this, so the exchange's
+``Ticket`` goes from one to the other in a context variable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.core.errors import InvalidRequestError, RequestError
+from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.server.errors import HttpError
+from paceline.server.rate_limits.rates import KeyLimits, Window, go_duration
+from paceline.server.rate_limits.store import RateStore
+
+__all__ = ["RateLimiter", "Ticket", "caller_of", "current_ticket"]
+
+# before the window rolls, time for what is given back to arrive in it
+_ROLL_MARGIN: Final = 0.1
+# advised wait when a key has too many requests at once: nobody knows when one ends
+_CONCURRENT_WAIT: Final = 1.0
+
+_TICKET: ContextVar[Ticket | None] = ContextVar("paceline_rate_ticket", default=None)
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """What one exchange was counted as."""
+
+    # the key's name, or the caller's address where there are no keys
+    who: str
+    limits: KeyLimits
+    # by kind, as last seen
+    windows: dict[str, Window] = field(default_factory=dict)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """OpenAI's ``x-ratelimit-*``."""
+        found: list[tuple[bytes, bytes]] = []
+        for kind, window in self.windows.items():
+            for name, value in (
+                ("limit", str(window.rate.amount)),
+                ("remaining", str(window.remaining)),
+                ("reset", go_duration(window.reset_after)),
+            ):
+                found.append((f"x-ratelimit-{name}-{kind}".encode(), value.encode()))
+        return found
+
+
+def current_ticket() -> Ticket | None:
+    """The ticket of the exchange that this code runs for; None where nothing is limited."""
+    return _TICKET.get()
+
+
+def caller_of(principal: str, client: Any) -> str:
+    """Who is counted: the key's name, else the address, of IPv6 the network of a household."""
+    if principal:
+        return principal
+    host = str(client[0]) if client else ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return f"address {host[:64]}"
+    if address.version == 6:
+        return f"address {ipaddress.ip_network((address, 64), strict=False).network_address}"
+    return f"address {address}"
+
+
+class RateLimiter(Collector):
+    """The limits of one server. Used on its event loop; also a collector of metrics.
+
+    Args:
+        defaults: what holds for callers without limits of their own.
+        overrides: by key name, fields of KeyLimits that differ from ``defaults``.
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        defaults: KeyLimits,
+        overrides: Mapping[str, Mapping[str, Any]],
+        store: RateStore,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._defaults = defaults
+        self._limits = {name: replace(defaults, **own) for name, own in overrides.items()}
+        self._store = store
+        self._now = now
+        self._running: Counter[str] = Counter()
+        self._giving_back: set[asyncio.Task[None]] = set()
+        # refused exchanges, by what was too much
+        self._refused: Counter[str] = Counter({"requests": 0, "tokens": 0, "concurrent": 0})
+
+    def ticket(self, who: str) -> Ticket | None:
+        """A ticket for ``who`` that ``current_ticket`` will find; None without any limit."""
+        limits = self._limits.get(who, self._defaults)
+        ticket = Ticket(who, limits) if limits else None
+        _TICKET.set(ticket)
+        return ticket
+
+    async def enter(self, ticket: Ticket) -> None:
+        """Count one request. Raises HttpError 429."""
+        limits = ticket.limits
+        if limits.tokens is not None:
+            ticket.windows["tokens"] = await self._store.look("tokens", ticket.who, limits.tokens)
+        if limits.requests is not None:
+            await self._take("requests", ticket, 1)
+
+    async def metered(
+        self,
+        ticket: Ticket,
+        requests: Sequence[GenerationRequest],
+        outputs: AsyncGenerator[tuple[int, GenerationOutput], None],
+    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
+        """``outputs``, the deltas of ``requests``, after their tokens were reserved.
+
+        Raises:
+            HttpError: 429, now is too early.
+            InvalidRequestError: more tokens than the limit allows at any time.
+        """
+        reserved = sum(len(r.prompt_token_ids) + r.n * r.sampling.max_tokens for r in requests)
+        begun: list[bool] = [False] * len(requests)
+        generated = [0] * len(requests)
+        refused = False
+        self._start(ticket)
+        deadline = None
+        try:
+            if ticket.limits.tokens is not None:
+                deadline = await self._reserve(ticket, reserved)
+            async for index, output in outputs:
+                begun[index], generated[index] = True, output.num_output_tokens
+                yield index, output
+        except RequestError:
+            # the engine did not take it
+            refused = True
+            raise
+        finally:
+            self._running[ticket.who] -= 1
+            if not self._running[ticket.who]:
+                del self._running[ticket.who]
+            await outputs.aclose()
+            if deadline is not None:
+                prompts = sum(
+                    len(request.prompt_token_ids)
+                    for request, seen in zip(requests, begun, strict=True)
+                    if seen or not refused
+                )
+                await self._give_back(ticket, reserved - prompts - sum(generated), deadline)
+
+    def _start(self, ticket: Ticket) -> None:
+        most = ticket.limits.concurrent
+        if most is not None and self._running[ticket.who] >= most:
+            self._refused["concurrent"] += 1
+            raise HttpError(
+                429,
+                f"{most} requests of this key are under way already, and no more are allowed at "
+                "once",
+                retry_after=_CONCURRENT_WAIT,
+            )
+        self._running[ticket.who] += 1
+
+    async def _reserve(self, ticket: Ticket, cost: int) -> float:
+        """Until when what is reserved can be given back, in seconds of ``now``."""
+        rate = ticket.limits.tokens
+        assert rate is not None, "asked for where there is a limit"
+        if cost > rate.amount:
+            raise InvalidRequestError(
+                f"this request may take {cost} tokens (prompt and max_tokens of every choice), and "
+                f"its key's limit is {rate.amount} in {rate.seconds} s: lower max_tokens or "
+                "shorten the prompt",
+                "max_tokens",
+            )
+        window = await self._take("tokens", ticket, cost)
+        return self._now() + window.rolls_in - _ROLL_MARGIN
+
+    async def _take(self, kind: str, ticket: Ticket, cost: int) -> Window:
+        rate = getattr(ticket.limits, kind)
+        taken, window = await self._store.take(kind, ticket.who, rate, cost)
+        ticket.windows[kind] = window
+        if not taken:
+            self._refused[kind] += 1
+            wait = window.retry_after(cost)
+            raise HttpError(
+                429,
+                f"too many {kind} for this key: the limit is {rate}, {window.remaining} are left, "
+                f"this request takes {cost}. Try again in {go_duration(wait)}",
+                retry_after=wait,
+            )
+        return window
+
+    async def _give_back(self, ticket: Ticket, amount: int, deadline: float) -> None:
+        """Best effort: a window that has rolled is left alone, it fades by itself."""
+        rate = ticket.limits.tokens
+        if amount <= 0 or rate is None or self._now() >= deadline:
+            return
+        # this exchange may be cancelled, what it owes is given back all the same
+        task = asyncio.ensure_future(self._store.give_back("tokens", ticket.who, rate, amount))
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
+        window = ticket.windows["tokens"]
+        ticket.windows["tokens"] = replace(window, current=window.current - amount)
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._giving_back, return_exceptions=True)
+        await self._store.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """No label holds a caller's name: their number is not the server's to bound."""
+        refused = CounterMetricFamily(
+            "paceline:rate_limited", "Requests refused by a limit of their key.", labels=("limit",)
+        )
+        for kind, count in self._refused.items():
+            refused.add_metric((kind,), count)
+        yield refused
+        if self._store.shared:
+            yield GaugeMetricFamily(
+                "paceline:rate_limit_storage_up",
+                "1 while the shared storage answers; 0: this process counts alone.",
+                value=float(self._store.up),
+            )
+            yield CounterMetricFamily(
+                "paceline:rate_limit_storage_failures",
+                "Operations that the shared storage did not do.",
+                value=self._store.failures,
+            )

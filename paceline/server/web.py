@@ -1,0 +1,74 @@
+"""What browsers may do. By default, no answer says that a page of another origin may read it.
+
+A page can still *send* without asking, so bodies must say ``application/json`` (http.py), which a
+browser sends to another origin only after it was allowed to. A page whose own name is made to point
+at this server (DNS rebinding) is of the same origin for the browser; that is what the list of
+allowed hosts is for.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline.server.config import ServerConfig
+from paceline.server.errors import HttpError, error_response, reply_to
+from paceline.server.keys import OPEN_PATHS
+
+__all__ = ["add_web_middleware"]
+
+_log = logging.getLogger("paceline.server")
+
+_EXPOSED = (
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{n}-{k}"
+        for n in ("limit", "remaining", "reset")
+        for k in ("requests", "tokens")
+    ),
+)
+
+
+def add_web_middleware(app: FastAPI, config: ServerConfig) -> None:
+    """Around everything that the app has so far: a preflight carries no key."""
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            # keys come in headers, which pages set themselves: never cookies
+            allow_credentials=False,
+            expose_headers=_EXPOSED,
+        )
+    if config.allowed_hosts:
+        app.add_middleware(_AllowedHosts, hosts=config.allowed_hosts)
+
+
+class _AllowedHosts:
+    """Answers 421 to a Host that is none of ``hosts``; ``*.name`` is any name below it."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._names = frozenset(host.lower() for host in hosts if not host.startswith("*."))
+        self._ends = tuple(host[1:].lower() for host in hosts if host.startswith("*."))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            # probes go by address
+            await self._app(scope, receive, send)
+            return
+        host = Headers(scope=scope).get("host", "").lower()
+        # a port, but not the colons of an IPv6 address
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if name in self._names or (self._ends and name.endswith(self._ends)):
+            await self._app(scope, receive, send)
+            return
+        _log.info("refused host status=421 client=%s", (scope.get("client") or ("",))[0])
+        error = HttpError(421, "this server does not answer to the name that was asked for")
+        await error_response(reply_to(error, drain_timeout=0.0))(scope, receive, send)

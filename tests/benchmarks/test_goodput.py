@@ -1,0 +1,41 @@
+"""What the goodput benchmark makes of its runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.goodput import capacity, falling, overload
+
+
+def curve(*runs: tuple[float, float], requests: int = 100) -> dict[float, dict[str, Any]]:
+    return {
+        rate: {"attainment": share, "requests": requests, "goodput_rps": rate * share}
+        for rate, share in runs
+    }
+
+
+def test_shares_are_pooled_until_they_fall() -> None:
+    runs = curve((1.0, 0.98), (2.0, 0.80), (3.0, 0.96), (4.0, 0.5))
+    assert falling(runs) == [
+        (1.0, pytest.approx(0.98)),
+        (2.0, pytest.approx(0.88)),
+        (3.0, pytest.approx(0.88)),
+        (4.0, pytest.approx(0.5)),
+    ]
+    runs[3.0]["requests"] = 300
+    assert falling(runs)[1][1] == pytest.approx((0.8 * 100 + 0.96 * 300) / 400)
+
+
+def test_capacity_lies_between_the_last_rate_within_and_the_first_beyond() -> None:
+    assert capacity(curve((1.0, 1.0), (2.0, 0.95), (3.0, 0.85))) == pytest.approx(2.5)
+    # one bad run below a good one does not end it by itself
+    assert capacity(curve((1.0, 0.89), (2.0, 0.93), (3.0, 0.5))) > 2.0
+    assert capacity(curve((1.0, 0.89), (2.0, 0.5))) == 0.0
+    assert capacity(curve((1.0, 1.0), (2.0, 0.92))) == 2.0
+
+
+def test_overload_is_the_least_beyond_capacity() -> None:
+    assert overload(curve((1.0, 1.0), (2.0, 0.8), (4.0, 0.3))) == pytest.approx(1.2 / 1.6)
+    assert overload(curve((1.0, 1.0), (2.0, 1.0))) is None

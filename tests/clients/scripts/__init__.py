@@ -1,0 +1,1 @@
+"""Scripts that run in the clients' environments, and what they share."""

@@ -1,0 +1,162 @@
+"""What a connection may do, over real sockets: how many, how large a head, how slow."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from paceline.server.bounds import Bounds
+from paceline.server.connections import allow_open_files
+
+from .helpers import say
+from .live_process import LiveServer, eventually, live_server, raw_request
+
+TEXT = "/v1/completions"
+PATIENCE = 1.0
+BOUNDS = {
+    "max_head_bytes": 4096,
+    "max_headers": 20,
+    "max_connections": 12,
+    "receive_timeout": PATIENCE,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("live") / "log"
+    with live_server(log, backend={"step_time": 0.01}, config={"bounds": BOUNDS}) as made:
+        yield made
+        assert "Traceback" not in made.log()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("count", [10, 100, 20_000])
+def test_the_number_of_headers(server: LiveServer, count: int) -> None:
+    lines = b"".join(b"A%d: b\r\n" % i for i in range(count))
+    with server.connect() as connection:
+        try:
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n")
+        except ConnectionError:
+            assert count > 1000
+        status = connection.recv(4096).split(b"\r\n")[0] if count <= 1000 else b""
+    if count == 10:
+        assert status == b"HTTP/1.1 200 OK"
+    elif status:
+        assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_the_size_of_a_head(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 3000 + b"\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+    with server.connect() as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 4200)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 431 ")
+        assert read_all(connection) == b""
+
+
+def test_the_number_of_connections(server: LiveServer) -> None:
+    with ExitStack() as opened:
+        for _ in range(BOUNDS["max_connections"]):  # type: ignore[call-overload]
+            connection = opened.enter_context(server.connect())
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        refused = opened.enter_context(server.connect())
+        answer = read_all(refused)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 503
+    eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 5)
+
+
+def test_a_connection_that_says_nothing_is_closed(server: LiveServer) -> None:
+    started = time.monotonic()
+    with server.connect() as connection:
+        assert read_all(connection) == b""
+    assert PATIENCE * 0.9 < time.monotonic() - started < PATIENCE + 5
+
+
+@pytest.mark.parametrize(
+    ("part", "more"),
+    [
+        (b"GET /version HT", b"T"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"A"),
+        (raw_request(TEXT, {"prompt": "x"})[:-5], b"x"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\n',
+            b"5",
+        ),
+    ],
+    ids=["line", "head", "body", "chunks"],
+)
+def test_a_request_that_does_not_arrive_is_ended(
+    server: LiveServer, part: bytes, more: bytes
+) -> None:
+    started = time.monotonic()
+    with server.connect() as connection:
+        connection.sendall(part)
+        time.sleep(PATIENCE / 2)
+        # a byte now and then does not help
+        connection.sendall(more)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 "), answer
+    assert time.monotonic() - started < PATIENCE + 5
+    eventually(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0}, 5)
+
+
+def test_an_answer_takes_as_long_as_it_takes(server: LiveServer) -> None:
+    """Also where the next request was begun meanwhile, on the same connection."""
+    tokens = round(1.6 * PATIENCE / 0.01)
+    body = {"prompt": "go", "max_tokens": tokens, "logit_bias": say("x"), "stream": True}
+    with server.connect() as connection:
+        connection.sendall(raw_request(TEXT, body))
+        started = time.monotonic()
+        assert connection.recv(10).startswith(b"HTTP/1.1 2")
+        connection.sendall(b"GET /version HT")
+        seen = b""
+        while b"[DONE]" not in seen:
+            part = connection.recv(65536)
+            assert part, seen[-300:]
+            seen += part
+        assert time.monotonic() - started > 1.2 * PATIENCE
+        assert b" 408 " not in seen
+        connection.sendall(b"TP/1.1\r\nHost: x\r\n\r\n")
+        rest = b""
+        while b"version" not in rest:
+            part = connection.recv(4096)
+            assert part, rest
+            rest += part
+        assert b"HTTP/1.1 200 OK" in rest
+
+
+def test_room_for_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [1024, 2048]
+    made: list[tuple[int, int]] = []
+    module = "paceline.server.connections.resource"
+    monkeypatch.setattr(f"{module}.getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(f"{module}.setrlimit", lambda _, pair: made.append(pair))
+    assert allow_open_files(Bounds(max_connections=512)) == 512 and not made
+    assert allow_open_files(Bounds(max_connections=1500)) == 1500
+    assert made == [(1756, 2048)] and not caplog.records
+    assert allow_open_files(Bounds(max_connections=4000)) == 1792
+    assert made[-1] == (2048, 2048)
+    assert "max_connections_lowered from=4000 to=1792" in caplog.text
