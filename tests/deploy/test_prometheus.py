@@ -127,7 +127,7 @@ def keep_busy(server: LiveServer, seconds: float) -> None:
 
     def ask(number: int) -> None:
         while time.monotonic() < until:
-            body: dict[str, Any] = {"prompt": [1 + number] * 40, "max_tokens": 40 + number}
+            body: dict[str, Any] = {"prompt": [10 + number] * 40, "max_tokens": 40 + number}
             body["ignore_eos"] = True
             if number % 3 == 1:
                 body["slo"] = {"class": "interactive", "ttft_ms": 0.001}
