@@ -15,6 +15,7 @@
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
 #   make bench-grammars   what constrained output costs
+#   make bench-metrics    how long /metrics takes under load
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -43,6 +44,9 @@ export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars
+.PHONY: serve test test-clients quick check format model venv clean clean-venv studies \
+	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
+	bench-metrics
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -99,6 +103,9 @@ bench-peers: $(STAMP) model
 
 bench-grammars: $(STAMP) model
 	@$(BIN)/python -m benchmarks.grammars
+
+bench-metrics: $(STAMP)
+	@$(BIN)/python -m benchmarks.metrics_latency
 
 venv: $(STAMP)
 
