@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
@@ -17,6 +19,7 @@ import paceline
 from paceline.engine.protocol import EngineClient
 from paceline.server.config import ServerConfig
 from paceline.server.http import ExchangeMiddleware
+from paceline.server.openapi import openapi_document
 from paceline.server.responding import http_exception
 from paceline.server.routes_generate import generate_router
 from paceline.server.routes_info import info_router
@@ -44,6 +47,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(generate_router(service))
     app.include_router(other_apis_router(service))
     app.include_router(info_router(service))
+    app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
     return app

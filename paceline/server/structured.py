@@ -82,7 +82,9 @@ def _response_format(value: dict[str, Any] | None) -> Grammar | None:
 
 
 def _structured_outputs(fields: Fields) -> Grammar | None:
-    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) not in (None, False)]
+    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) is not None]
+    if not fields.boolean("json_object", False):
+        given = [kind for kind in given if kind != "json_object"]
     compact = fields.boolean("disable_any_whitespace", False)
     # vLLM's switches between its own backends
     fields.raw("disable_fallback")
@@ -109,7 +111,6 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
     if kind == "json":
         return json_grammar(_schema(fields.raw("json"), field), field, compact=compact)
     if kind == "json_object":
-        fields.boolean("json_object", False)
         return json_grammar(_OBJECT, field, compact=compact)
     if kind == "regex":
         return Grammar("regex", fields.string("regex", 1) or "", field)
