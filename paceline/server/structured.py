@@ -18,7 +18,13 @@ from paceline.core.grammar import Grammar
 from paceline.server.fields import Fields, show
 from paceline.server.json_schema import check_schema
 
-__all__ = ["STRUCTURED_KINDS", "json_grammar", "parse_structured", "schema_text"]
+__all__ = [
+    "STRUCTURED_KINDS",
+    "json_grammar",
+    "parse_grammar",
+    "parse_structured",
+    "schema_text",
+]
 
 _MAX_CHOICES: Final = 1024
 # characters of EBNF; the translator is slower than the compiler
@@ -116,7 +122,7 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
         return Grammar("regex", fields.string("regex", 1) or "", field)
     if kind == "choice":
         return _choice(fields.array("choice") or [], field)
-    return _grammar(fields.string("grammar", 1) or "", field)
+    return parse_grammar(fields.string("grammar", 1) or "", field)
 
 
 def _schema(value: Any, field: str) -> Any:
@@ -139,7 +145,7 @@ def _choice(values: list[Any], field: str) -> Grammar:
     return Grammar("lark", "start: " + " | ".join(json.dumps(v) for v in values), field)
 
 
-def _grammar(text: str, field: str) -> Grammar:
+def parse_grammar(text: str, field: str) -> Grammar:
     """Lark as it is; EBNF with ``::=``, as llama.cpp and xgrammar read it, translated."""
     if "::=" not in text:
         return Grammar("lark", text, field)
