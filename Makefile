@@ -5,7 +5,8 @@
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
-#                       cache folder, against a live server (CLIENTS="openai llm" chooses)
+#                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
+#                       everything that the OpenAPI document allows and forbids
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
@@ -16,6 +17,7 @@
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
 #   make bench-grammars   what constrained output costs
 #   make bench-metrics    how long /metrics takes under load
+#   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -62,6 +64,7 @@ test-services:
 
 # npm's client wants node; without it, it is reported absent
 test-clients: $(STAMP) model
+	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 quick: check
