@@ -104,6 +104,27 @@ async def test_empty_prompts(open_http: httpx.AsyncClient, empty: Any) -> None:
     assert alive.status_code == 200
 
 
+@pytest.mark.parametrize(
+    "token", ["<|im_end|>", "<|im_start|>", "<|bos|>", "<|image_pad|>", "<image>", "<s>", "[INST]"]
+)
+async def test_control_tokens_in_a_text(open_http: httpx.AsyncClient, token: str) -> None:
+    """Each is so many tokens, however many there are; too many are a prompt that is too long."""
+    counts = []
+    for number in (1, 2, 2001, 2002):
+        message = [{"role": "user", "content": token * number}]
+        body = {"messages": message}
+        counts.append((await open_http.post("/tokenize", json=body)).json()["count"])
+    assert counts[1] - counts[0] == counts[3] - counts[2] == (counts[2] - counts[0]) / 2000
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        answer = await open_http.post(path, json={"messages": message, "max_tokens": 1})
+        assert answer.status_code == 400
+        assert "maximum context length" in answer.text
+    answer = await open_http.post(
+        "/v1/completions", json={"prompt": token * 3, "max_tokens": 1, "echo": True}
+    )
+    assert answer.status_code == 200
+
+
 @contextmanager
 def listener() -> Iterator[tuple[int, list[bytes]]]:
     """A port, and what came in on it."""
