@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ TOKENS = 64
 ROUNDS = 1 if os.environ.get("QUICK") else 4
 STEP_SECONDS = 0.03
 IDLE_SECONDS = 2.0
-_TICK = os.sysconf("SC_CLK_TCK")
+# an id that is a word of its own in the default model's vocabulary (" the")
+_WORD = 260
 _ROOT = Path(__file__).resolve().parents[1]
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and then it sleeps for {} hours. "
 # the first that a file's path holds, or "~" for what has no file, says where its time goes
@@ -81,13 +82,14 @@ class Cost:
     others: float
     requests: int
     tokens: int
+    events: int = 0
 
     @property
     def total(self) -> float:
         return self.loop + self.others
 
 
-async def _serve() -> int:
+async def _serve(on_ready: Callable[[], None]) -> int:
     """The server's half: as ``cli.serve`` wires it, less the model."""
     from paceline.checkpoints.resolve import default_cache_dir, find_local
     from paceline.engine.client import ProcessEngineClient
@@ -105,13 +107,12 @@ async def _serve() -> int:
     async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
         return await ProcessEngineClient.start(argv, settings, lambda: tokenizer)
 
+    def ready(host: str, port: int) -> None:
+        print(f"ready {port}", flush=True)
+        on_ready()
+
     client = await SupervisedEngineClient.start(start)
-    return await serve(
-        client,
-        ServerConfig(),
-        port=0,
-        on_ready=lambda host, port: print(f"ready {port}", flush=True),
-    )
+    return await serve(client, ServerConfig(), port=0, on_ready=ready)
 
 
 def _engine() -> int:
@@ -160,8 +161,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
     """Of the main thread and of all others."""
     main = others = 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        seconds = (int(fields[11]) + int(fields[12])) / _TICK
+        seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
         if int(task.name) == pid:
             main = seconds
         else:
@@ -170,7 +170,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 
 
 async def _chat(port: int, number: int, tokens: int, *, stream: bool) -> int:
-    """One request; how many bytes of events came."""
+    """One request; how many events with text came."""
     text = "".join(_SENTENCE.format(number * 100 + index) for index in range(9))
     body = json.dumps(
         {
@@ -178,6 +178,8 @@ async def _chat(port: int, number: int, tokens: int, *, stream: bool) -> int:
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
+            # the null backend has no taste: without this it would say much that is no text
+            "logit_bias": {str(_WORD): 100},
             "stream": stream,
         }
     ).encode()
@@ -191,29 +193,32 @@ async def _chat(port: int, number: int, tokens: int, *, stream: bool) -> int:
         if b" 200 " not in head.split(b"\r\n", 1)[0]:
             raise RuntimeError(head.decode() + (await reader.read()).decode())
         lines = body_lines(reader, b"chunked" in head)
-        return sum([len(line) async for line in lines])
+        return sum([line.startswith(b"data: {") async for line in lines])
     finally:
         writer.close()
 
 
-async def _load(port: int, tokens: int, rounds: int, *, stream: bool) -> None:
-    async def client(number: int) -> None:
-        for round_ in range(rounds):
-            await _chat(port, number + STREAMS * round_, tokens, stream=stream)
+async def _load(port: int, tokens: int, rounds: int, *, stream: bool) -> int:
+    """All requests of a run; how many events came."""
 
-    await asyncio.gather(*(client(number) for number in range(STREAMS)))
+    async def client(number: int) -> int:
+        asked = [number + STREAMS * round_ for round_ in range(rounds)]
+        return sum([await _chat(port, each, tokens, stream=stream) for each in asked])
+
+    return sum(await asyncio.gather(*(client(number) for number in range(STREAMS))))
 
 
 def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: float) -> Cost:
     """One run. ``idle``: processor seconds a second that the server spends anyway."""
     before, began = cpu_seconds(pid), time.monotonic()
-    asyncio.run(_load(port, tokens, ROUNDS, stream=stream))
+    events = asyncio.run(_load(port, tokens, ROUNDS, stream=stream))
     after, seconds = cpu_seconds(pid), time.monotonic() - began
     return Cost(
         loop=after[0] - before[0] - idle * seconds,
         others=after[1] - before[1],
         requests=STREAMS * ROUNDS,
         tokens=STREAMS * ROUNDS * tokens,
+        events=events,
     )
 
 
@@ -227,11 +232,11 @@ def shares(profile: Path) -> dict[str, float]:
     """Part of the event loop's time by group, waiting left out."""
     seconds: Counter[str] = Counter()
     entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
-    for (file, _, name), (_, _, own, _, callers) in entries.items():
-        if file == "~" and callers and "run_until_complete" not in name:
+    for (file, _, _), (_, _, own, _, callers) in entries.items():
+        if file == "~" and callers:
             for (caller, _, _), (_, _, own_there, _) in callers.items():
                 seconds[group(caller)] += own_there
-        elif "run_until_complete" not in name:
+        else:
             seconds[group(file)] += own
     total = sum(seconds.values())
     return {name: round(value / total, 3) for name, value in seconds.most_common()}
@@ -257,6 +262,7 @@ def main() -> int:
                 "cpu_ms_per_request_without_tokens": round(request, 3),
                 "cpu_us_per_token": round(1e3 * token, 1),
                 "other_threads_share": round(long.others / long.total, 3),
+                "events_per_token": round(long.events / long.tokens, 3),
             }
         status, scraped = asyncio.run(get(port, "/metrics"))
         assert status == 200 and b"vllm:generation_tokens_total" in scraped
@@ -284,9 +290,11 @@ def _serve_main(profile: str | None) -> int:
     logging.basicConfig(level="WARNING")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if profile is None:
-            return runner.run(_serve())
-        watching = cProfile.Profile()
-        code = watching.runcall(runner.run, _serve())
+            return runner.run(_serve(lambda: None))
+        # processor time, so that waiting is not counted; from the first request on
+        watching = cProfile.Profile(time.thread_time)
+        code = runner.run(_serve(watching.enable))
+        watching.disable()
         watching.dump_stats(profile)
         return code
 
