@@ -18,6 +18,8 @@
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-grammars   what constrained output costs, and that all of it is valid
+#   make bench-faults     what clients see when something breaks, and how long until it is well
+#   make bench-overhead   processor time of the server beyond the engine
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -46,7 +48,7 @@ export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
-	bench-background bench-metrics
+	bench-background bench-metrics bench-faults bench-overhead
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -110,6 +112,12 @@ bench-background: $(STAMP) model
 
 bench-metrics: $(STAMP)
 	@$(BIN)/python -m benchmarks.metrics_latency
+
+bench-faults: $(STAMP) model
+	@$(BIN)/python -m benchmarks.faults
+
+bench-overhead: $(STAMP)
+	@$(BIN)/python -m benchmarks.overhead
 
 venv: $(STAMP)
 
