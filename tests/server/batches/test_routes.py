@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sqlite3
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -572,6 +573,8 @@ async def test_a_folder_without_a_usable_database(tmp_path: Path) -> None:
             assert (await server.http.get("/v1/files")).status_code == 503
         with pytest.raises(ConfigError, match="no such column: id"):
             BatchStore(tmp_path, 1000)
+        here = Path("/proc/self/fd")
+        assert not [fd for fd in here.iterdir() if str(tmp_path) in os.path.realpath(fd)]
     async with running(tmp_path, required=True) as server:
         with pytest.raises(ConfigError, match="no such column: id"):
             await server.batches.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,22 @@ async def caller(server: Server, key: str) -> AsyncGenerator[Server, None]:
     async with connect(server.app) as http:
         http.headers["Authorization"] = f"Bearer {key}"
         yield Server(http, server.app)
+
+
+MARK: ContextVar[str] = ContextVar("mark", default="nobody")
+
+
+async def test_lines_run_for_nobodys_exchange(tmp_path: Path) -> None:
+    """Whoever opens the folder and starts the work on it."""
+    async with running(tmp_path) as server:
+        seen: list[str] = []
+        client: Any = server.service.client
+        original = client.generate
+        client.generate = lambda request: (seen.append(MARK.get()), original(request))[1]
+        MARK.set("the first caller")
+        await server.http.post(URL, json={"prompt": "x", "max_tokens": 1})
+        await server.until(await server.submit([line("a")]))
+        assert seen == ["the first caller", "nobody"]
 
 
 class Held:

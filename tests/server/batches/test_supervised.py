@@ -66,6 +66,16 @@ async def test_an_engine_killed_under_a_batch(
         async with asyncio.timeout(20):
             while (found := await server.get(batch))["status"] != "completed":
                 await asyncio.sleep(0.005)
+        # one that comes while there is no engine waits like the others
+        os.kill(client.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while client.faults.up:
+                await asyncio.sleep(0.002)
+            late = await server.submit(lines(4))
+            while (now := await server.get(late))["status"] != "completed":
+                paused |= "another engine is being started" in str(now["errors"])
+                await asyncio.sleep(0.002)
+        assert len(await answers(server, now)) == 4
         assert paused is (hold < 1)
         assert found["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
         assert await answers(server, found) == expected
