@@ -160,6 +160,9 @@ class AdaptiveTokenBudget:
     def _allow(self, running: Survey, now: float) -> Allowance:
         if not self._model.ready:
             return Allowance(min(self._most, max(_UNTRAINED, running.num_running + self._floor)))
+        if running.favoured:
+            # those in whose way it stands have had more than their share
+            return Allowance(self._total(running.favoured, running), 0.0)
         spare = math.inf
         for request in running.paced:
             spare = min(spare, self._spare(request, now))
