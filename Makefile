@@ -5,7 +5,8 @@
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
-#                       cache folder, against a live server (CLIENTS="openai llm" chooses)
+#                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
+#                       everything that the OpenAPI document allows and forbids
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
@@ -14,7 +15,9 @@
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
-#   make bench-grammars   what constrained output costs
+#   make bench-grammars   what constrained output costs, and that all of it is valid
+#   make bench-metrics    how long /metrics takes under load
+#   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-overhead   processor time of the server beyond the engine
 #   make clean          remove caches and build output;  clean-venv removes the environment too
@@ -43,20 +46,25 @@ STAMP := $(VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
-.PHONY: serve test test-clients quick check format model venv clean clean-venv studies \
+.PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
-	bench-faults bench-overhead
+	bench-metrics bench-background bench-faults bench-overhead
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
 # pytest comes last, so its summary is the last thing printed
-test: check model
+test: check model test-services
 	@$(BIN)/python -m pytest
+
+# Debian programs that some tests start for themselves; those tests skip without them
+test-services:
+	@scripts/test-services
 
 # npm's client wants node; without it, it is reported absent
 test-clients: $(STAMP) model
+	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 quick: check
@@ -99,10 +107,16 @@ bench-peers: $(STAMP) model
 bench-grammars: $(STAMP) model
 	@$(BIN)/python -m benchmarks.grammars
 
+bench-metrics: $(STAMP)
+	@$(BIN)/python -m benchmarks.metrics_latency
+
+bench-background: $(STAMP) model
+	@$(BIN)/python -m benchmarks.background
+
 bench-faults: $(STAMP) model
 	@$(BIN)/python -m benchmarks.faults
 
-bench-overhead: $(STAMP)
+bench-overhead: $(STAMP) model
 	@$(BIN)/python -m benchmarks.overhead
 
 venv: $(STAMP)

@@ -48,7 +48,11 @@ class Arrival:
 
 def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, int]]:
     """Prompt and output lengths: the trace's (columns ``prompt_tokens`` and ``output_tokens``),
-    from a place drawn with ``seed``, times SCALE; without a trace lognormal ones of its means."""
+    times SCALE; without a trace lognormal ones of its means.
+
+    Of a trace, one request is drawn from each of ``count`` equal parts by length of prompt, so that
+    short runs at different rates have the same mix; their order is random too.
+    """
     rng = random.Random(seed)
     if trace is None or not trace.is_file():
         pairs = [
@@ -60,12 +64,14 @@ def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, i
         ]
     else:
         with trace.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        first = rng.randrange(len(rows))
-        chosen = (rows[(first + i) % len(rows)] for i in range(count))
-        pairs = [
-            (int(row["prompt_tokens"]) * SCALE, int(row["output_tokens"]) * SCALE) for row in chosen
-        ]
+            rows = sorted(
+                (int(row["prompt_tokens"]), int(row["output_tokens"]))
+                for row in csv.DictReader(file)
+            )
+        part = len(rows) / count
+        chosen = [rows[int((i + rng.random()) * part)] for i in range(count)]
+        rng.shuffle(chosen)
+        pairs = [(prompt * SCALE, output * SCALE) for prompt, output in chosen]
     return [
         (min(MAX_PROMPT, max(1, round(prompt))), min(MAX_OUTPUT, max(1, round(output))))
         for prompt, output in pairs
