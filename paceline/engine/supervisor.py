@@ -420,9 +420,15 @@ class SupervisedEngineClient:
             started = time.monotonic()
             try:
                 client = await self._starter(old, self._num_engines - 1)
-            except PacelineError as error:
-                self._lost_why = str(error)
-                _log.error("engine_start_failed reason=%r", self._lost_why)
+            except Exception as error:
+                # whatever it is (no disk, no memory, no process): requests wait for the outcome
+                known = isinstance(error, PacelineError)
+                self._lost_why = str(error) if known else f"no engine: {type(error).__name__}"
+                _log.error(
+                    "engine_start_failed reason=%r",
+                    self._lost_why,
+                    exc_info=None if known else error,
+                )
                 continue
             break
         ended = time.monotonic()
