@@ -310,7 +310,8 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         default=default.best_effort_step_s * 1e3,
         metavar="MS",
         help="a step in which all is best effort takes about so long at most, or the next arrival "
-        f"would wait for it (default {default.best_effort_step_s * 1e3:g})",
+        "would wait for it; or twice as long as a single row, if that is more "
+        f"(default {default.best_effort_step_s * 1e3:g})",
     )
     group.add_argument(
         "--plan-lead-ms",
