@@ -18,6 +18,7 @@
 #   make bench-grammars   what constrained output costs
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-grammars   what constrained output costs, and that all of it is valid
+#   make bench-background what a large batch in the background does to those who wait for tokens
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -49,6 +50,9 @@ export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 .PHONY: serve test test-clients quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
 	bench-metrics
+.PHONY: serve test quick check format model venv clean clean-venv studies \
+	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
+	bench-background
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -109,6 +113,8 @@ bench-grammars: $(STAMP) model
 
 bench-metrics: $(STAMP)
 	@$(BIN)/python -m benchmarks.metrics_latency
+bench-background: $(STAMP) model
+	@$(BIN)/python -m benchmarks.background
 
 venv: $(STAMP)
 
