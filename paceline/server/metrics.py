@@ -171,7 +171,7 @@ class ServerMetrics(Collector):
             (
                 str(info.block_size),
                 str(info.num_blocks),
-                info.dtype,
+                info.kv_dtype,
                 str(info.enable_prefix_caching),
                 _ENGINE,
             ),
