@@ -174,7 +174,7 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
     async def batch_create(request: Request) -> Response:
         service.refuse_if_draining()
-        asked = parse_batch(await read_object(request, service.config.max_body_bytes))
+        asked = parse_batch(await read_object(request, service.config))
         batch = await batches.call(
             BatchStore.create_batch,
             owner=principal_of(request),

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, closing, suppress
+from contextvars import Context
 from dataclasses import replace
 from itertools import islice
 from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
@@ -123,7 +124,10 @@ class BatchRunner:
 
     def start(self) -> None:
         """Work on whatever is unfinished."""
-        self._task = asyncio.create_task(self._run(), name="batches")
+        # it may be a caller's request that starts it, and what it does then is not for that caller
+        self._task = asyncio.get_running_loop().create_task(
+            self._run(), name="batches", context=Context()
+        )
         self._wake.set()
 
     def wake(self) -> None:
@@ -203,7 +207,8 @@ class BatchRunner:
         if struck:
             # what cannot be written now is learnt at the next death
             with suppress(HttpError):
-                await self._call(BatchStore.suspect, batch_id, struck)
+                # cancelled before its turn on the store's thread came, it would be lost
+                await asyncio.shield(self._call(BatchStore.suspect, batch_id, struck))
 
     def _told(self, error: Exception) -> str:
         return reply_to(error, drain_timeout=self._service.config.drain_timeout).message

@@ -115,6 +115,9 @@ def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
         found.append("401")
     if path in ADMIN_PATHS:
         found.append("403")
+    if method == "POST" and path not in OPEN_PATHS:
+        # a limit of the key
+        found.append("429")
     if "{" in path:
         found.append("404")
     if "requestBody" in operation:
