@@ -128,7 +128,7 @@ class Planner:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, best_effort=False)
             draft.budget += others
-        for background in (False, True):
+        for background in (False, True) if others or self._waiting else ():
             # those that ran before: whoever was let in just now has a row
             rest = [r for r in survey.best_effort if r.status is RequestStatus.RUNNING]
             those = [r for r in rest if r.slo.background is background]
@@ -136,7 +136,7 @@ class Planner:
             late = self._run(draft, those, left, now) if those else False
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
-            head = self._waiting.peek(best_effort=True) if self._waiting else None
+            head = self._waiting.peek(best_effort=True)
             if held_by is None and head is not None and head.slo.background <= background:
                 if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
                     # or whoever comes next would wait for a long step of work without hurry
@@ -441,8 +441,10 @@ class Planner:
             draft.copies.append(extension.copy)
         request.status = RequestStatus.RUNNING
         request.times_bypassed = 0
-        self._policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
         recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        # nobody is charged twice for what a preemption lost
+        uncomputed = request.num_tokens - request.num_computed_tokens
+        self._policy.served(request, uncomputed - recomputed, 0)
         request.num_lost_tokens = 0
         request.num_recomputed_tokens += recomputed
         self.num_recomputed_tokens += recomputed

@@ -234,7 +234,7 @@ async def test_a_window_ends(tmp_path: Path) -> None:
         assert batch["status"] == "expired" and batch["expired_at"] >= batch["expires_at"]
         errors = await server.records(batch["error_file_id"])
         answers = await server.records(batch["output_file_id"])
-        assert answers and len(answers) + len(errors) == 400
+        assert errors and len(answers) + len(errors) == 400
         assert {record["error"]["code"] for record in errors.values()} == {"batch_expired"}
 
 
