@@ -50,12 +50,12 @@ BUDGETS = (256, 1024)
 # of gaps between arrivals
 CV = {"poisson": 1.0, "bursty": 4.0}
 # seconds of a run; bursts need longer
-SECONDS = {"poisson": 12.0, "bursty": 20.0} if QUICK else {"poisson": 30.0, "bursty": 45.0}
+SECONDS = {"poisson": 12.0, "bursty": 20.0} if QUICK else {"poisson": 25.0, "bursty": 40.0}
 # of the rate at which a burst is worked off
 RATES = (
     {"poisson": (1.0, 2.6), "bursty": (0.8, 2.0)}
     if QUICK
-    else {"poisson": (0.4, 1.0, 1.7, 2.4, 3.4), "bursty": (0.3, 0.8, 1.5, 2.4)}
+    else {"poisson": (0.5, 1.2, 2.0, 3.0), "bursty": (0.4, 1.2, 2.2)}
 )
 ATTAINMENT = 0.9
 # below this vLLM's server is not asked at higher rates
