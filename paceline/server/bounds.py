@@ -78,7 +78,7 @@ def _marks(data: bytes | bytearray) -> int:
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
-def check_json_depth(value: dict[str, Any], limit: int) -> None:
+def check_json_depth(value: dict[str, Any], limit: int, what: str = "the request body") -> None:
     """Raises InvalidRequestError if ``value`` has more than ``limit`` levels, itself included."""
     level: list[Any] = [value]
     for _ in range(limit):
@@ -90,4 +90,4 @@ def check_json_depth(value: dict[str, Any], limit: int) -> None:
         ]
         if not level:
             return
-    raise InvalidRequestError(f"the request body is nested deeper than {limit} levels")
+    raise InvalidRequestError(f"{what} is nested deeper than {limit} levels")

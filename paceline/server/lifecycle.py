@@ -4,7 +4,8 @@
 
     SIGTERM / SIGINT   new generation requests and /health get 503, running ones go on for up to
                        drain_timeout seconds, the rest is aborted                    -> 0
-    the same again     what runs is aborted at once                                  -> 0
+    the same again     what runs is aborted at once, the disk of batches not waited  -> 0
+                       for
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
 
 An engine that the client replaces has not died: /health gets 503 until the next one is ready.
@@ -40,6 +41,8 @@ _log = logging.getLogger("paceline.server")
 
 # seconds for finished answers to reach their callers
 _FLUSH_SECONDS: Final = 5
+# seconds that the disk of batches gets after a second signal
+_DISK_SECONDS: Final = 2.0
 _BACKLOG: Final = 2048
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -115,6 +118,8 @@ class _Life:
         self._batches = batches
         self._listener = listener
         self._signals = 0
+        # what keeps batches did not come to its end
+        self._abandoned = False
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         bounds = service.config.bounds
@@ -162,7 +167,7 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
-                await self._batches.stop()
+                await self._stop_batches()
                 await service.responses.close()
                 service.prompts.close()
                 if service.tracing is not None:
@@ -186,7 +191,7 @@ class _Life:
         service = self._service
         service.draining = True
         # what runs for batches makes way: it is kept, and done again by the next server
-        await self._batches.stop()
+        await self._stop_batches()
         if service.dead is None:
             timeout = service.config.drain_timeout
             _log.info("draining in_flight=%d timeout=%g", service.in_flight, timeout)
@@ -201,6 +206,24 @@ class _Life:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FLUSH_SECONDS):
                     await service.idle.wait()
+
+    async def _stop_batches(self) -> None:
+        """A second signal does not wait for what the disk is at."""
+        if self._abandoned:
+            return
+        stopping = asyncio.ensure_future(self._batches.stop())
+        at_once = asyncio.ensure_future(self._stop_now.wait())
+        await asyncio.wait((stopping, at_once), return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        if not stopping.done():
+            self._batches.hurry()
+            await asyncio.wait((stopping,), timeout=_DISK_SECONDS)
+        if stopping.done():
+            await stopping
+        else:
+            stopping.cancel()
+            self._abandoned = True
+            _log.warning("batches_abandoned reason='their disk does not answer'")
 
     def _engine_died(self, error: EngineDeadError) -> None:
         _log.error("engine_dead reason=%r in_flight=%d", str(error), self._service.in_flight)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeAlias
 
-from paceline.core.errors import EngineDeadError, EngineDrainingError
+from paceline.core.errors import EngineDeadError, EngineDrainingError, EngineLostError
 from paceline.server.batches.lines import Answer, BatchLine
 from paceline.server.chat import chat_answer
 from paceline.server.completions import completion_answer
@@ -79,6 +80,7 @@ async def answer_line(
     *,
     owner: str = "",
     rules: RequestRules | None = None,
+    around: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> Answer:
     """The answer to a line; one that cannot be sent gets a 400. What the server refuses for now
     (429, or 503 while a lost engine is being replaced) is asked again, with growing waits, until it
@@ -87,9 +89,10 @@ async def answer_line(
     Args:
         owner: whose line it is, for fairness and stored responses.
         rules: other than the service's.
+        around: entered for every time the line is asked, and left before waiting.
 
     Raises:
-        EngineDeadError, EngineDrainingError: the line has no answer.
+        EngineDeadError, EngineDrainingError, EngineLostError: the line has no answer.
     """
     if line.error is not None:
         message = f"line {line.index + 1}: {line.error}"
@@ -97,14 +100,15 @@ async def answer_line(
     endpoint = _ENDPOINTS[line.url]
     attempt = 0
     while True:
-        service.refuse_if_draining()
-        arrival = time.monotonic()
         try:
-            body = await endpoint(
-                service, rules or service.rules, line.body, owner, request_id, arrival
-            )
+            async with around():
+                service.refuse_if_draining()
+                arrival = time.monotonic()
+                body = await endpoint(
+                    service, rules or service.rules, line.body, owner, request_id, arrival
+                )
             return Answer(200, body, request_id)
-        except (EngineDeadError, EngineDrainingError):
+        except (EngineDeadError, EngineDrainingError, EngineLostError):
             raise
         except Exception as error:
             reply = reply_to(error, drain_timeout=service.config.drain_timeout)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-store")
         self._opening = asyncio.Lock()
         self._stopped = False
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Go on with what an earlier server left unfinished.
@@ -56,7 +58,7 @@ class Batches:
             ConfigError: the folder cannot be used, and ``required`` is set.
         """
         config = self.config
-        if config is None or not (config.required or config.folder.exists()):
+        if config is None or not (config.required or os.path.exists(config.folder)):
             return
         try:
             await self._open(config)
@@ -67,8 +69,18 @@ class Batches:
 
     async def stop(self) -> None:
         """End what runs for batches: it is done again by the next server. Nothing is served from
-        here on."""
+        here on. Waits for what the disk is at; whoever does not may cancel it and ask again."""
         self._stopped = True
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    def hurry(self) -> None:
+        """What the database is at is given up: it is done again by the next server."""
+        if self._store is not None:
+            self._store.interrupt()
+
+    async def _stop(self) -> None:
         async with self._opening:
             if self._runner is not None:
                 await self._runner.stop()
@@ -77,13 +89,19 @@ class Batches:
                 self._store = None
         self._thread.shutdown(wait=False)
 
-    async def runner(self) -> BatchRunner:
-        """Raises HttpError 501 without a folder, 503 while it cannot be used."""
+    @property
+    def settings(self) -> BatchConfig:
+        """Raises HttpError 501 without a folder."""
         if self.config is None:
             raise HttpError(501, "this server keeps no files and batches; see --batch-dir")
+        return self.config
+
+    async def runner(self) -> BatchRunner:
+        """Raises HttpError 503 while the folder cannot be used, and like ``settings``."""
+        config = self.settings
         if self._runner is None:
             try:
-                await self._open(self.config)
+                await self._open(config)
             except ConfigError as error:
                 _log.warning("no_batches reason=%r", str(error))
                 raise HttpError(

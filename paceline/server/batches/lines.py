@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.server.bounds import DEFAULT_BOUNDS, check_json_items
+from paceline.server.bounds import Bounds, check_json_depth, check_json_items
 from paceline.server.fields import decode_object, show
 from paceline.server.wire import encode
 
@@ -52,6 +52,8 @@ class BatchLine:
     custom_id: str | None
     # first 16 hex digits of the line's SHA-256
     digest: str
+    # bytes of the line
+    size: int = 0
     # endpoint and body; "" and {} when error is set
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
@@ -98,37 +100,53 @@ def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
 
 
 def read_lines(
-    source: Iterable[bytes], urls: Collection[str], *, max_bytes: int | None = None
+    source: Iterable[bytes],
+    urls: Collection[str],
+    *,
+    max_bytes: int | None = None,
+    bounds: Bounds | None = None,
 ) -> Iterator[BatchLine]:
     """Parse input lines one at a time; a bad line becomes a BatchLine with ``error``.
 
     Args:
         urls: what a line of the third form may ask.
         max_bytes: of one line.
+        bounds: of one body, as over HTTP; None: the caller's own lines, which may hold anything.
     """
     seen: dict[str, int] = {}
     for index, raw in enumerate(source):
         text = raw.strip()
         if not text:
             continue
-        line = BatchLine(index=index, custom_id=None, digest=hashlib.sha256(text).hexdigest()[:16])
+        digest = hashlib.sha256(text).hexdigest()[:16]
+        line = BatchLine(index=index, custom_id=None, digest=digest, size=len(text))
         try:
             if max_bytes is not None and len(text) > max_bytes:
                 raise _Fault("line_too_long", f"a line may have {max_bytes} bytes")
-            value = _decode(text)
+            value = _decode(text, bounds)
             line = replace(line, custom_id=_custom_id(value, index, seen))
             line = _with_request(line, value, urls)
+            if bounds is not None:
+                _check_depth(line.body, bounds)
         except _Fault as fault:
             line = replace(line, error=str(fault), code=fault.code)
         yield line
 
 
-def _decode(text: bytes) -> dict[str, Any]:
+def _decode(text: bytes, bounds: Bounds | None) -> dict[str, Any]:
     try:
-        check_json_items(text, DEFAULT_BOUNDS.max_json_items, "it")
+        if bounds is not None:
+            check_json_items(text, bounds.max_json_items, "it")
         return decode_object(text, "it")
     except InvalidRequestError as error:
         raise _Fault("invalid_json_line", str(error)) from None
+
+
+def _check_depth(body: dict[str, Any], bounds: Bounds) -> None:
+    try:
+        check_json_depth(body, bounds.max_json_depth, "body")
+    except InvalidRequestError as error:
+        raise _Fault("invalid_body", str(error)) from None
 
 
 def _custom_id(value: dict[str, Any], index: int, seen: dict[str, int]) -> str | None:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, closing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from contextvars import Context
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from paceline.core.errors import EngineDeadError
+from paceline.core.errors import EngineDeadError, EngineLostError
 from paceline.server.batches.answering import URLS, answer_line, backoff
 from paceline.server.batches.lines import (
     Answer,
@@ -52,8 +52,11 @@ _R = TypeVar("_R")
 
 # batches worked on at once; they take turns
 _MAX_ACTIVE: Final = 16
-# lines taken from a file at once
+# lines taken from a file at once, and their bytes: the last may go beyond
 _AHEAD: Final = 32
+_AHEAD_BYTES: Final = 64 * 2**10
+# bytes of one batch's lines under way, or a single line: what they are made into is larger
+_MAX_BYTES: Final = 4 * 2**20
 # seconds that answers wait for others, to be written together
 _GATHER: Final = 0.01
 # seconds after which trouble is a new one
@@ -102,6 +105,7 @@ class BatchRunner:
     ) -> None:
         self._service = service
         self._call = call
+        self._concurrency = concurrency
         self._room = asyncio.Semaphore(concurrency)
         self._max_requests = max_requests
         self._max_line_bytes = max_line_bytes
@@ -124,10 +128,9 @@ class BatchRunner:
 
     def start(self) -> None:
         """Work on whatever is unfinished."""
-        # it may be a caller's request that starts it, and what it does then is not for that caller
-        self._task = asyncio.get_running_loop().create_task(
-            self._run(), name="batches", context=Context()
-        )
+        # nothing of the exchange that happens to be the first: neither its key's limits nor its
+        # trace
+        self._task = asyncio.create_task(self._run(), name="batches", context=Context())
         self._wake.set()
 
     def wake(self) -> None:
@@ -157,7 +160,6 @@ class BatchRunner:
             await self._wake.wait()
             self._wake.clear()
             try:
-                # those that are active come first
                 found = await self._call(BatchStore.unfinished, _MAX_ACTIVE)
             except Exception as error:
                 self._told(error)
@@ -166,10 +168,19 @@ class BatchRunner:
                 self._wake.set()
                 continue
             attempt = 0
+            if len(found) == _MAX_ACTIVE:
+                await self._make_way(found)
             for batch_id in found:
                 if batch_id not in self._active and len(self._active) < _MAX_ACTIVE:
                     self._cancelled[batch_id] = asyncio.Event()
                     self._active[batch_id] = asyncio.create_task(self._work(batch_id))
+
+    async def _make_way(self, found: list[str]) -> None:
+        """End the work on all others: it goes on when it is their turn."""
+        others = [task for batch_id, task in self._active.items() if batch_id not in found]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _work(self, batch_id: str) -> None:
         """One batch to its end, however often it has to pause."""
@@ -246,7 +257,8 @@ class BatchRunner:
 
     def _lines(self, file: BinaryIO) -> Iterator[BatchLine]:
         lines = bounded_lines(file, self._max_line_bytes)
-        return read_lines(lines, URLS, max_bytes=self._max_line_bytes)
+        bounds = self._service.config.bounds
+        return read_lines(lines, URLS, max_bytes=self._max_line_bytes, bounds=bounds)
 
     async def _answer(self, batch: Batch) -> str:
         """Answer what has no answer; how that ended."""
@@ -270,19 +282,17 @@ class BatchRunner:
             await self._recorder.idle()
 
     async def _feed(self, batch: Batch) -> None:
+        load = _Load(self._concurrency, _MAX_BYTES)
         try:
             async with asyncio.TaskGroup() as tasks, aclosing(self._unanswered(batch)) as lines:
                 async for line in lines:
-                    await self._room.acquire()
                     if line.index in batch.suspects:
-                        try:
-                            await self._one(batch, line)
-                        finally:
-                            self._room.release()
+                        await self._one(batch, line)
                         continue
+                    await load.take(line.size)
                     task = tasks.create_task(self._one(batch, line))
                     # a task that is cancelled before it began would not do so itself
-                    task.add_done_callback(lambda _: self._room.release())
+                    task.add_done_callback(partial(load.give, line.size))
         except ExceptionGroup as group:
             # one task failed and the others were cancelled for it
             raise group.exceptions[0] from None
@@ -310,21 +320,36 @@ class BatchRunner:
         self.troubles.pop(batch.id, None)
 
     async def _ask(self, batch: Batch, line: BatchLine, request_id: str) -> Answer:
-        # an engine that is away already does not die of this line
-        self._service.check_health()
+        if self._service.limiter is not None:
+            self._service.limiter.charge_batches(batch.owner)
         asked = replace(line, body={**line.body, "slo": "batch"})
-        running = self._running.setdefault(batch.id, set())
-        running.add(line.index)
-        try:
-            return await answer_line(
-                self._service, asked, request_id, owner=batch.owner, rules=self._rules
-            )
-        except EngineDeadError:
-            # the others are told as well, or cancelled before they are
-            self._struck.setdefault(batch.id, set()).update(running)
-            raise
-        finally:
-            running.discard(line.index)
+        return await answer_line(
+            self._service,
+            asked,
+            request_id,
+            owner=batch.owner,
+            rules=self._rules,
+            around=lambda: self._on_engine(batch, line),
+        )
+
+    @asynccontextmanager
+    async def _on_engine(self, batch: Batch, line: BatchLine) -> AsyncGenerator[None, None]:
+        """In its turn, and known to run there."""
+        async with self._room:
+            running = self._running.setdefault(batch.id, set())
+            # one that is being replaced keeps the line until the next one is there; what is away
+            # already does not die of this line
+            with suppress(EngineLostError):
+                self._service.check_health()
+                running.add(line.index)
+            try:
+                yield
+            except (EngineDeadError, EngineLostError):
+                # the others are told as well, or cancelled before they are
+                self._struck.setdefault(batch.id, set()).update(running)
+                raise
+            finally:
+                running.discard(line.index)
 
     async def _give_up(self, batch: Batch, code: str, message: str) -> None:
         """A record for every line that has none."""
@@ -338,6 +363,31 @@ class BatchRunner:
                     results = []
         if results:
             await self._call(BatchStore.record, results)
+
+
+class _Load:
+    """What one batch has under way: some lines, of so many bytes together, or a single one."""
+
+    def __init__(self, max_lines: int, max_bytes: int) -> None:
+        self._max_lines, self._max_bytes = max_lines, max_bytes
+        self._lines = self._bytes = 0
+        self._less = asyncio.Event()
+
+    async def take(self, size: int) -> None:
+        """One more line; called by one task alone."""
+        while self._lines and (
+            self._lines >= self._max_lines or self._bytes + size > self._max_bytes
+        ):
+            self._less.clear()
+            await self._less.wait()
+        self._lines += 1
+        self._bytes += size
+
+    def give(self, size: int, _: object = None) -> None:
+        """A line is done."""
+        self._lines -= 1
+        self._bytes -= size
+        self._less.set()
 
 
 class _Recorder:
@@ -367,8 +417,16 @@ class _Recorder:
         await self._call(BatchStore.record, results)
 
 
-def _take(lines: Iterable[BatchLine]) -> list[BatchLine]:
-    return list(islice(lines, _AHEAD))
+def _take(lines: Iterator[BatchLine]) -> list[BatchLine]:
+    """The next lines, none at the end."""
+    taken: list[BatchLine] = []
+    size = 0
+    for line in lines:
+        taken.append(line)
+        size += line.size
+        if len(taken) == _AHEAD or size >= _AHEAD_BYTES:
+            break
+    return taken
 
 
 def _record_id(batch: Batch, line: BatchLine) -> str:

@@ -64,15 +64,23 @@ class BatchStore:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._db = connect(folder / "store.sqlite3")
+            try:
+                known = {row["id"] for row in self._db.execute("SELECT id FROM files")}
+                self._contents.remove_strays(known)
+            except BaseException:
+                self._db.close()
+                raise
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigError(f"the batch folder {folder} is used by another server") from None
-        except (sqlite3.Error, ConfigError) as error:
+        except (OSError, sqlite3.Error, ConfigError) as error:
             os.close(self._lock)
             raise ConfigError(f"the batch folder {folder}: {error}") from error
-        with told():
-            known = {row["id"] for row in self._rows("SELECT id FROM files")}
-            self._contents.remove_strays(known)
+
+    def interrupt(self) -> None:
+        """What runs now fails soon. From any thread."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.interrupt()
 
     def close(self) -> None:
         """Give the folder back. Not to be used any more."""
@@ -223,12 +231,14 @@ class BatchStore:
         return [Batch.of(row) for row in rows], more
 
     def unfinished(self, limit: int) -> list[str]:
-        """Ids of batches that something is to be done for, oldest first."""
+        """Ids of batches that something is to be done for: first those that only have to end, then
+        every owner's oldest, every owner's next, and so on."""
         return [
             row["id"]
             for row in self._rows(
-                f"SELECT id FROM batches WHERE status IN ({_marks(UNFINISHED)}) "
-                "ORDER BY number LIMIT ?",
+                "SELECT id FROM batches WHERE status IN "
+                f"({_marks(UNFINISHED)}) ORDER BY status IN ('finalizing', 'cancelling') DESC, "
+                "row_number() OVER (PARTITION BY owner ORDER BY number), number LIMIT ?",
                 *UNFINISHED,
                 limit,
             )

@@ -35,14 +35,16 @@ _MAX_BOUNDARY: Final = 256
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
-async def upload_file(batches: Batches, request: Request, owner: str, max_bytes: int) -> StoredFile:
+async def upload_file(batches: Batches, request: Request, owner: str) -> StoredFile:
     """Read the request's body and keep its file.
 
     Raises:
         InvalidRequestError: not such a form, or a bad purpose.
-        HttpError: 413 for a file of more than ``max_bytes`` or when there is no room for it.
+        HttpError: 413 for a file that is too large or when there is no room for it; as
+            ``Batches.settings`` says.
         ClientDisconnectedError: the caller hung up halfway.
     """
+    max_bytes = batches.settings.max_file_bytes
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= _MAX_BOUNDARY:

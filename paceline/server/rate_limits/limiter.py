@@ -116,6 +116,16 @@ class RateLimiter(Collector):
         _TICKET.set(ticket)
         return ticket
 
+    def charge_batches(self, owner: str) -> None:
+        """What this task runs from here on is work for ``owner``'s batches: charged against the
+        owner's token limit, but counted apart, so that a batch leaves its owner's own requests
+        what they had. Requests and concurrency are not counted: whoever runs batches bounds them.
+        """
+        tokens = self._limits.get(owner, self._defaults).tokens
+        # no key has a name with a space in it
+        who = f"batches of {owner}"
+        _TICKET.set(None if tokens is None else Ticket(who, KeyLimits(tokens=tokens)))
+
     async def enter(self, ticket: Ticket) -> None:
         """Count one request. Raises HttpError 429."""
         limits = ticket.limits

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import sqlite3
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import EngineDeadError, QueueFullError
+from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
+from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of, service_of
 from paceline.server.batch_config import BatchConfig
+from paceline.server.batches import runner
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
+from paceline.server.bounds import Bounds
 from paceline.server.keys import ApiKey
 from tests.server.helpers import VOCAB, connect
 
@@ -29,6 +35,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 ALICE, BOB = "alice-key-0123456789", "bobs-key-0123456789"
 KEYS = (ApiKey.of("alice", "user", ALICE), ApiKey.of("bob", "user", BOB))
 URL = "/v1/completions"
+SMALL_BODIES = ServerConfig(max_body_bytes=5000)
 
 
 class Server:
@@ -80,12 +87,20 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def running(
-    folder: Path, *, step_time: float = 0.0, keys: tuple[ApiKey, ...] = (), **config: Any
+    folder: Path,
+    *,
+    step_time: float = 0.0,
+    client: EngineClient | None = None,
+    server_config: ServerConfig = SMALL_BODIES,
+    **config: Any,
 ) -> AsyncGenerator[Server, None]:
-    backend = NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=step_time, poison_token=7)
-    client = null_client(backend, max_num_seqs=8)
+    if client is None:
+        backend = NullBackend(
+            vocab_size=VOCAB, max_model_len=512, step_time=step_time, poison_token=7
+        )
+        client = null_client(backend, max_num_seqs=8)
     batches = BatchConfig(folder=folder, **config)
-    app = create_app(client, ServerConfig(api_keys=keys, batches=batches, max_body_bytes=5000))
+    app = create_app(client, replace(server_config, batches=batches))
     async with connect(app) as http:
         server = Server(http, app)
         try:
@@ -346,7 +361,8 @@ async def test_a_line_that_kills_engines_is_found(
 
 async def test_keys_see_their_own(tmp_path: Path) -> None:
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in (ALICE, BOB))
-    async with running(tmp_path, keys=KEYS) as server:
+    config = replace(SMALL_BODIES, api_keys=KEYS)
+    async with running(tmp_path, server_config=config) as server:
         http = server.http
         file = (await server.upload(json.dumps(line("a")).encode(), **alice)).json()
         body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "1h"}
@@ -478,7 +494,11 @@ async def test_lists(tmp_path: Path) -> None:
         assert (page["first_id"], page["last_id"]) == (ids[2], ids[1])
         page = (await server.http.get(f"/v1/files?order=asc&after={ids[1]}&purpose=batch")).json()
         assert [file["id"] for file in page["data"]] == [ids[2]] and not page["has_more"]
-        for query in ("limit=0", "limit=x", "limit=99999", "order=up", "purpose=vision"):
+        # the first nine digits of the third are in range
+        for query in (
+            *("limit=0", "limit=99999", f"limit=000000001{'0' * 5000}", "limit=x"),
+            *("order=up", "purpose=vision"),
+        ):
             answer = await server.http.get(f"/v1/files?{query}")
             assert answer.status_code == 400 and query.split("=")[0] in answer.text
         assert (await server.http.get("/v1/batches?after=nobody")).status_code == 404
@@ -488,6 +508,10 @@ async def test_without_a_folder(tmp_path: Path) -> None:
     client = null_client(NullBackend(vocab_size=VOCAB))
     async with connect(create_app(client, ServerConfig())) as http:
         answer = await http.get("/v1/files")
+        assert answer.status_code == 501 and "--batch-dir" in answer.text
+        # not as too large for nothing
+        large = form(PURPOSE, (FILE[0], "x" * 200_000))
+        answer = await http.post("/v1/files", content=large, headers=MULTIPART)
         assert answer.status_code == 501 and "--batch-dir" in answer.text
     taken = BatchStore(tmp_path / "taken", 1000)
     config = ServerConfig(batches=BatchConfig(folder=tmp_path / "taken"))
@@ -512,3 +536,99 @@ async def test_a_server_that_ends_leaves_the_rest_to_the_next(tmp_path: Path) ->
         batch = await server.until(batch)
         assert batch["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
         assert len(await server.records(batch["output_file_id"])) == 100
+
+
+async def test_bodies_are_bounded_as_everywhere(tmp_path: Path) -> None:
+    config = ServerConfig(bounds=Bounds(max_json_items=40, max_json_depth=2))
+    async with running(tmp_path, server_config=config) as server:
+        for path, body, says in (
+            ("/v1/batches", {"metadata": {"a": {}}}, "nested deeper than 2 levels"),
+            ("/v1/batches", {"input_file_id": [0] * 50}, "at most 40 are allowed"),
+            ("/v1/embeddings", {"input": [[[]]]}, "nested deeper than 2 levels"),
+            ("/v1/embeddings", {"input": [0] * 50}, "at most 40 are allowed"),
+        ):
+            answer = await server.http.post(path, json=body)
+            assert answer.status_code == 400 and says in answer.text, (path, answer.text)
+        for one, code, says in (
+            (line("a", [0] * 50), "invalid_json_line", "at most 40"),
+            (line("a", logit_bias={"a": {}}), "invalid_body", "nested deeper than 2 levels"),
+        ):
+            batch = await server.until(await server.submit([line("ok"), one]))
+            (fault,) = batch["errors"]["data"]
+            assert (fault["code"], fault["line"]) == (code, 2) and says in fault["message"]
+        # a body as deep as may be sent, inside of a line
+        batch = await server.until(await server.submit([line("a", [65], logit_bias={"66": 1})]))
+        assert batch["request_counts"]["completed"] == 1, batch
+
+
+async def test_a_folder_without_a_usable_database(tmp_path: Path) -> None:
+    """The server starts unless told not to without; and it is not "another server" that is
+    the trouble, however often it is asked."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.sqlite3")) as db:
+        # not the columns that are read when it is opened
+        db.execute("CREATE TABLE files (number INTEGER PRIMARY KEY, owner TEXT)")
+    async with running(tmp_path) as server:
+        await server.batches.start()
+        for _ in range(2):
+            assert (await server.http.get("/v1/files")).status_code == 503
+        with pytest.raises(ConfigError, match="no such column: id"):
+            BatchStore(tmp_path, 1000)
+        here = Path("/proc/self/fd")
+        assert not [fd for fd in here.iterdir() if str(tmp_path) in os.path.realpath(fd)]
+    async with running(tmp_path, required=True) as server:
+        with pytest.raises(ConfigError, match="no such column: id"):
+            await server.batches.start()
+
+
+async def test_large_lines_are_not_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones are, up to a number; large ones wait for one another."""
+    monkeypatch.setattr("paceline.server.batches.runner._MAX_BYTES", 5000)
+    monkeypatch.setattr("paceline.server.batches.runner._AHEAD_BYTES", 5000)
+    for folder, size, most in (("small", 10, 4), ("large", 2000, 2), ("huge", 4000, 1)):
+        async with running(tmp_path / folder, concurrency=4, step_time=0.001) as server:
+            count = Counted(server.service.client)
+            read: list[int] = []
+            original = runner._take
+
+            def take(lines: Any, original: Any = original, read: list[int] = read) -> Any:
+                taken = original(lines)
+                read.append(sum(line.size for line in taken))
+                return taken
+
+            monkeypatch.setattr(runner, "_take", take)
+            lines = [line(f"{i}", [1], user="x" * size) for i in range(12)]
+            batch = await server.until(await server.submit(lines))
+            assert batch["request_counts"]["completed"] == 12
+            assert count.most == most, folder
+            assert 0 < max(read) < 5000 + size + 200
+
+
+async def test_an_answer_on_its_way_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch that is cancelled while answers wait to be written."""
+    monkeypatch.setattr("paceline.server.batches.runner._GATHER", 0.2)
+    async with running(tmp_path) as server:
+        client: Any = server.service.client
+        original = client.generate
+
+        async def held(request: Any) -> Any:
+            if len(request.prompt_token_ids) > 1:
+                await asyncio.sleep(30)
+            async for output in original(request):
+                yield output
+
+        client.generate = held
+        batch = await server.submit([line("quick", [65]), line("slow", [65, 65])])
+        recorder = (await server.batches.runner())._recorder
+        async with asyncio.timeout(10):
+            while not recorder._waiting:
+                await asyncio.sleep(0.005)
+        await server.http.post(f"/v1/batches/{batch['id']}/cancel")
+        batch = await server.until(batch)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert list(await server.records(batch["output_file_id"])) == ["quick"]
+        assert list(await server.records(batch["error_file_id"])) == ["slow"]
+        files = (await server.http.get("/v1/files")).json()["data"]
+        # nothing is left over that would count against the storage
+        assert await server.batches.call(BatchStore.used_bytes) == sum(f["bytes"] for f in files)
