@@ -41,7 +41,7 @@ STAMP := $(VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
-.PHONY: serve test test-clients quick check format model venv clean clean-venv studies \
+.PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars
 .DEFAULT_GOAL := test
 
@@ -49,8 +49,12 @@ serve: $(STAMP)
 	@exec $(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
 # pytest comes last, so its summary is the last thing printed
-test: check model
+test: check model test-services
 	@$(BIN)/python -m pytest
+
+# Debian programs that some tests start for themselves; those tests skip without them
+test-services:
+	@scripts/test-services
 
 # npm's client wants node; without it, it is reported absent
 test-clients: $(STAMP) model

@@ -101,7 +101,8 @@ def add_limit_options(parser: Parser) -> None:
         "--receive-timeout",
         type=bounded_float(0.0),
         metavar="SECONDS",
-        help="for a request to arrive whole; 0: any time (default 60)",
+        help="for a request to arrive whole, and one more for every 4KiB of it; 0: any time "
+        "(default 60)",
     )
     web = parser.add_argument_group("who may ask from where (docs/security.md)")
     web.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -247,6 +248,8 @@ def run(args: argparse.Namespace) -> int:
             metrics_listener = sockets.enter_context(
                 bind(args.metrics_host, args.metrics_port, flag="--metrics-port")
             )
+        if not api_keys:
+            _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
@@ -276,6 +279,18 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
             return runner.run(_serve(settings, config, listener, metrics_listener, *supervision))
+
+
+def _warn_if_reachable(listener: socket.socket) -> None:
+    """Say so where other machines may use this one, and nobody is asked for a key."""
+    host, port = listener.getsockname()[:2]
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        logging.getLogger("paceline.cli").warning(
+            "open address=%s port=%d: whoever reaches it may use this server and read its metrics; "
+            "--api-key-file asks for keys",
+            host,
+            port,
+        )
 
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:

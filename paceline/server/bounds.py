@@ -28,7 +28,7 @@ class Bounds:
     # sockets open at once; further ones are answered 503
     max_connections: int = 4096
     # seconds for a request to arrive whole, from its first byte or the connection's start, the
-    # later; 0: any time
+    # later, and one more for every 4 KiB of it; 0: any time
     receive_timeout: float = 60.0
     # lists and objects inside one another
     max_json_depth: int = MAX_JSON_DEPTH

@@ -73,8 +73,9 @@ class ServerConfig:
     bounds: Bounds = DEFAULT_BOUNDS
     # what a caller may ask for; a key's own limits come before it
     limits: KeyLimits = NO_LIMITS
-    # URL of a Redis that holds the counts of several servers; None: each counts by itself
-    rate_limit_storage: str | None = None
+    # URL of a Redis that holds the counts of several servers; None: each counts by itself. Not
+    # shown: it may hold a password
+    rate_limit_storage: str | None = field(default=None, repr=False)
     # web pages' origins that may read answers, "*" for all; empty: none
     cors_origins: tuple[str, ...] = ()
     # values of the Host header that are answered; empty: all

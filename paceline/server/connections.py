@@ -20,6 +20,8 @@ _log = logging.getLogger("paceline.server")
 # for the engine's socket, log files, the event loop, and the connections that are being refused
 _OTHER_FILES: Final = 256
 
+# bytes a second; slower is nobody who wants an answer
+_MIN_RATE: Final = 4096
 _TOO_MANY: Final = (
     b'{"error":{"message":"the server has as many connections as it takes","type":'
     b'"Service Unavailable","param":null,"code":503}}'
@@ -30,9 +32,10 @@ class Connection(WatchedProtocol):
     """uvicorn's protocol, held to ``bounds``: refuses what goes on for ever; the parser would keep
     it all.
 
-    A connection is ``receiving`` from its start, and again from the first byte of every further
-    request, until that request is whole. A body is read no faster than the handler takes it, so a
-    handler that does not read stops the clock too: it answers, and the rest is not waited for.
+    A clock runs from a connection's start, and again from the first byte of every further
+    request, until that request is whole: ``receive_timeout``, and a second more for every
+    ``_MIN_RATE`` bytes that came, so that a large file may take its time and a byte now and then
+    buys none.
     """
 
     def __init__(self, *arguments: Any, bounds: Bounds, **named: Any) -> None:
@@ -42,6 +45,8 @@ class Connection(WatchedProtocol):
         self._head_bytes = 0
         self._refused = False
         self._late: asyncio.TimerHandle | None = None
+        self._clock_from = 0.0
+        self._received = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -49,7 +54,7 @@ class Connection(WatchedProtocol):
             _log.warning("connection_refused open=%d", len(self.connections) - 1)
             self._refuse(503, "Service Unavailable", _TOO_MANY)
             return
-        self._wait()
+        self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
@@ -59,7 +64,7 @@ class Connection(WatchedProtocol):
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
-        self._wait()
+        self._start_clock()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -77,6 +82,8 @@ class Connection(WatchedProtocol):
         if self._refused:
             return
         super().data_received(data)
+        # after it, as the clock starts anew in the middle of it
+        self._received += len(data)
         if self._in_head and not self._refused:
             self._head_bytes += len(data)
             if self._head_bytes > self._bounds.max_head_bytes:
@@ -86,27 +93,35 @@ class Connection(WatchedProtocol):
         if not self._refused:
             super().send_400_response(msg)
 
-    def _wait(self) -> None:
+    def _start_clock(self) -> None:
         self._arrived()
+        self._clock_from = self.loop.time()
+        self._received = 0
         if self._bounds.receive_timeout:
-            self._late = self.loop.call_later(self._bounds.receive_timeout, self._too_late)
+            self._late = self.loop.call_later(self._bounds.receive_timeout, self._time_is_up)
 
     def _arrived(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
-    def _too_late(self) -> None:
+    def _time_is_up(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle
         if self.pipeline or (
             cycle is not None and not cycle.more_body and not cycle.response_complete
         ):
             # what is late was sent ahead, and is read when the answer before it is through
-            self._wait()
+            self._start_clock()
+            return
+        earned = self._clock_from + self._received / _MIN_RATE - self.loop.time()
+        if earned + self._bounds.receive_timeout > 0:
+            self._late = self.loop.call_later(
+                earned + self._bounds.receive_timeout, self._time_is_up
+            )
             return
         self._late = None
-        if cycle is None and not self._head_bytes:
-            # it never said a word
+        if not self._received or (cycle is not None and cycle.more_body and cycle.response_started):
+            # it never said a word; or it was answered before it was through
             self.transport.close()
             return
         self._refuse(408, "Request Timeout")

@@ -9,7 +9,11 @@ key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
 
     /health... /ping         nobody is asked
     /metrics                 scope admin
+    /admin/...               scope admin, also where there are no keys: then nobody may
     everything else          scope user or admin
+
+Without any keys everybody may do everything but what is under ``/admin/``: what changes the server
+never opens because somebody left a file out.
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ from paceline.core.errors import ConfigError
 from paceline.server.errors import HttpError
 from paceline.server.rate_limits.rates import parse_override
 
-__all__ = ["ADMIN_PATHS", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
+__all__ = ["ADMIN_PATHS", "ADMIN_PREFIX", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # they tell about everybody's requests
 ADMIN_PATHS: Final = frozenset({"/metrics"})
+# they change the server
+ADMIN_PREFIX: Final = "/admin/"
 _SCOPES: Final = ("user", "admin")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
@@ -118,6 +124,10 @@ class KeyRing:
 
         Raises HttpError: 401 without a key that is known, 403 where its scope does not reach.
         """
+        if not self._keys and path.startswith(ADMIN_PREFIX):
+            raise HttpError(
+                403, f"{ADMIN_PREFIX} is for keys of scope admin, and this server was given no keys"
+            )
         if not self._keys or path in OPEN_PATHS:
             return None
         key = self._find(_presented(headers))
@@ -125,7 +135,8 @@ class KeyRing:
             raise HttpError(
                 401, "this server wants an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             )
-        if path in ADMIN_PATHS and key.scope != "admin":
+        wants_admin = path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
+        if wants_admin and key.scope != "admin":
             raise HttpError(403, f"{path} wants a key of scope admin; this one has {key.scope}")
         return key
 

@@ -1,12 +1,16 @@
 """From a parsed request to prompt token ids, and whether they fit.
 
 Long texts are rendered and tokenised on a small thread pool, so that one long prompt does not hold
-up the tokens of everybody else; short ones are quicker done on the spot.
+up the tokens of everybody else; short ones are quicker done on the spot. A template is a program:
+it runs on the pool when it or its arguments come from a request, the first time (it is compiled
+then), and for good once it has been slow on the spot. So whatever a template does, the event loop
+waits for it once at most, for as long as the sandbox lets a render take.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +29,9 @@ _T = TypeVar("_T")
 # characters; about half a millisecond of tokenising
 _INLINE_CHARS: Final = 4096
 _THREADS: Final = 2
+# seconds of CPU after which a template is no longer rendered on the event loop: others are a
+# fraction of a millisecond
+_SLOW_S: Final = 0.05
 # tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
 
@@ -37,6 +44,9 @@ class PromptMaker:
         # a template that never says "tools" would leave them out
         source = tokenizer.chat_template_source
         self._shows_tools = source is None or "tools" in source
+        # whether the checkpoint's own template may be rendered on the event loop
+        self._quick = False
+        self._slow = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
@@ -59,9 +69,18 @@ class PromptMaker:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         size = sum(len(message["content"]) for message in template.messages)
-        # a template from outside, or tools to print, may take any time
+        # a template or arguments from outside, or tools to print, may take any time
         simple = template.chat_template is None and template.tools is None
-        return await self._run(render, size if simple else _INLINE_CHARS + 1)
+        if not (simple and not template.template_kwargs and self._quick) or size > _INLINE_CHARS:
+            ids = await self._in_pool(render)
+            self._quick = not self._slow
+            return ids
+        started = time.thread_time()
+        try:
+            return render()
+        finally:
+            if time.thread_time() - started > _SLOW_S:
+                self._quick, self._slow = False, True
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt; prompts of ids as they are."""
@@ -105,6 +124,9 @@ class PromptMaker:
     async def _run(self, work: Callable[[], _T], size: int) -> _T:
         if size <= _INLINE_CHARS:
             return work()
+        return await self._in_pool(work)
+
+    async def _in_pool(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:

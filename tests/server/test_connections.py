@@ -121,6 +121,20 @@ def test_a_request_that_does_not_arrive_is_ended(
     eventually(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0}, 5)
 
 
+def test_a_large_body_may_take_its_time(server: LiveServer) -> None:
+    """Where it comes at a rate: 40 KiB in the time that one word gets."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "y" * 40_000}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    with server.connect() as connection:
+        connection.sendall(head + body[:30_000])
+        time.sleep(1.5 * PATIENCE)
+        connection.sendall(body[30_000:])
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_answer_takes_as_long_as_it_takes(server: LiveServer) -> None:
     """Also where the next request was begun meanwhile, on the same connection."""
     tokens = round(1.6 * PATIENCE / 0.01)
