@@ -386,7 +386,7 @@ class SupervisedEngineClient:
 
     def _engine_gone(self, engine: _Engine, why: str) -> None:
         """Before any of its requests learns of it."""
-        if engine is not self._engine:
+        if engine is not self._engine or self._closing is not None:
             return
         engine.blamed = self._suspect
         self._engine = None
@@ -403,8 +403,12 @@ class SupervisedEngineClient:
         began = time.monotonic()
         # one that ends by itself may still have to write something
         await old.wait_exit(_EXIT_GRACE)
-        old.kill(self._lost_why)
-        await old.close()
+        try:
+            old.kill(self._lost_why)
+            await old.close()
+        except Exception:
+            # its successor does not need that
+            _log.exception("the engine that ended could not be cleaned up")
         while True:
             now = time.monotonic()
             while self._restarts and now - self._restarts[0] > self._window:
@@ -420,9 +424,15 @@ class SupervisedEngineClient:
             started = time.monotonic()
             try:
                 client = await self._starter(old, self._num_engines - 1)
-            except PacelineError as error:
-                self._lost_why = str(error)
-                _log.error("engine_start_failed reason=%r", self._lost_why)
+            except Exception as error:
+                # whatever it is (no file descriptor left, a full disk): nobody else would tell
+                foreseen = isinstance(error, PacelineError)
+                self._lost_why = str(error) if foreseen else f"no engine could be started: {error}"
+                _log.error(
+                    "engine_start_failed reason=%r",
+                    self._lost_why,
+                    exc_info=None if foreseen else error,
+                )
                 continue
             break
         ended = time.monotonic()

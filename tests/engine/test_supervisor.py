@@ -6,11 +6,15 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from paceline.core.errors import (
     ConfigError,
@@ -232,6 +236,45 @@ class TestGivingUp:
             # engines 1 and 2 did not load
             assert client.faults.losses == (("exit", 1),)
 
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), zmq.ZMQError(24)])
+    async def test_whatever_keeps_an_engine_from_starting_is_counted_and_told(
+        self, error: Exception, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def later(number: int) -> dict[str, Any]:
+            if number == 1:
+                raise error
+            return {}
+
+        async with supervised(max_restarts=2, later=later) as client:
+            deaths: list[EngineDeadError] = []
+            client.on_dead = deaths.append
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.faults.up)
+            # engine 1 fails, engine 2 serves
+            assert tokens(await whole(client, make()))
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: bool(deaths))
+            assert "2 restarts within" in str(deaths[0])
+        assert f"no engine could be started: {error}" in caplog.text
+        assert "Traceback" in caplog.text
+
+    async def test_an_engine_without_sockets_leaves_nothing_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+        def bind(*_: object) -> None:
+            raise zmq.ZMQError(24)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Socket, "bind", bind)
+            with pytest.raises(EngineDeadError, match="could not be started"):
+                await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer)
+        assert not list(tmp_path.iterdir())
+        tmp_path.rmdir()
+        with pytest.raises(EngineDeadError, match="no directory"):
+            await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer)
+
     async def test_the_first_start_fails_as_it_is(self) -> None:
         async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
             raise ConfigError("--num-blocks 7 is odd")
@@ -274,6 +317,32 @@ class TestEnding:
             # and closing does not wait for the engine that never gets ready
             await asyncio.wait_for(client.close(), timeout=10.0)
 
+    async def test_an_engine_that_ends_during_the_close_has_no_successor(self) -> None:
+        started: list[ProcessEngineClient] = []
+
+        async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+            made = await ProcessEngineClient.start(
+                ARGV, json.dumps(BACKEND).encode(), ByteTokenizer, ready_timeout=20.0
+            )
+            started.append(made)
+            return made
+
+        client = await SupervisedEngineClient.start(start)
+
+        async def ended_while_awaited() -> None:
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                started[0].kill("just now")
+
+        client._watching.cancel()
+        client._watching = asyncio.create_task(ended_while_awaited())
+        await asyncio.sleep(0)
+        before = set(asyncio.all_tasks())
+        await client.close()
+        assert not {task for task in asyncio.all_tasks() - before if not task.done()}
+        assert len(started) == 1 and not is_alive(started[0].pid)
+
     async def test_hanging_up_while_there_is_no_engine(self) -> None:
         async with supervised() as client:
             os.kill(client.pid, signal.SIGKILL)
@@ -285,29 +354,36 @@ class TestEnding:
             await client.drain(0.0)
 
 
-def test_sums_of_statistics_never_fall() -> None:
-    before = EngineStats(
-        time=9.0,
-        num_steps=5,
-        num_running=3,
-        num_preemptions=2,
-        actual_step_seconds=1.5,
-        refused=(("queue-full", 1), ("pressure", 2)),
-        waited=(("memory", 0.5),),
-    )
-    now = EngineStats(
-        time=1.0,
-        num_steps=1,
-        num_running=1,
-        num_preemptions=1,
-        actual_step_seconds=0.25,
-        refused=(("pressure", 3),),
-        waited=(("slots", 1.0), ("memory", 0.25)),
-        iteration_tokens=(4,),
-    )
-    total = added(before, now)
-    assert (total.num_steps, total.num_preemptions, total.actual_step_seconds) == (6, 3, 1.75)
-    assert dict(total.refused) == {"queue-full": 1, "pressure": 5}
-    assert dict(total.waited) == {"memory": 0.75, "slots": 1.0}
-    # the rest is as it is
-    assert (total.time, total.num_running, total.iteration_tokens) == (1.0, 1, (4,))
+# what a snapshot says of the moment; every other field counts since start
+NOW = {
+    "time",
+    "num_running",
+    "num_waiting",
+    "num_waiting_capacity",
+    "num_waiting_deferred",
+    "num_blocks",
+    "num_free_blocks",
+    "pressure_level",
+    "num_cached_free_blocks",
+    "num_host_blocks",
+    "num_free_host_blocks",
+    "held_by",
+    "classes",
+    "iteration_tokens",
+}
+
+
+@pytest.mark.parametrize("name", [f.name for f in msgspec.structs.fields(EngineStats)])
+def test_sums_of_statistics_never_fall(name: str) -> None:
+    required: dict[str, Any] = {"time": 1.0, "num_steps": 1}
+    pairs = {"refused", "waited"}
+    first, second = ((("a", 1), ("b", 2)), (("b", 3),)) if name in pairs else (5, 7)
+    before = EngineStats(**required | {name: first})
+    now = EngineStats(**required | {name: second})
+    total = getattr(added(before, now), name)
+    if name in NOW:
+        assert total == second
+    elif name in pairs:
+        assert dict(total) == {"a": 1, "b": 5}
+    else:
+        assert total == 12
