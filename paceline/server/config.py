@@ -59,7 +59,8 @@ class ServerConfig:
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
-    # seconds a caller may leave more than a buffer full of its answer unread; 0: for ever
+    # seconds a caller may leave more than a buffer full of its answer unread, unless it reads at
+    # 4 KiB/s; 0: for ever
     slow_reader_timeout: float = 60.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
