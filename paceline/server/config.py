@@ -77,7 +77,7 @@ class ServerConfig:
     # URL of a Redis that holds the counts of several servers; None: each counts by itself. Not
     # shown: it may hold a password
     rate_limit_storage: str | None = field(default=None, repr=False)
-    # web pages' origins that may read answers, "*" for all; empty: none
+    # web pages' origins that may ask and read answers, "*" for all; empty: none
     cors_origins: tuple[str, ...] = ()
     # values of the Host header that are answered; empty: all
     allowed_hosts: tuple[str, ...] = ()
