@@ -24,6 +24,7 @@ import zmq
 
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.frontend import EngineFrontend
+from paceline.engine.in_flight import read_in_flight
 from paceline.engine.messages import (
     ClientMessage,
     Dead,
@@ -119,6 +120,10 @@ class ProcessEngineClient(EngineFrontend):
         """The operating system has halted the process (SIGSTOP); False where it does not tell."""
         return self._child.is_stopped
 
+    def requests_in_flight(self) -> frozenset[str] | None:
+        """Ids of requests in the engine's latest steps, also right after its end; None: unknown."""
+        return read_in_flight(self._child.in_flight_path)
+
     async def wait_exit(self, timeout: float) -> None:
         """Until the process has ended, for ``timeout`` seconds at most."""
         with contextlib.suppress(TimeoutError):
@@ -164,7 +169,13 @@ class _Child:
         self._inbox_address = f"{IPC}{self._directory / 'inbox'}"
         outbox = f"{IPC}{self._directory / 'outbox'}"
         self._context = zmq.Context(io_threads=1)
-        launch = Launch(inbox=self._inbox_address, outbox=outbox, config=config)
+        self.in_flight_path = self._directory / "in-flight"
+        launch = Launch(
+            inbox=self._inbox_address,
+            outbox=outbox,
+            in_flight=str(self.in_flight_path),
+            config=config,
+        )
         try:
             self._outbox = self._context.socket(zmq.PULL)
             self._outbox.set_hwm(0)

@@ -7,11 +7,11 @@
                         v
          killed, another one started     nothing of the answer is out: sent there once more
                                          something is out: EngineLostError
-                                         it ended twice under the request: PoisonedRequestError
+                                         it ended by this request: PoisonedRequestError
 
-A request that is sent once more is a suspect: it may be what ended the engine. Suspects enter the
-next engine one after the other, each when the one before has shown a first token. So an engine that
-ends again has one suspect to blame, and the others are tried on.
+Requests that the engine was computing when it ended are suspects, and enter the next one by the
+rules of ``quarantine``: so that an engine that ends again has one of them to blame, and the others
+are tried on. Nobody else waits for that.
 
 Restarts are bounded: one more than ``max_restarts`` within ``window`` seconds, and the engine is
 dead for good. Everything here runs on one event loop.
@@ -38,6 +38,7 @@ from paceline.core.errors import (
 )
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import Tokenizer
+from paceline.engine.quarantine import Place, Quarantine, Suspect, find_guilty
 from paceline.engine.totals import added, at_rest
 from paceline.engine.types import (
     ChoiceDelta,
@@ -67,8 +68,11 @@ _MAX_BACKOFF: Final = 5.0
 # seconds a request waits for another engine, and how many may
 _HOLD_SECONDS: Final = 60.0
 _MAX_HELD: Final = 2048
-# times the engine may end under one request
-_MAX_LOSSES: Final = 2
+# times the engine may end under one request without being its fault, as far as is known
+_MAX_LOSSES: Final = 4
+# seconds that a suspect has for itself, and that it waits for that: then it goes as it is
+_TURN_SECONDS: Final = 5.0
+_QUARANTINE_SECONDS: Final = 30.0
 # seconds aborted requests get to hand in their last delta
 _ABORT_GRACE: Final = 5.0
 
@@ -82,8 +86,8 @@ class _Engine:
     """One process of the line."""
 
     client: ProcessEngineClient
-    # the suspect that had not shown a token when it ended
-    blamed: str | None = None
+    # whose fault its end was
+    guilty: Suspect | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -91,12 +95,14 @@ class _Call:
     """One ``generate`` under way."""
 
     request: GenerationRequest
-    # what it waits on while there is no engine
+    # what it waits on while there is no engine, and for its turn
     waiter: asyncio.Future[None] | None = None
+    place: Place | None = None
     # where it runs
     engine: _Engine | None = None
-    # times the engine ended under it
+    # times the engine ended under it, by somebody else as far as is known
     losses: int = 0
+    suspect: Suspect = field(default_factory=Suspect)
     # a delta is out
     begun: bool = False
     aborted: bool = False
@@ -135,9 +141,7 @@ class SupervisedEngineClient:
         self._before: EngineStats | None = None
         self._stats = first.stats
         self._calls: dict[str, _Call] = {}
-        # one suspect at a time
-        self._quarantine = asyncio.Lock()
-        self._suspect: str | None = None
+        self._quarantine = Quarantine()
         self._restarts: deque[float] = deque()
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
@@ -243,8 +247,8 @@ class SupervisedEngineClient:
         call.aborted = True
         if call.engine is not None:
             await call.engine.client.abort(request_id)
-        elif call.waiter is not None and not call.waiter.done():
-            call.waiter.set_exception(_Aborted())
+        else:
+            _fail(call, _Aborted())
 
     def check_health(self) -> None:
         self._raise_if_dead()
@@ -270,31 +274,36 @@ class SupervisedEngineClient:
 
     async def _attempt(self, call: _Call) -> AsyncGenerator[GenerationOutput, None]:
         """Deltas from one engine; ends early when the engine does."""
-        request_id = call.request.request_id
-        suspect = call.losses > 0
-        if suspect:
-            await self._quarantine.acquire()
+        request, suspect = call.request, call.suspect
+        place: Place | None = None
+        if suspect.level:
+            # at once: its place is among all those who were there
+            place = call.place = self._quarantine.join(
+                suspect, last=request.slo.best_effort, priority=request.priority
+            )
         try:
-            engine = call.engine = await self._ready_engine(call)
-            if suspect:
-                self._suspect = request_id
-            async with contextlib.aclosing(engine.client.generate(call.request)) as outputs:
+            engine = await self._ready_engine(call)
+            if place is not None:
+                has_turn = await _has_turn(place)
+                engine = await self._ready_engine(call)
+                suspect.on_trial = has_turn and place.alone
+                asyncio.get_running_loop().call_later(_TURN_SECONDS, self._quarantine.leave, place)
+            call.place, call.engine = None, engine
+            async with contextlib.aclosing(engine.client.generate(request)) as outputs:
                 async for output in outputs:
-                    if suspect:
-                        suspect = False
-                        self._clear()
+                    if suspect.on_trial and suspect.is_past(output.num_output_tokens):
+                        suspect.on_trial = False
+                        assert place is not None, "whoever is on trial has a place"
+                        self._quarantine.leave(place)
                     yield output
         except EngineDeadError:
             # told of by _engine_gone before; what becomes of the request is _judge's
             if call.engine is None:
                 raise
         finally:
-            if suspect:
-                self._clear()
-
-    def _clear(self) -> None:
-        self._suspect = None
-        self._quarantine.release()
+            call.place, suspect.on_trial = None, False
+            if place is not None:
+                self._quarantine.leave(place)
 
     def _judge(self, call: _Call) -> None:
         """The engine ended under a request: return if it may be tried once more."""
@@ -303,17 +312,17 @@ class SupervisedEngineClient:
         self._raise_if_dead()
         if self._over:
             raise EngineDrainingError("the request was aborted: the server is shutting down")
-        blamed = engine.blamed
-        if blamed is None or blamed == call.request.request_id:
-            call.losses += 1
-        if call.losses >= _MAX_LOSSES:
+        if engine.guilty is call.suspect:
+            losses = call.losses + 1
             self._counts.poisoned += 1
-            _log.error("request_poisoned id=%s losses=%d", call.request.request_id, call.losses)
+            _log.error("request_poisoned id=%s losses=%d", call.request.request_id, losses)
             raise PoisonedRequestError(
-                f"the engine ended {call.losses} times under this request ({self._lost_why}); it "
+                f"the engine ended {losses} times under this request ({self._lost_why}); it "
                 "is not tried again"
             )
-        if call.begun and not call.request.whole:
+        if engine.guilty is None:
+            call.losses += 1
+        if call.losses >= _MAX_LOSSES or (call.begun and not call.request.whole):
             self._counts.lost += 1
             raise self._lost()
         self._counts.resent += 1
@@ -351,11 +360,10 @@ class SupervisedEngineClient:
     def _wake(self, error: Exception | None = None) -> None:
         """Let everybody who waits for an engine look again, or fail."""
         for call in self._calls.values():
-            if call.waiter is not None and not call.waiter.done():
-                if error is None:
-                    call.waiter.set_result(None)
-                else:
-                    call.waiter.set_exception(error)
+            if error is not None:
+                _fail(call, error)
+            elif call.waiter is not None and not call.waiter.done():
+                call.waiter.set_result(None)
 
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
@@ -378,6 +386,7 @@ class SupervisedEngineClient:
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
         self._note_stats(client.stats)
         self._wake()
+        self._quarantine.open()
 
     def _note_stats(self, stats: EngineStats) -> None:
         self._stats = stats if self._before is None else added(self._before, stats)
@@ -388,8 +397,9 @@ class SupervisedEngineClient:
         """Before any of its requests learns of it."""
         if engine is not self._engine or self._closing is not None:
             return
-        engine.blamed = self._suspect
+        engine.guilty = find_guilty(self._started(engine))
         self._engine = None
+        self._quarantine.close()
         kind, self._ending = self._ending or "exit", ""
         self._counts.losses[kind] += 1
         self._lost_why = why
@@ -397,6 +407,15 @@ class SupervisedEngineClient:
         self._note_stats(at_rest(engine.client.info))
         _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
         self._replacing = asyncio.create_task(self._replace(engine.client))
+
+    def _started(self, engine: _Engine) -> list[tuple[Suspect, int]]:
+        """Who may have to do with its end, with the tokens that are out; all, if it did not say."""
+        ids = engine.client.requests_in_flight()
+        return [
+            (call.suspect, engine.client.num_output_tokens(request_id))
+            for request_id, call in self._calls.items()
+            if call.engine is engine and (ids is None or request_id in ids)
+        ]
 
     async def _replace(self, old: ProcessEngineClient) -> None:
         """Start engines until one is ready, or there were too many."""
@@ -504,6 +523,25 @@ class SupervisedEngineClient:
                 await asyncio.gather(task, return_exceptions=True)
         self._wake(EngineDeadError(self._dead))
         await self._latest.close()
+
+
+async def _has_turn(place: Place) -> bool:
+    """Waits for its turn; False: that took too long."""
+    try:
+        async with asyncio.timeout(_QUARANTINE_SECONDS):
+            await place.turn
+    except TimeoutError:
+        return False
+    return True
+
+
+def _fail(call: _Call, error: Exception) -> None:
+    """End what a call waits for, if it does."""
+    waits_for = call.waiter
+    if waits_for is None and call.place is not None:
+        waits_for = call.place.turn
+    if waits_for is not None and not waits_for.done():
+        waits_for.set_exception(error)
 
 
 def _restarted(request: GenerationRequest) -> GenerationOutput:
