@@ -12,7 +12,9 @@ fault after the other, each seen from its clients' side:
 * 1,000 connections that say nothing beside 200 streams;
 * 100 callers who ask for much and read nothing, beside 16 who read;
 * 10,000 malformed requests of a dozen kinds, beside 16 good ones;
-* SIGTERM under load.
+* SIGTERM under load;
+* on a second server, whose batch folder is a file system of its own of 8 MiB: the disk full in the
+  middle of a batch of 200 lines, then not; the Redis that counts for rate limits killed, then back.
 
 Memory is the resident size of the API process. ``--rows`` takes some of them. Prints a table and,
 last, one JSON line.
@@ -24,14 +26,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from benchmarks.faults.rows import ROWS, Row, reference
 from benchmarks.faults.server import FaultyServer
+from benchmarks.faults.storage import Redis, disk_full, redis_gone, small_disk
 
 FLAGS = (
     "--kv-cache-memory", "512MiB", "--max-engine-restarts", "20", "--stall-timeout", "20",
@@ -39,28 +46,67 @@ FLAGS = (
 )  # fmt: skip
 
 
+DISK, REDIS = "disk full during a batch", "Redis gone"
+
+
+def show(name: str, work: Coroutine[Any, Any, Row] | Row) -> Row:
+    """Measure a row and print it."""
+    began = time.monotonic()
+    row = work if isinstance(work, dict) else asyncio.run(work)
+    row["seconds"] = round(time.monotonic() - began, 1)
+    print(f"\n{name}", flush=True)
+    for key, value in row.items():
+        print(f"  {key.replace('_', ' '):44} {value}", flush=True)
+    return row
+
+
+def storage_rows(model: str, folder: Path, names: list[str]) -> dict[str, Row]:
+    """The two rows that need a disk and a Redis to take away; told where there is none."""
+    results: dict[str, Row] = {}
+    disk = folder / "disk"
+    disk.mkdir()
+    around = small_disk(disk)
+    has_redis = shutil.which("redis-server") is not None
+    with contextlib.ExitStack() as stack:
+        flags = [*FLAGS, "--batch-dir", str(disk / "batches")]
+        redis = Redis(folder)
+        if has_redis:
+            stack.enter_context(redis)
+            flags += ["--rate-limit-storage", redis.url, "--rate-limit-requests", "100000/minute"]
+        server = stack.enter_context(
+            FaultyServer(model, folder / "log-2", *flags, around=around or ())
+        )
+        load = asyncio.run(reference(server))
+        if DISK in names:
+            absent: Row = {"not_measured": "no file system can be mounted here (unshare)"}
+            work = disk_full(server, load, disk / "batches") if around else absent
+            results[DISK] = show(DISK, work)
+        if REDIS in names:
+            absent = {"not_measured": "there is no redis-server here"}
+            results[REDIS] = show(REDIS, redis_gone(server, load, redis) if has_redis else absent)
+    return results
+
+
 def run(model: str, names: list[str]) -> dict[str, Row]:
     results: dict[str, Row] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="faults-") as folder,
-        FaultyServer(model, Path(folder) / "log", *FLAGS) as server,
-    ):
-        load = asyncio.run(reference(server))
-        for name in names:
-            began = time.monotonic()
-            row: Row = asyncio.run(ROWS[name](server, load))
-            row["seconds"] = round(time.monotonic() - began, 1)
-            results[name] = row
-            print(f"\n{name}", flush=True)
-            for key, value in row.items():
-                print(f"  {key.replace('_', ' '):40} {value}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="faults-") as made:
+        folder = Path(made)
+        first = [name for name in names if name in ROWS]
+        if first:
+            with FaultyServer(model, folder / "log", *FLAGS, "--batch-dir", "off") as server:
+                load = asyncio.run(reference(server))
+                for name in first:
+                    results[name] = show(name, ROWS[name](server, load))
+        if len(first) < len(names):
+            results |= storage_rows(model, folder, names)
     return results
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    rows = [*ROWS, DISK, REDIS]
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW")
     args = parser.parse_args()
     results = run(args.model, args.rows)
     print(json.dumps({"bench": "faults", "results": results}))

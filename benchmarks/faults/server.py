@@ -27,13 +27,14 @@ class FaultyServer:
 
     Args:
         log: its standard error goes there.
+        around: a command that runs the server's, in its own place.
     """
 
-    def __init__(self, model: str, log: Path, *flags: str) -> None:
+    def __init__(self, model: str, log: Path, *flags: str, around: tuple[str, ...] = ()) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
-        command = [sys.executable, "-m", "paceline.cli.main", "serve", model]
+        command = [*around, sys.executable, "-m", "paceline.cli.main", "serve", model]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port), *flags],
@@ -70,7 +71,10 @@ class FaultyServer:
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = entry.read_text().rpartition(")")[2].split()
-                if int(fields[1]) == self.process.pid and fields[0] != "Z":
+                if int(fields[1]) != self.process.pid or fields[0] == "Z":
+                    continue
+                # the server may have other children
+                if b"engine_process" in (entry.parent / "cmdline").read_bytes():
                     return int(entry.parent.name)
         raise LookupError("the server has no engine process")
 

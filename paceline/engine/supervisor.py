@@ -444,13 +444,13 @@ class SupervisedEngineClient:
             try:
                 client = await self._starter(old, self._num_engines - 1)
             except Exception as error:
-                # whatever it is (no file descriptor left, a full disk): nobody else would tell
-                foreseen = isinstance(error, PacelineError)
-                self._lost_why = str(error) if foreseen else f"no engine could be started: {error}"
+                # whatever it is (no disk, no memory, no process): requests wait for the outcome
+                known = isinstance(error, PacelineError)
+                self._lost_why = str(error) if known else f"no engine: {type(error).__name__}"
                 _log.error(
                     "engine_start_failed reason=%r",
                     self._lost_why,
-                    exc_info=None if foreseen else error,
+                    exc_info=None if known else error,
                 )
                 continue
             break

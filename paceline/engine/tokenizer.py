@@ -40,7 +40,7 @@ MAX_TEMPLATE_BYTES: Final = 1 << 20
 class HFTokenizer:
     """A ``tokenizers.Tokenizer`` with its chat template; implements ``protocol.Tokenizer``.
 
-    Immutable after construction, so any number of threads may use one.
+    Says the same for ever after construction, so any number of threads may use one.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class HFTokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._steps = _decoder_steps(backend)
+        # what token_bytes has said before
+        self._bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -99,6 +101,15 @@ class HFTokenizer:
         Whatever ``decode`` does to a whole text (dropping the first space of SentencePiece) is not
         done here.
         """
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._spell(token_id)
+            if 0 <= token_id < self._vocab_size:
+                # asked for with every token of every answer; no more entries than the vocabulary
+                self._bytes[token_id] = known
+        return known
+
+    def _spell(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id) if token_id >= 0 else None

@@ -21,6 +21,8 @@ _COUNTERS: Final = (
     "num_swapped_in_blocks",
     "num_relegated",
     "num_discarded_tokens",
+    "num_prefill_tokens",
+    "num_decode_tokens",
     "predicted_step_seconds",
     "actual_step_seconds",
     "num_prefill_tokens",

@@ -202,8 +202,11 @@ class Service:
                 held.append(output)
                 if output.finished:
                     yield merge_outputs(held)
-                elif len(held) >= _HELD:
+                    continue
+                if len(held) >= _HELD:
                     held = [merge_outputs(held)]
+                # the counts, for whoever has to pay for them
+                yield msgspec.structs.replace(output, choices=(), prompt_logprobs=None)
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)

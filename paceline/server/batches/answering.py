@@ -81,7 +81,8 @@ async def answer_line(
     rules: RequestRules | None = None,
 ) -> Answer:
     """The answer to a line; one that cannot be sent gets a 400. What the server refuses for now
-    (429) is asked again, with growing waits, until it is served.
+    (429, or 503 while a lost engine is being replaced) is asked again, with growing waits, until it
+    is served.
 
     Args:
         owner: whose line it is, for fairness and stored responses.
@@ -107,7 +108,7 @@ async def answer_line(
             raise
         except Exception as error:
             reply = reply_to(error, drain_timeout=service.config.drain_timeout)
-        if reply.status != 429:
+        if reply.status not in (429, 503):
             return Answer(reply.status, error_body(reply), request_id)
         await asyncio.sleep(backoff(attempt, reply.retry_after or 0, line.index))
         attempt += 1

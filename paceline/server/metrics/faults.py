@@ -14,6 +14,7 @@ from paceline.server.slow_readers import SlowReaders
 __all__ = ["FaultCollector"]
 
 _KINDS: Final = ("exit", "stalled", "stopped")
+_LABELS: Final = ("model_name", "engine")
 
 
 class FaultCollector(Collector):
@@ -24,7 +25,7 @@ class FaultCollector(Collector):
     ) -> None:
         self._faults = faults
         self._readers = readers
-        self._model_name = model_name
+        self._labels = (model_name, "0")
 
     def collect(self) -> Iterator[Metric]:
         faults = self._faults()
@@ -58,19 +59,16 @@ class FaultCollector(Collector):
         cut = CounterMetricFamily(
             "paceline:slow_readers_cut", "Connections cut off because nobody read.", labels=_LABELS
         )
-        cut.add_metric((self._model_name,), self._readers.num_cut)
+        cut.add_metric(self._labels, self._readers.num_cut)
         yield cut
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"paceline:{name}", text, labels=_LABELS)
-        family.add_metric((self._model_name,), value)
+        family.add_metric(self._labels, value)
         return family
 
     def _counter(self, name: str, text: str, label: str, counts: dict[str, int]) -> Metric:
         family = CounterMetricFamily(f"paceline:{name}", text, labels=(*_LABELS, label))
         for value, count in counts.items():
-            family.add_metric((self._model_name, value), count)
+            family.add_metric((*self._labels, value), count)
         return family
-
-
-_LABELS: Final = ("model_name",)
