@@ -5,7 +5,8 @@
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
-#                       cache folder, against a live server (CLIENTS="openai llm" chooses)
+#                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
+#                       everything that the OpenAPI document allows and forbids
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
@@ -14,9 +15,11 @@
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
-#   make bench-grammars   what constrained output costs
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-overhead   processor time of the server beyond the engine
+#   make bench-metrics    how long /metrics takes under load
+#   make bench-grammars   what constrained output costs, and that all of it is valid
+#   make bench-background what a large batch in the background does to those who wait for tokens
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -45,7 +48,7 @@ export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
-	bench-faults bench-overhead
+	bench-faults bench-overhead bench-metrics bench-background
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -61,6 +64,7 @@ test-services:
 
 # npm's client wants node; without it, it is reported absent
 test-clients: $(STAMP) model
+	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 quick: check
@@ -108,6 +112,12 @@ bench-faults: $(STAMP) model
 
 bench-overhead: $(STAMP)
 	@$(BIN)/python -m benchmarks.overhead
+
+bench-metrics: $(STAMP)
+	@$(BIN)/python -m benchmarks.metrics_latency
+
+bench-background: $(STAMP) model
+	@$(BIN)/python -m benchmarks.background
 
 venv: $(STAMP)
 

@@ -35,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -140,17 +141,15 @@ def stream(
     names: Sequence[str] = tuple(TARGETS),
     tenant: str = "",
 ) -> list[Load]:
-    """Gamma gaps; lengths from the trace; classes drawn evenly."""
+    """Gamma gaps, stretched so that exactly ``rate * seconds`` requests come; lengths from the
+    trace; classes drawn evenly."""
     rng = random.Random(seed)
     shape = 1.0 / cv**2
-    times: list[float] = []
-    at = 0.0
-    while True:
-        at += rng.gammavariate(shape, 1.0 / (rate * shape))
-        if at >= seconds:
-            break
-        times.append(at)
-    lengths = read_lengths(TRACE, max(1, len(times)), seed)
+    count = max(1, round(rate * seconds))
+    gaps = [rng.gammavariate(shape, 1.0) for _ in range(count + 1)]
+    stretch = seconds / sum(gaps)
+    times = [stretch * at for at in accumulate(gaps[:-1])]
+    lengths = read_lengths(TRACE, count, seed)
     return [
         Load(
             when,
@@ -159,7 +158,7 @@ def stream(
             rng.choice(names),
             tenant,
         )
-        for when, (prompt, output) in zip(times, lengths, strict=False)
+        for when, (prompt, output) in zip(times, lengths, strict=True)
     ]
 
 

@@ -7,8 +7,13 @@ another place of its output; a step consumes a token and fills a mask for every 
 a valid and an invalid value per keyword: a library enforces it, refuses the schema, or lets the
 invalid value through.
 
+"Validity" generates under hundreds of schemas of rising difficulty, regular expressions and
+grammars (benchmarks/schemas.py) with choices that no model would make, and judges every output that
+ends by itself with an independent validator. "At the door" is what the server says to each keyword
+of JSON Schema: held to, an annotation, or a 400; none may be passed over.
+
 xgrammar is measured where it is importable; Paceline does not depend on it. One thread. The last
-line is JSON.
+line is JSON. Ends with 1 if an output was invalid or a keyword is passed over.
 
     python -m benchmarks.grammars
 """
@@ -17,15 +22,19 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from benchmarks.grammar_outputs import generate_all
 from paceline.checkpoints.resolve import find_local
 from paceline.core.errors import PacelineError
 from paceline.core.grammar import Grammar
 from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.tokenizer import HFTokenizer, load_tokenizer
+from paceline.server.json_schema import ANNOTATIONS
+from paceline.server.structured import json_grammar
 
 _BATCH = 64
 _STEPS = 16
@@ -147,6 +156,25 @@ KEYWORDS: dict[str, tuple[Any, Any, Any]] = {
     "not": ({"type": "integer", "not": {"const": 3}}, 4, 3),
     "if/then": ({"if": {"type": "integer"}, "then": {"minimum": 5}}, 7, 3),
     "$ref": ({"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}, 1, 2),
+}
+
+
+# the other keywords of JSON Schema 2020-12 and of the drafts before it, each in a schema of its own
+OTHER_KEYWORDS: dict[str, Any] = {
+    "maxContains": {"type": "array", "maxContains": 1},
+    "minContains": {"type": "array", "minContains": 1},
+    "dependentSchemas": {"dependentSchemas": {"a": {"required": ["b"]}}},
+    "dependencies": {"dependencies": {"a": ["b"]}},
+    "unevaluatedItems": {"unevaluatedItems": False},
+    "unevaluatedProperties": {"unevaluatedProperties": False},
+    "additionalItems": {"type": "array", "additionalItems": False},
+    "$dynamicRef": {"$dynamicRef": "#a"},
+    "$anchor": {"$anchor": "a"},
+    "$vocabulary": {"$vocabulary": {}},
+    "contentEncoding": {"type": "string", "contentEncoding": "base64"},
+    "contentMediaType": {"type": "string", "contentMediaType": "text/html"},
+    "contentSchema": {"type": "string", "contentSchema": {}},
+    "unknown": {"type": "string", "minimumLength": 3},
 }
 
 
@@ -327,20 +355,74 @@ def measure(name: str, compiles: Compile, tokenizer: HFTokenizer) -> dict[str, A
     return result
 
 
-def main() -> None:
+def at_the_door(compiles: Compile, tokenizer: HFTokenizer) -> dict[str, list[str]]:
+    """What the server does about each keyword, said and printed."""
+    found: dict[str, list[str]] = {"held to": [], "refused": [], "passed over": []}
+    cases = KEYWORDS | {name: (made, None, None) for name, made in OTHER_KEYWORDS.items()}
+    for keyword, (made, _, bad) in cases.items():
+        try:
+            source = json_grammar(made, "schema").source
+        except PacelineError:
+            found["refused"].append(keyword)
+            continue
+        match = compiles("json_schema", source)
+        if match is None:
+            found["refused"].append(keyword)
+            continue
+        text = json.dumps(bad, separators=(",", ":"))
+        leaks = keyword in OTHER_KEYWORDS or accepts(
+            match, tokenizer.encode(text, add_special_tokens=False)
+        )
+        found["passed over" if leaks else "held to"].append(keyword)
+    print("\nat the door")
+    for status, keywords in found.items():
+        print(f"{status} ({len(keywords)}): {', '.join(keywords)}")
+    print(f"annotations ({len(ANNOTATIONS)}): {', '.join(sorted(ANNOTATIONS))}")
+    return found
+
+
+def validity() -> dict[str, int]:
+    """Print the tallies; their sums."""
+    tallies, preemptions = generate_all(schemas=400, patterns=100, grammars=80)
+    print(f"\n{'validity':28s} {'asked':>7s} {'completed':>10s} {'valid':>7s}")
+    for kind, tally in sorted(tallies.items()):
+        valid = tally.completed - len(tally.invalid)
+        print(f"{kind:28s} {tally.asked:7d} {tally.completed:10d} {valid:7d}")
+        for text in [*tally.invalid, *tally.failed]:
+            print(f"  NOT VALID {text[:300]}")
+    rows = list(tallies.values())
+    completed, wrong = sum(t.completed for t in rows), sum(len(t.invalid) for t in rows)
+    share = 100 * (completed - wrong) / max(1, completed)
+    print(
+        f"{share:.1f} % of {completed} completed outputs valid, {preemptions} preemptions between"
+    )
+    return {
+        "asked": sum(t.asked for t in rows),
+        "completed": completed,
+        "invalid": wrong,
+        "failed": sum(len(t.failed) for t in rows),
+    }
+
+
+def main() -> int:
     path = find_local("smollm2-135m")
     if path is None:
         raise SystemExit("the default model is not here: run `make model`")
     tokenizer = load_tokenizer(path)
     print(f"vocabulary of {tokenizer.vocab_size}")
-    results = {"llguidance": measure("llguidance", llguidance(tokenizer), tokenizer)}
+    compiles = llguidance(tokenizer)
+    results: dict[str, Any] = {"llguidance": measure("llguidance", compiles, tokenizer)}
     other = xgrammar(tokenizer)
     if other is None:
         print("\nxgrammar is not importable here: not measured")
     else:
         results["xgrammar"] = measure("xgrammar", other, tokenizer)
+    door = at_the_door(compiles, tokenizer)
+    results["door"] = {status: len(keywords) for status, keywords in door.items()}
+    results["validity"] = outputs = validity()
     print(json.dumps({"benchmark": "grammars", "vocab": tokenizer.vocab_size, **results}))
+    return 1 if outputs["invalid"] or outputs["failed"] or door["passed over"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -158,6 +158,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
         best_effort_delay=default.best_effort_delay_s,
         best_effort_step_ms=default.best_effort_step_s * 1e3,
         plan_lead_ms=default.plan_lead_s * 1e3,
+        background_share=default.background_share,
         future_memory_check=default.future_memory_check,
         pace_admission=default.pace_admission,
         relegate_late=default.relegate_late,
@@ -321,6 +322,15 @@ def _add_scheduling_options(parser: argparse.ArgumentParser, default: EngineSett
         f"(default {default.plan_lead_s * 1e3:g})",
     )
     group.add_argument(
+        "--background-share",
+        type=bounded_float(0.0, 100.0),
+        default=default.background_share,
+        metavar="SHARE",
+        help="best-effort requests without any target, such as those of batches, lengthen the "
+        "steps of others by this share at most, on average; 0: by whatever the others' targets "
+        f"leave (default {default.background_share:g})",
+    )
+    group.add_argument(
         "--relegate-late",
         action=argparse.BooleanOptionalAction,
         default=default.relegate_late,
@@ -475,6 +485,7 @@ def engine_settings(
         best_effort_delay_s=args.best_effort_delay,
         best_effort_step_s=args.best_effort_step_ms / 1e3,
         plan_lead_s=args.plan_lead_ms / 1e3,
+        background_share=args.background_share or None,
         future_memory_check=args.future_memory_check,
         pace_admission=args.pace_admission,
         relegate_late=args.relegate_late,

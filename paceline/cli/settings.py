@@ -51,6 +51,7 @@ class EngineSettings:
     max_bypasses: int = 64
     best_effort_step_s: float = 0.05
     plan_lead_s: float = 0.002
+    background_share: float | None = 0.1
     future_memory_check: bool = True
     pace_admission: bool = True
     relegate_late: bool = True

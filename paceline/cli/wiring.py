@@ -190,6 +190,7 @@ def _scheduler_config(settings: EngineSettings, max_model_len: int) -> Scheduler
         max_bypasses=settings.max_bypasses,
         best_effort_step_s=settings.best_effort_step_s,
         plan_lead_s=settings.plan_lead_s,
+        background_share=settings.background_share,
         future_memory_check=settings.future_memory_check,
         pace_admission=settings.pace_admission,
         relegate_late=settings.relegate_late,

@@ -72,6 +72,9 @@ class SchedulerConfig:
     coalesce_size: int = 16
     # best-effort requests are treated as if they had come this much later
     best_effort_delay_s: float = 60.0
+    # best-effort requests without any target lengthen the steps of others by this share at most,
+    # on average; None: by whatever the others' targets leave
+    background_share: float | None = None
     # how many waiting requests behind a head that does not fit are tried in one step
     bypass_window: int = 8
     # how often one head may be passed before everybody waits for it
@@ -131,6 +134,10 @@ class SchedulerConfig:
             f"best_effort_step_s must be positive, got {self.best_effort_step_s}",
         )
         _require(self.plan_lead_s >= 0, f"plan_lead_s must be 0 or more, got {self.plan_lead_s}")
+        _require(
+            self.background_share is None or 0.0 < self.background_share <= 100.0,
+            f"background_share must be above 0 and at most 100, got {self.background_share}",
+        )
         for name in ("max_num_waiting", "max_predicted_wait_s", "queue_timeout_s"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive or None, got {value}")

@@ -27,8 +27,10 @@ class Draft:
     """Rows so far and what is left to hand out."""
 
     __slots__ = (
-        "_room",
-        "_room_at",
+        "_predicted",
+        "_predicted_at",
+        "background_cost",
+        "background_seconds",
         "budget",
         "charity",
         "copies",
@@ -51,11 +53,15 @@ class Draft:
         self.budget = allowance.tokens
         # predicted seconds beyond which best-effort rows stay out
         self.seconds = allowance.seconds
+        # the same for those that nobody waits for
+        self.background_seconds = allowance.background
+        # seconds by which these have lengthened it
+        self.background_cost = 0.0
         # tokens that best-effort requests may still get although there is no room for them
         self.charity = _CHARITY
-        # seconds left for best-effort rows, as of so many rows
-        self._room = 0.0
-        self._room_at = -1
+        # predicted seconds, as of so many rows
+        self._predicted = 0.0
+        self._predicted_at = -1
         # which rows this step takes; both where the policy mixes
         self.narrow = self.wide = True
         # what ``shape`` is made of
@@ -104,23 +110,32 @@ class Draft:
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
 
-    def has_room(self, start: int, num_tokens: int, model: StepTimeModel) -> bool:
-        """Whether the step stays short enough for the others with these best-effort tokens too."""
+    def limit(self, request: Request) -> float:
+        """Predicted seconds of the step beyond which a best-effort request stays out."""
+        if self.background_seconds < self.seconds and request.slo.background:
+            return self.background_seconds
+        return self.seconds
+
+    def has_room(self, request: Request, num_tokens: int, model: StepTimeModel) -> bool:
+        """Whether the step stays short enough for the others with the first so many tokens of a
+        best-effort request too."""
+        limit = self.limit(request)
         return (
-            self.seconds == math.inf
+            limit == math.inf
             or not self.rows
-            or model.predict(self.shape.plus(start, num_tokens)) <= self.seconds
+            or model.predict(self.shape.plus(0, num_tokens)) <= limit
         )
 
-    def fitting(self, start: int, model: StepTimeModel) -> int:
-        """Tokens of the largest chunk for which there is room: a multiple of the tile, and one at
-        least."""
-        if self.seconds == math.inf:
+    def fitting(self, request: Request, model: StepTimeModel) -> int:
+        """Tokens of the largest chunk of a best-effort request for which there is room: a multiple
+        of the tile, and one at least."""
+        limit, start = self.limit(request), request.num_computed_tokens
+        if limit == math.inf:
             return max(1, self.budget)
         low, high = 1, max(1, self.budget // _TILE)
         while low < high:
             middle = (low + high + 1) // 2
-            if model.predict(self.shape.plus(start, middle * _TILE)) <= self.seconds:
+            if model.predict(self.shape.plus(start, middle * _TILE)) <= limit:
                 low = middle
             else:
                 high = middle - 1
@@ -129,20 +144,24 @@ class Draft:
     def spares(self, request: Request, model: StepTimeModel) -> bool:
         """Whether a best-effort request that runs gets a row: if there is room, or if it was passed
         over long enough and not too many others have been given one for that reason."""
-        if self.seconds == math.inf or not self.rows:
+        limit = self.limit(request)
+        if limit == math.inf or not self.rows:
             request.num_skipped_steps = 0
             return True
-        if self._room_at != len(self.rows):
-            self._room_at = len(self.rows)
-            self._room = self.seconds - model.predict(self.shape)
-        cost_s = model.row_seconds(request.num_computed_tokens)
-        if cost_s <= self._room:
+        if self._predicted_at != len(self.rows):
+            self._predicted_at = len(self.rows)
+            self._predicted = model.predict(self.shape)
+        wanted = self._predicted + model.row_seconds(request.num_computed_tokens)
+        if wanted <= limit:
             # the next one asks once this one has its row
-            self._room -= cost_s
-            self._room_at += 1
+            self._predicted = wanted
+            self._predicted_at += 1
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
+        if limit < self.seconds:
+            # its share is saved up: it gets on without charity
+            return False
         wide = request.num_uncomputed_tokens > 1
         cost = _TILE if wide else 1
         if request.num_skipped_steps <= _MAX_SKIPPED_STEPS or cost > self.charity:

@@ -128,17 +128,24 @@ class Planner:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, best_effort=False)
             draft.budget += others
-        if others:
+        for background in (False, True) if others or self._waiting else ():
             # those that ran before: whoever was let in just now has a row
             rest = [r for r in survey.best_effort if r.status is RequestStatus.RUNNING]
-            late = self._run(draft, rest, 0, now)
+            those = [r for r in rest if r.slo.background is background]
+            left = 0 if background else len(rest) - len(those)
+            late = self._run(draft, those, left, now) if those else False
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
-        if held_by is None and self._waiting and self._waiting.peek(best_effort=True) is not None:
-            if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
-                # or whoever comes next would wait for a long step of work that nobody waits for
-                draft.seconds = min(draft.seconds, self._budget.best_effort_seconds)
-            held_by = self._let_in(draft, now, pressure, best_effort=True)
+            head = self._waiting.peek(best_effort=True)
+            if held_by is None and head is not None and head.slo.background <= background:
+                if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
+                    # or whoever comes next would wait for a long step of work without hurry
+                    draft.seconds = min(draft.seconds, self._budget.best_effort_seconds)
+                draft.budget -= left
+                held_by = self._let_in(
+                    draft, now, pressure, best_effort=True, background=background
+                )
+                draft.budget += left
         if not draft.rows and not draft.narrow:
             # no wide row could be had after all (memory): do not waste the step
             draft.narrow = True
@@ -147,6 +154,8 @@ class Planner:
             self._run(draft, [r for r in running if r.slo.best_effort], 0, now)
         for child in draft.forked:
             self._waiting.enter(child, now)
+        if draft.background_cost:
+            self._budget.charge(draft.background_cost)
         return held_by
 
     # ------------------------------------------------------------------ those running
@@ -171,6 +180,8 @@ class Planner:
         rows, requests = draft.rows, draft.requests
         pool = self._kv.pool
         plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
+        if running and running[0].slo.best_effort:
+            plain = plain and draft.background_seconds == math.inf
         caching = self._cache.enable_prefix_caching
         # such plain rows that the draft does not count yet, and the keys before them
         handed_out = handed_keys = 0
@@ -219,7 +230,7 @@ class Planner:
                 reserved = len(running) - index - 1 + others
                 num_tokens = min(num_tokens, draft.budget - reserved)
                 if request.slo.best_effort:
-                    num_tokens = min(num_tokens, draft.fitting(computed, self._step_time))
+                    num_tokens = min(num_tokens, draft.fitting(request, self._step_time))
             new_block_ids: tuple[int, ...] = ()
             if request.shares_tail or computed + num_tokens > held:
                 extension = self._kv.extend(request, num_tokens)
@@ -253,10 +264,14 @@ class Planner:
     def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
         """Who gives blocks up for ``running[index]``: nobody who has a row already."""
         candidates = running[index:]
-        if not running[index].slo.best_effort:
+        slo = running[index].slo
+        if not slo.background:
             served = {request.request_id for request in draft.requests}
             candidates += [
-                r for r in self.running if r.slo.best_effort and r.request_id not in served
+                r
+                for r in self.running
+                if (r.slo.background if slo.best_effort else r.slo.best_effort)
+                and r.request_id not in served
             ]
         return self._preemption.victim(candidates, self._policy.expendable)
 
@@ -294,16 +309,25 @@ class Planner:
     # ------------------------------------------------------------------ those waiting
 
     def _let_in(
-        self, draft: Draft, now: float, pressure: Pressure, *, best_effort: bool
+        self,
+        draft: Draft,
+        now: float,
+        pressure: Pressure,
+        *,
+        best_effort: bool,
+        background: bool = False,
     ) -> Reason | None:
         """Admit in order until something is short, and return what; without ``best_effort``, only
-        up to the first that is."""
+        up to the first that is, and with it, without ``background``, only up to the first that
+        nobody waits for."""
         passed: list[Request] = []
         head: Request | None = None
         tried = num_late = 0
         outlook: MemoryOutlook | None = None
         held_by: Reason | None = None
         while (request := self._next(draft, pressure, best_effort, passed)) is not None:
+            if best_effort and request.slo.background and not background:
+                break
             if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
                 break
@@ -314,7 +338,7 @@ class Planner:
                 if pressure >= Pressure.HOLD_BEST_EFFORT:
                     held_by = held_by or Reason.PRESSURE
                     break
-                if not draft.has_room(0, _TILE, self._step_time):
+                if not draft.has_room(request, _TILE, self._step_time):
                     held_by = held_by or Reason.BUDGET
                     break
             self._waiting.take(request)
@@ -370,7 +394,7 @@ class Planner:
             and patient is not None
             and patient.order < head.order
             and pressure < Pressure.HOLD_BEST_EFFORT
-            and draft.has_room(0, _TILE, self._step_time)
+            and draft.has_room(patient, _TILE, self._step_time)
             and not any(request.slo.best_effort for request in passed)
         ):
             return patient
@@ -409,7 +433,7 @@ class Planner:
     def _admit(self, draft: Draft, request: Request, now: float) -> None:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
         if request.slo.best_effort:
-            fitting = draft.fitting(request.num_computed_tokens, self._step_time)
+            fitting = draft.fitting(request, self._step_time)
             num_tokens = min(num_tokens, fitting)
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None, "admit() promised the blocks"
@@ -442,7 +466,11 @@ class Planner:
     def _add_row(
         self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
     ) -> None:
+        before = draft.shape
         draft.add(request, num_tokens, new_block_ids)
+        if draft.background_seconds < math.inf and request.slo.background:
+            predict = self._step_time.predict
+            draft.background_cost += predict(draft.shape) - predict(before)
         end = request.num_computed_tokens
         if end // self._cache.block_size > request.num_hashed_blocks:
             self._kv.cache_computed(request)

@@ -93,6 +93,7 @@ class Scheduler:
                 config.max_num_batched_tokens,
                 work=work,
                 best_effort_step_s=config.best_effort_step_s,
+                background_share=config.background_share,
             )
         # most policies do not count what was served: not asking them saves a call for every token
         self._policy_listens = getattr(type(self.policy), "served", None) is not FcfsPolicy.served

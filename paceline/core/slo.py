@@ -50,6 +50,13 @@ class Slo:
                     f"slo.{name}_ms",
                 )
 
+    @property
+    def background(self) -> bool:
+        """Nobody waits for it: best effort without any target."""
+        return (
+            self.best_effort and self.ttft is None and self.tpot is None and self.deadline is None
+        )
+
     def next_token_due(self, arrival: float, first_token: float | None, num_output: int) -> float:
         """When output token ``num_output + 1`` is due; infinity without a target for it."""
         if first_token is None:

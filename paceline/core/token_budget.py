@@ -10,6 +10,9 @@ step-time model:
   paced request is due at a known time, so a step may take until the earliest of these, and no
   longer. Requests that are ahead of their schedule thereby lend their time to prompts that wait.
 * Best-effort work that runs alone is cut into short steps, so that whoever arrives is served soon.
+* Work that nobody waits for (best effort, no targets) pays for the time by which it lengthens the
+  steps of others: each of their steps earns it a share of its own time, saved up to what a small
+  chunk takes. So the others' mean time per token grows by that share at most.
 
 This module does not know the queue, memory or the clock.
 """
@@ -35,6 +38,8 @@ _HOPELESS = 0.5
 _LEFT_QUANTILE = 0.25
 # tokens of a step before anything was measured
 _UNTRAINED = 512
+# one in so many steps is without background rows
+_LOOK = 32
 # observations between two looks at where the knee is
 _REFIT = 16
 
@@ -46,6 +51,8 @@ class Allowance(NamedTuple):
     tokens: int
     # predicted seconds the step may take; best-effort rows stay out of a step beyond it
     seconds: float = math.inf
+    # the same for rows that nobody waits for
+    background: float = math.inf
 
 
 class TokenBudget(Protocol):
@@ -56,6 +63,10 @@ class TokenBudget(Protocol):
 
     def allow(self, running: Survey, now: float) -> Allowance:
         """What the next step may spend."""
+        ...
+
+    def charge(self, seconds: float) -> None:
+        """Background rows are predicted to have made the step so much longer for others."""
         ...
 
     def seconds_per_token(self, running: Survey) -> float:
@@ -75,6 +86,9 @@ class FixedTokenBudget:
     def allow(self, running: Survey, now: float) -> Allowance:
         return self._allowance
 
+    def charge(self, seconds: float) -> None:
+        """It limits nothing."""
+
     def seconds_per_token(self, running: Survey) -> float:
         tokens = max(2, self._allowance.tokens - running.num_running)
         return self._model.predict(running.base.plus(0, tokens)) / tokens
@@ -87,6 +101,7 @@ class AdaptiveTokenBudget:
         max_num_batched_tokens: never more than this.
         work: how many tokens requests are predicted to have.
         best_effort_step_s: seconds of a step in which all that runs is best effort.
+        background_share: of a step's time, by which background rows may lengthen it; None: any.
         tile: chunks are multiples of it, where the matrix kernels are efficient.
         floor: a chunk of this size is allowed however late the running requests are, or new
             requests would starve.
@@ -101,6 +116,7 @@ class AdaptiveTokenBudget:
         *,
         work: WorkEstimator,
         best_effort_step_s: float,
+        background_share: float | None = None,
         tile: int = 32,
         floor: int = 32,
         quantile: float = 0.9,
@@ -110,6 +126,11 @@ class AdaptiveTokenBudget:
         self._most = max_num_batched_tokens
         self._work = work
         self.best_effort_seconds = best_effort_step_s
+        self._background_share = background_share
+        # seconds that background rows may add to the next step
+        self._credit = 0.0
+        # since ordinary requests run without a pause
+        self._steps_beside = 0
         self._overhead = overhead
         self._known_at = -1
         self._tiles = 1
@@ -118,6 +139,25 @@ class AdaptiveTokenBudget:
         self._quantile = quantile
 
     def allow(self, running: Survey, now: float) -> Allowance:
+        allowance = self._allow(running, now)
+        share = self._background_share
+        if share is None or not running.ordinary or not self._model.ready:
+            self._steps_beside = 0
+            return allowance
+        self._steps_beside += 1
+        if self._steps_beside % _LOOK == 1:
+            # what a step takes without such rows is only known from steps without them
+            return allowance._replace(background=0.0)
+        base = running.base
+        own = self._model.predict(base)
+        most = self._model.predict(base.plus(0, self._tile)) - own
+        self._credit = min(self._credit + share * own, max(most, share * own))
+        return allowance._replace(background=own + max(0.0, self._credit))
+
+    def charge(self, seconds: float) -> None:
+        self._credit -= seconds
+
+    def _allow(self, running: Survey, now: float) -> Allowance:
         if not self._model.ready:
             return Allowance(min(self._most, max(_UNTRAINED, running.num_running + self._floor)))
         spare = math.inf

@@ -30,6 +30,12 @@ def _is_targeted(request: Request) -> bool:
     )
 
 
+def _band(request: Request) -> int:
+    """0: ordinary; 1: best effort; 2: best effort that nobody waits for."""
+    slo = request.slo
+    return slo.best_effort + slo.background
+
+
 class WaitingRoom:
     """All requests that could run next, best effort apart from the others. Those that wait for an
     event are elsewhere (``forks``).
@@ -39,8 +45,8 @@ class WaitingRoom:
     """
 
     def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
-        # [all others, best effort]
-        self._queues = (make_queue(), make_queue())
+        # see ``_band``
+        self._queues = (make_queue(), make_queue(), make_queue())
         self.clocks = WaitClocks()
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
@@ -49,16 +55,17 @@ class WaitingRoom:
         self._targeted: list[Request] = []
         # arrivals and departures of these
         self.num_changes = 0
-        self._num_tokens = [0, 0]
+        self._num_tokens = [0, 0, 0]
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._queues[0]) + len(self._queues[1])
+        return self._size
 
     def __iter__(self) -> Iterator[Request]:
         return chain(*self._queues)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._queues[request.slo.best_effort]
+        return request in self._queues[_band(request)]
 
     @property
     def ordinary(self) -> WaitingQueue:
@@ -81,7 +88,8 @@ class WaitingRoom:
 
     def push(self, request: Request) -> None:
         """Put a request at its place; one that was taken goes on waiting."""
-        band = request.slo.best_effort
+        band = _band(request)
+        self._size += 1
         self._num_tokens[band] += request.num_prompt_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
@@ -91,26 +99,29 @@ class WaitingRoom:
         self._queues[band].push(request)
 
     def peek(self, *, best_effort: bool) -> Request | None:
-        """The first of its kind."""
-        return self._queues[best_effort].peek()
+        """The first of its kind; of best-effort requests, those that nobody waits for come last."""
+        if not best_effort:
+            return self._queues[0].peek()
+        return self._queues[1].peek() or self._queues[2].peek()
 
     def first(self) -> Request | None:
         """The first of all: best effort only if nobody else waits."""
-        return self._queues[0].peek() or self._queues[1].peek()
+        return self._queues[0].peek() or self.peek(best_effort=True)
 
     def take(self, head: Request) -> None:
         """Take out what ``peek`` or ``first`` has just shown."""
-        taken = self._queues[head.slo.best_effort].pop()
+        taken = self._queues[_band(head)].pop()
         assert taken is head, "somebody else came first"
         self._uncount(head)
 
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands. It may come back as best effort."""
-        self._queues[request.slo.best_effort].remove(request)
+        self._queues[_band(request)].remove(request)
         self._uncount(request)
 
     def _uncount(self, request: Request) -> None:
-        self._num_tokens[request.slo.best_effort] -= request.num_prompt_tokens
+        self._size -= 1
+        self._num_tokens[_band(request)] -= request.num_prompt_tokens
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
@@ -124,7 +135,7 @@ class WaitingRoom:
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, prompt tokens) taken to be served before a newcomer: all of them, less best
         effort unless it is that itself."""
-        bands = 2 if request.slo.best_effort else 1
+        bands = _band(request) + 1
         return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
 
     def prefetch(self) -> None:
@@ -144,6 +155,7 @@ class WaitingRoom:
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
         members = list(self)
+        assert len(members) == self._size
         for request in members:
             assert bool(request.block_ids) == (request.request_id in self._holders), (
                 f"request {request.request_id} waits with blocks that nobody could take back"
@@ -151,6 +163,6 @@ class WaitingRoom:
         assert set(self._holders) <= {request.request_id for request in members}
         assert self._targeted == sorted(filter(_is_targeted, members), key=_ORDER)
         for band, queue in enumerate(self._queues):
-            assert all(request.slo.best_effort == bool(band) for request in queue)
+            assert all(_band(request) == band for request in queue)
             assert sum(request.num_prompt_tokens for request in queue) == self._num_tokens[band]
             queue.check_integrity()

@@ -40,8 +40,10 @@ __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 _BEAT: Final = 1.0
 # seconds between looks at requests that wait for their grammar, while nothing else is to be done
 _READINESS: Final = 0.002
-# seconds between counts of who runs and waits, while there is work
+# seconds between counts of who runs and waits, while there is work; more for many requests, so that
+# counting takes a percent of the time at most
 _CENSUS: Final = 0.1
+_CENSUS_PER_REQUEST: Final = 2e-5
 # quiet seconds before an idle engine looks itself over, so that no request waits for that
 _QUIET: Final = 0.05
 
@@ -89,7 +91,7 @@ class EngineLoop:
         # steps whose token counts were not sent yet
         self._iteration_tokens: list[int] = []
         self._classes: tuple[ClassUse, ...] = ()
-        self._census_at = 0.0
+        self._next_census = 0.0
 
     def run(self) -> Shutdown:
         """Until a Shutdown arrives, which is returned.
@@ -190,9 +192,10 @@ class EngineLoop:
 
     def _flush(self) -> None:
         now = self._clock()
-        if now - self._census_at >= _CENSUS or not self._core.has_work:
+        if now >= self._next_census or not self._core.has_work:
             self._classes = self._core.scheduler.census()
-            self._census_at = now
+            counted = sum(use.num_running + use.num_waiting for use in self._classes)
+            self._next_census = now + max(_CENSUS, counted * _CENSUS_PER_REQUEST)
         stats = engine_stats(self._core, now, self._iteration_tokens, self._classes)
         self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
         self._core.prompt_logprobs.clear()

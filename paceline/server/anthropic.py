@@ -17,6 +17,7 @@ from paceline.server.wire import Usage, encode
 
 __all__ = [
     "NO_EFFECT",
+    "REFUSED",
     "count_tokens",
     "messages_answer",
     "messages_events",
@@ -26,7 +27,11 @@ __all__ = [
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # passed on under the same name
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt")
-NO_EFFECT: Final = ("metadata", "service_tier", "inference_geo", "cache_control", "betas")
+NO_EFFECT: Final = (
+    "metadata", "service_tier", "inference_geo", "cache_control", "betas", "speed",
+    "user_profile_id",
+)  # fmt: skip
+REFUSED: Final = ("container", "context_management", "diagnostics", "mcp_servers")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -90,6 +95,9 @@ def _finish(fields: Fields, chat: dict[str, Any]) -> dict[str, Any]:
             "type": "json_schema",
             "json_schema": {"schema": wanted.get("schema")},
         }
+    for name in REFUSED:
+        if fields.raw(name) is not None:
+            raise InvalidRequestError(f"{name} is not served in /v1/messages", name)
     for name in NO_EFFECT:
         fields.raw(name)
     unknown = [name for name in fields.unknown() if name != "'output_config'"]

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
@@ -20,6 +22,7 @@ from paceline.server.batches.folder import Batches
 from paceline.server.batches.routes import batch_router
 from paceline.server.config import ServerConfig
 from paceline.server.http import ExchangeMiddleware
+from paceline.server.openapi import openapi_document
 from paceline.server.responding import http_exception
 from paceline.server.routes_generate import generate_router
 from paceline.server.routes_info import info_router
@@ -51,6 +54,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(other_apis_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
+    app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
     add_web_middleware(app, config)

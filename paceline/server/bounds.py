@@ -56,7 +56,7 @@ class Bounds:
 DEFAULT_BOUNDS: Final = Bounds()
 
 
-def check_json_items(body: bytes | bytearray, limit: int) -> None:
+def check_json_items(body: bytes | bytearray, limit: int, what: str = "the request body") -> None:
     """Raises InvalidRequestError if the JSON in ``body`` may have more than ``limit`` entries.
 
     Before it is parsed: two million empty lists are 6 MB of JSON and 150 MB of memory. Every entry
@@ -69,8 +69,8 @@ def check_json_items(body: bytes | bytearray, limit: int) -> None:
     found = _marks(_STRING.sub(b"", body))
     if found > limit:
         raise InvalidRequestError(
-            f"the lists and objects of the request body hold about {found} entries, at most "
-            f"{limit} are allowed"
+            f"{what} has lists and objects of about {found} entries together, at most {limit} are "
+            "allowed"
         )
 
 

@@ -15,12 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import InvalidRequestError
 from paceline.server.bounds import (
-    DEFAULT_BOUNDS,
     MAX_JSON_DEPTH,
-    Bounds,
     check_json_depth,
     check_json_items,
 )
+from paceline.server.config import ServerConfig
 from paceline.server.errors import (
     ClientDisconnectedError,
     HttpError,
@@ -203,16 +202,15 @@ def principal_of(request: Request) -> str:
     return principal
 
 
-async def read_object(
-    request: Request, limit: int, bounds: Bounds = DEFAULT_BOUNDS
-) -> dict[str, Any]:
-    """The request's body, a JSON object of at most ``limit`` bytes, depth and entries bounded.
+async def read_object(request: Request, config: ServerConfig) -> dict[str, Any]:
+    """The request's body, a JSON object within the bounds of ``config``.
 
     Raises:
         HttpError: 413, as soon as the length is known or the limit is passed.
         InvalidRequestError: not a JSON object, over a bound, or sent as something else.
         ClientDisconnectedError: the caller hung up halfway.
     """
+    limit = config.max_body_bytes
     kind = request.headers.get("content-type")
     if kind is not None and not _is_json(kind):
         raise InvalidRequestError(
@@ -232,6 +230,7 @@ async def read_object(
         if len(body) > limit:
             raise _too_long(f"more than {limit} bytes", limit)
         more = message.get("more_body", False)
+    bounds = config.bounds
     check_json_items(body, bounds.max_json_items)
     value = decode_object(bytes(body))
     if bounds.max_json_depth < MAX_JSON_DEPTH:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import show
 
-__all__ = ["FORMATS", "check_schema"]
+__all__ = ["ANNOTATIONS", "FORMATS", "check_schema"]
 
 # keyword -> whether it holds one schema, a list of them, or named ones
 _ONE: Final = frozenset({"items", "additionalProperties"})
@@ -24,7 +24,7 @@ _VALUES: Final = frozenset(
         "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$ref",
     )
 )  # fmt: skip
-_ANNOTATIONS: Final = frozenset(
+ANNOTATIONS: Final = frozenset(
     (
         "title", "description", "default", "examples", "example", "$schema", "$id", "$comment",
         "deprecated", "readOnly", "writeOnly", "discriminator",
@@ -83,7 +83,7 @@ def _below(key: str, item: Any, where: str, field: str) -> list[tuple[Any, str]]
         return [(each, f"{where}/{name}") for name, each in item.items()]
     if key in _VALUES:
         _check_value(key, item, where, field)
-    elif key not in _ANNOTATIONS and not (key.startswith("x-") and key != "x-guidance"):
+    elif key not in ANNOTATIONS and not (key.startswith("x-") and key != "x-guidance"):
         raise _fault(
             field, where, f"is not supported: generation cannot be held to the keyword {show(key)}"
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from paceline.server.errors import HttpError, Reply, error_response, reply_to
 from paceline.server.http import request_id_of
@@ -18,6 +19,8 @@ from paceline.server.wire import encode
 __all__ = ["Handler", "answering", "encoded", "http_exception", "json_response"]
 
 _log = logging.getLogger("paceline.server")
+
+_METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -56,14 +59,24 @@ def answering(
     return answer
 
 
-async def http_exception(_request: Request, error: Exception) -> Response:
+async def http_exception(request: Request, error: Exception) -> Response:
     """What the router itself refuses (404, 405), in the shape of all errors."""
     assert isinstance(error, HTTPException), "registered for HTTPException alone"
     response = error_response(
         reply_to(HttpError(error.status_code, str(error.detail)), drain_timeout=0.0)
     )
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # the router names the methods of the path's first route alone
+        allowed = [method for method in _METHODS if _is_served(request, method)]
+        response.headers["Allow"] = ", ".join(allowed)
     return response
+
+
+def _is_served(request: Request, method: str) -> bool:
+    """Whether the request's path has that method."""
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
 def encoded(value: Any) -> Response:

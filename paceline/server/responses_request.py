@@ -17,9 +17,13 @@ _SAME: Final = (
     "repetition_penalty", "structured_outputs", "request_id",
 )  # fmt: skip
 NO_EFFECT: Final = (
-    "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "user",
+    "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "user",
 )  # fmt: skip
-REFUSED: Final = ("conversation", "prompt", "max_tool_calls", "context_management", "moderation")
+REFUSED: Final = (
+    "conversation", "prompt", "max_tool_calls", "context_management", "moderation", "image",
+    "access_programs",
+)  # fmt: skip
 _FORMATS: Final = ("text", "json_object", "json_schema")
 _INCLUDES: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
 

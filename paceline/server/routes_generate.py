@@ -89,7 +89,7 @@ async def _generate(
 ) -> Response:
     arrival = time.monotonic()
     service.refuse_if_draining()
-    body = await read_object(request, service.config.max_body_bytes, service.config.bounds)
+    body = await read_object(request, service.config)
     body = with_headers(body, request.headers)
     parsed = parse(body, service.rules, tenant_of(request))
     return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)

@@ -114,9 +114,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    fields = Fields(
-        await read_object(request, service.config.max_body_bytes, service.config.bounds)
-    )
+    fields = Fields(await read_object(request, service.config))
     check_model(fields, service.rules)
     prompt = fields.string("prompt")
     has_messages = fields.raw("messages") is not None
@@ -147,9 +145,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    fields = Fields(
-        await read_object(request, service.config.max_body_bytes, service.config.bounds)
-    )
+    fields = Fields(await read_object(request, service.config))
     check_model(fields, service.rules)
     tokens = fields.token_ids("tokens", service.rules.vocab_size)
     if tokens is None:

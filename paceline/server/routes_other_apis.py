@@ -38,7 +38,7 @@ def other_apis_router(service: Service) -> APIRouter:
 
     async def body_of(request: Request) -> dict[str, Any]:
         service.refuse_if_draining()
-        body = await read_object(request, service.config.max_body_bytes, service.config.bounds)
+        body = await read_object(request, service.config)
         return with_headers(body, request.headers)
 
     async def messages(request: Request) -> Response:
@@ -85,7 +85,7 @@ def other_apis_router(service: Service) -> APIRouter:
         )
 
     async def embeddings(request: Request) -> Response:
-        refuse_embeddings(await read_object(request, service.config.max_body_bytes), service.rules)
+        refuse_embeddings(await read_object(request, service.config), service.rules)
 
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))

@@ -261,7 +261,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
     )
     _listen(client, metrics)
     readers = SlowReaders()
-    metrics.others.register(FaultCollector(lambda: client.faults, readers, names[0]))
+    metrics.registry.register(FaultCollector(lambda: client.faults, readers, names[0]))
     service = Service(
         client=client,
         config=config,
@@ -296,7 +296,7 @@ def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None
     if not own and not config.limits:
         return None
     limiter = RateLimiter(config.limits, own, RateStore(config.rate_limit_storage))
-    metrics.others.register(limiter)
+    metrics.registry.register(limiter)
     return limiter
 
 

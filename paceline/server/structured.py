@@ -18,7 +18,13 @@ from paceline.core.grammar import Grammar
 from paceline.server.fields import Fields, show
 from paceline.server.json_schema import check_schema
 
-__all__ = ["STRUCTURED_KINDS", "json_grammar", "parse_structured", "schema_text"]
+__all__ = [
+    "STRUCTURED_KINDS",
+    "json_grammar",
+    "parse_grammar",
+    "parse_structured",
+    "schema_text",
+]
 
 _MAX_CHOICES: Final = 1024
 # characters of EBNF; the translator is slower than the compiler
@@ -82,7 +88,9 @@ def _response_format(value: dict[str, Any] | None) -> Grammar | None:
 
 
 def _structured_outputs(fields: Fields) -> Grammar | None:
-    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) not in (None, False)]
+    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) is not None]
+    if not fields.boolean("json_object", False):
+        given = [kind for kind in given if kind != "json_object"]
     compact = fields.boolean("disable_any_whitespace", False)
     # vLLM's switches between its own backends
     fields.raw("disable_fallback")
@@ -109,13 +117,12 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
     if kind == "json":
         return json_grammar(_schema(fields.raw("json"), field), field, compact=compact)
     if kind == "json_object":
-        fields.boolean("json_object", False)
         return json_grammar(_OBJECT, field, compact=compact)
     if kind == "regex":
         return Grammar("regex", fields.string("regex", 1) or "", field)
     if kind == "choice":
         return _choice(fields.array("choice") or [], field)
-    return _grammar(fields.string("grammar", 1) or "", field)
+    return parse_grammar(fields.string("grammar", 1) or "", field)
 
 
 def _schema(value: Any, field: str) -> Any:
@@ -138,7 +145,7 @@ def _choice(values: list[Any], field: str) -> Grammar:
     return Grammar("lark", "start: " + " | ".join(json.dumps(v) for v in values), field)
 
 
-def _grammar(text: str, field: str) -> Grammar:
+def parse_grammar(text: str, field: str) -> Grammar:
     """Lark as it is; EBNF with ``::=``, as llama.cpp and xgrammar read it, translated."""
     if "::=" not in text:
         return Grammar("lark", text, field)

@@ -124,7 +124,11 @@ def _checked(tools: list[Any]) -> list[dict[str, Any]]:
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         function = tool.get("function") if type(tool) is dict else None
-        if type(function) is not dict or type(function.get("name")) is not str:
+        if (
+            type(function) is not dict
+            or type(function.get("name")) is not str
+            or tool.get("type", "function") != "function"
+        ):
             raise InvalidRequestError(
                 f"tools[{index}] must be an object with type 'function' and function.name, "
                 f"got {show(tool)}",
@@ -138,6 +142,12 @@ def _checked(tools: list[Any]) -> list[dict[str, Any]]:
                 "tools",
             )
         seen.add(name)
+        description = function.get("description")
+        if description is not None and type(description) is not str:
+            raise InvalidRequestError(
+                f"tools[{index}].function.description must be a string, got {show(description)}",
+                "tools",
+            )
         parameters = function.get("parameters")
         if parameters is not None and type(parameters) is not dict:
             raise InvalidRequestError(

@@ -54,6 +54,8 @@ _EVERYWHERE: Final[RefusedFields] = {
     "stream_interval": (lambda v: v not in (None, 1), "several tokens per event"),
     "return_prompt_text": (_given, "returning the prompt's text"),
     "return_token_offsets": (_given, "token offsets"),
+    "routed_experts_prompt_start": (lambda v: v is not None, "telling routed experts"),
+    "moderation": (_given, "moderation"),
 }
 REFUSED_IN_CHAT: Final[RefusedFields] = {
     **_EVERYWHERE,
@@ -83,6 +85,8 @@ NO_EFFECT: Final = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "session_id",
     "include_reasoning",
     "verbosity",

@@ -91,6 +91,8 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
         (["--best-effort-step-ms", "20"], "best_effort_step_s", 0.02),
         (["--plan-lead-ms", "20"], "plan_lead_s", 0.02),
+        (["--background-share", "0.3"], "background_share", 0.3),
+        (["--background-share", "0"], "background_share", None),
         (["--no-future-memory-check"], "future_memory_check", False),
         (["--no-pace-admission"], "pace_admission", False),
         (["--no-relegate-late"], "relegate_late", False),

@@ -3,8 +3,8 @@
 Each client gets an environment of its own (made once, under PACELINE_CLIENTS or the cache's
 ``clients`` folder; versions in ``requirements/`` and ``node/package.json``). One server runs the
 default model with an API key; the clients hold their conversations with it one after another. A
-client that cannot be installed is reported absent with the reason. Ends with 1 if anything that
-was asked for did not work. The last line is JSON.
+client that cannot be installed is reported absent with the reason. "docs" is the client's example
+in docs/clients.md. Ends with 1 if anything that was asked for did not work. The last line is JSON.
 
     python -m tests.clients [CLIENT ...]
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from benchmarks.peers.base import Unavailable, make_venv, run_step
 from paceline.checkpoints.resolve import default_cache_dir
 from tests.cli.servers import start_server
+from tests.clients.page import run_example
 from tests.clients.report import CAPABILITIES, Outcome, failures, table
 from tests.clients.scripts import shared
 
@@ -144,6 +145,7 @@ def main(names: Sequence[str]) -> int:
         for client, argv, version in ready:
             print(f"talking: {client.name} {version}", file=sys.stderr)
             steps = converse(argv, server.address, key, client)
+            steps["docs"] = run_example(client.name, root / client.name, server.address, key)
             outcomes[client.name] = Outcome(version, None, steps, client.wanted)
         code, _ = server.stop()
     print(table(outcomes))

@@ -9,7 +9,7 @@ __all__ = ["CAPABILITIES", "Outcome", "failures", "table"]
 
 CAPABILITIES = (
     "models", "chat", "stream", "async", "tools", "tool stream", "tool result", "schema",
-    "logprobs", "completions", "responses", "errors",
+    "logprobs", "completions", "responses", "errors", "docs",
 )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ def test_shared_blocks_are_counted_once_when_looking_ahead() -> None:
         {"preemption": "drop"},
         {"pressure_threshold": 0.0},
         {"best_effort_step_s": 0.0},
+        {"background_share": 0.0},
     ],
 )
 def test_settings_are_checked(bad: dict[str, object]) -> None:

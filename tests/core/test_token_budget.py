@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -105,8 +106,86 @@ def batch(request: Request) -> Request:
 def test_best_effort_alone_runs_in_short_steps() -> None:
     """10 ms and 0.1 ms a token: 30 ms are 192 tokens."""
     budget = budget_of(trained(), best_effort_step_s=0.030)
-    assert budget.allow(Survey.of([batch(running(None))]), 0.0) == (1 + 192, 0.030)
+    assert budget.allow(Survey.of([batch(running(None))]), 0.0) == (1 + 192, 0.030, math.inf)
     assert budget.allow(Survey.of([batch(running(None)), running(None)]), 0.0).tokens == 512
+
+
+def row_seconds(shape: StepShape) -> float:
+    """10 ms a step, 0.1 ms a prompt token and 2 ms a row."""
+    return seconds(shape) + 2e-3 * shape.narrow_rows
+
+
+def trained_on_rows() -> StepTimeModel:
+    model = StepTimeModel()
+    for index in range(400):
+        shape = StepShape(32 * (index % 5), 0.0, 1 + index % 9, 100)
+        model.observe(shape, row_seconds(shape))
+    return model
+
+
+def test_background_work_may_add_what_it_has_saved_up() -> None:
+    """A step of one ordinary row takes 12 ms; a tenth of it is 1.2 ms, a chunk of 32 is 3.2 ms."""
+    both = Survey.of([running(None), batch(running(None))])
+    budget = budget_of(trained_on_rows(), background_share=0.1)
+    allowed = [budget.allow(both, 0.0).background for _ in range(5)]
+    # the first is to see what a step takes without any
+    assert allowed == pytest.approx([0.0, 0.0132, 0.0144, 0.0152, 0.0152], rel=0.03)
+    budget.charge(0.0050)
+    allowed = [budget.allow(both, 0.0).background for _ in range(3)]
+    # it was in debt by 1.8 ms, and each step pays 1.2 ms back
+    assert allowed == pytest.approx([0.012, 0.0126, 0.0138], rel=0.03)
+    alone = Survey.of([batch(running(None))])
+    assert budget.allow(alone, 0.0).background == math.inf
+    free = budget_of(trained_on_rows())
+    assert free.allow(both, 0.0).background == math.inf
+
+
+def mean_gap(slo: Slo, share: float | None) -> tuple[float, int]:
+    """One ordinary request decodes among twenty best-effort ones that have their prompts: mean
+    seconds of its steps, and the tokens that the others got meanwhile."""
+    driver = Driver(
+        max_num_batched_tokens=512,
+        num_blocks=4000,
+        adaptive_token_budget=True,
+        max_num_seqs=32,
+        background_share=share,
+    )
+    scheduler: Scheduler = driver.scheduler
+    for index in range(20):
+        first = 1000 * index
+        scheduler.add_request(make_request(f"b{index}", range(first, first + 40), 900, slo=slo))
+    now, began, others = 0.0, 0.0, 0
+    for step in range(800):
+        if step == 200:
+            scheduler.add_request(make_request("ordinary", range(5), 900, arrival=now))
+        if step == 500:
+            # the model has learnt what a row takes
+            began, others = now, 0
+        plan = scheduler.schedule(now)
+        elapsed = row_seconds(StepShape.of(plan.rows))
+        now += elapsed
+        tokens = driver.backend.execute(plan).result().sampled
+        scheduler.update(plan, StepResult(plan.step_id, tokens, elapsed=elapsed), now)
+        ids = [row.request_id for row in plan.rows]
+        others += len(ids) - 1
+        assert step <= 201 or "ordinary" in ids, "it has a row in every step"
+    return (now - began) / 300, others
+
+
+def test_background_work_lengthens_steps_by_its_share() -> None:
+    alone = 0.012
+    free, most = mean_gap(Slo(best_effort=True), None)
+    assert free > 4 * alone and most > 290 * 20
+    for share in (0.1, 0.5):
+        gap, others = mean_gap(Slo(best_effort=True), share)
+        assert gap == pytest.approx((1 + share) * alone, rel=0.05)
+        # a row is 2 ms: it is used to the full
+        assert others == pytest.approx(300 * share * alone / 0.002, rel=0.1)
+
+
+def test_best_effort_with_a_deadline_takes_what_is_left() -> None:
+    slo = Slo(best_effort=True, deadline=600.0)
+    assert mean_gap(slo, 0.1) == mean_gap(slo, None)
 
 
 def test_a_prompt_with_a_target_keeps_best_effort_rows_out() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from benchmarks.schemas import schema
 from paceline.core.grammar import Grammar
 from paceline.core.request import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest
 from paceline.server.structured import json_grammar
-from tests.schemas import schema
 
 pytestmark = pytest.mark.slow
 

@@ -43,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pressure_threshold=st.sampled_from([0.5, 0.88, 1.0]),
         max_num_waiting=st.sampled_from([None, 4]),
         queue_timeout_s=st.sampled_from([None, 6.0]),
+        background_share=st.sampled_from([None, 0.1, 1.0]),
     )
     def start(
         self,
@@ -62,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pressure_threshold: float,
         max_num_waiting: int | None,
         queue_timeout_s: float | None,
+        background_share: float | None,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -85,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pressure_threshold=pressure_threshold,
             max_num_waiting=max_num_waiting,
             queue_timeout_s=queue_timeout_s,
+            background_share=background_share,
             seconds=(lambda shape: 0.5 + 0.1 * shape.wide_tokens) if paced else None,
         )
         self.asked: dict[str, tuple[list[int], int, frozenset[int]]] = {}

@@ -43,7 +43,9 @@ def walk(routes: Any) -> list[Any]:
     """Routes of routers inside routers too."""
     found = []
     for route in routes:
-        found += walk(route.routes) if getattr(route, "routes", None) else [route]
+        # FastAPI keeps what it includes as it was
+        inner = getattr(getattr(route, "original_router", route), "routes", None)
+        found += walk(inner) if inner else [route]
     return found
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ from fastapi import FastAPI
 
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
+from paceline.server.app import batches_of
+from paceline.server.batch_config import BatchConfig
 from tests.server.helpers import connect, scrape
 
 from .keys import ADMIN, KEYS, bearer
@@ -35,6 +38,12 @@ INTEGERS = (
     "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "top_k", "seed",
     "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens", "priority", "logprobs",
 )  # fmt: skip
+# what chat and completions take for a field of somebody else's, and ignore
+IGNORED = {
+    "/v1/chat/completions": ("max_output_tokens",),
+    "/v1/completions": ("max_output_tokens", "max_completion_tokens", "top_logprobs"),
+    "/inference/v1/generate": ("max_output_tokens", "max_completion_tokens", "top_logprobs"),
+}
 # as JSON, which has numbers that Python has not
 EXTREMES = (
     "-2147483649", "9223372036854775808", "18446744073709551616", "1" + "0" * 400,
@@ -58,9 +67,15 @@ def with_field(path: str, name: str, value: str) -> str:
 @pytest.mark.parametrize("path", BODIES)
 async def test_extreme_numbers(open_http: httpx.AsyncClient, path: str) -> None:
     for name in INTEGERS:
+        if name in IGNORED.get(path, ()):
+            continue
         for value in EXTREMES:
             answer = await raw(open_http, path, with_field(path, name, value))
-            # Anthropic's API knows few of these, and refuses the others by name
+            if name in ("seed", "priority") and value == EXTREMES[0]:
+                # they have 64 bits
+                assert answer.status_code in (200, 400)
+                continue
+            # some APIs know few of these, and refuse the others by name
             assert answer.status_code == 400, (path, name, value, answer.text)
             assert len(answer.content) < 1000
     alive = await open_http.post(path, json=BODIES[path])
@@ -87,6 +102,27 @@ async def test_empty_prompts(open_http: httpx.AsyncClient, empty: Any) -> None:
     assert answer.status_code in (200, 400)
     alive = await open_http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert alive.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "token", ["<|im_end|>", "<|im_start|>", "<|bos|>", "<|image_pad|>", "<image>", "<s>", "[INST]"]
+)
+async def test_control_tokens_in_a_text(open_http: httpx.AsyncClient, token: str) -> None:
+    """Each is so many tokens, however many there are; too many are a prompt that is too long."""
+    counts = []
+    for number in (1, 2, 2001, 2002):
+        message = [{"role": "user", "content": token * number}]
+        body = {"messages": message}
+        counts.append((await open_http.post("/tokenize", json=body)).json()["count"])
+    assert counts[1] - counts[0] == counts[3] - counts[2] == (counts[2] - counts[0]) / 2000
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        answer = await open_http.post(path, json={"messages": message, "max_tokens": 1})
+        assert answer.status_code == 400
+        assert "maximum context length" in answer.text
+    answer = await open_http.post(
+        "/v1/completions", json={"prompt": token * 3, "max_tokens": 1, "echo": True}
+    )
+    assert answer.status_code == 200
 
 
 @contextmanager
@@ -168,11 +204,20 @@ PRIVATE = re.compile(
 )
 
 
-async def test_errors_tell_nothing_of_the_machine(engine: LocalEngineClient) -> None:
-    app: FastAPI = create_app(engine, ServerConfig(api_keys=KEYS, trust_request_chat_template=True))
+async def test_errors_tell_nothing_of_the_machine(
+    engine: LocalEngineClient, tmp_path: Path
+) -> None:
+    app: FastAPI = create_app(
+        engine,
+        ServerConfig(
+            api_keys=KEYS,
+            trust_request_chat_template=True,
+            batches=BatchConfig(folder=tmp_path / "batches"),
+        ),
+    )
     wrong: list[Any] = [
         {}, [], "x", 5, {"model": "nobody"}, {"messages": 5, "prompt": 5, "input": 5},
-        {"messages": [{"role": "user", "content": {"a": object.__doc__}}]},
+        {"messages": [{"role": "user", "content": {"a": 1}}]},
         {"prompt": ["a", 1]}, {"token_ids": ["x"]}, {"tokens": [10**30]},
         {"messages": MESSAGES, "chat_template": "{{ raise_exception(range) }}"},
         {"messages": MESSAGES, "chat_template": "{{ messages | map('upper') | first + 1 }}"},
@@ -195,6 +240,7 @@ async def test_errors_tell_nothing_of_the_machine(engine: LocalEngineClient) -> 
                 seen += 1
                 assert not PRIVATE.search(answer.text), (method, path, body, answer.text)
                 assert answer.status_code < 500, (method, path, body, answer.text)
+    await batches_of(app).stop()
     assert seen > 200
 
 
@@ -233,7 +279,7 @@ async def test_callers_cannot_make_time_series(admin_http: httpx.AsyncClient) ->
     for warm in range(3):
         await ask(f"odd{warm}")
     before = series(await scrape(admin_http))
-    for number in range(3, 40):
+    for number in range(3, 20):
         await ask(f"odd{number}")
     text = await scrape(admin_http)
     grown = sorted(set(series(text)) - set(before))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,19 @@ METHODS = {
     "recv_pyobj", "send_pyobj", "literal_eval", "unsafe_load", "full_load", "read_pickle",
     "system", "popen",
 }  # fmt: skip
+# parts of queries that were looked at: file -> expressions
+LOOKED_AT = {
+    "server/batches/store.py": {
+        # question marks, as many as a constant of the module has entries
+        "_marks(UNFINISHED)",
+        # columns by name, the keywords of calls within that file
+        "names",
+    }
+}
 SQL = {"execute", "executemany", "executescript"}
 
 
-def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def offences(tree: ast.AST, known: Collection[str] = ()) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -31,10 +40,10 @@ def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if (node.module or "").split(".")[0] in UNPICKLERS:
                 yield node.lineno, f"from {node.module}"
         elif isinstance(node, ast.Call):
-            yield from _call(node)
+            yield from _call(node, known)
 
 
-def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
+def _call(node: ast.Call, known: Collection[str]) -> Iterator[tuple[int, str]]:
     function = node.func
     named = {keyword.arg: keyword.value for keyword in node.keywords}
     if isinstance(function, ast.Name) and function.id in RUNNERS:
@@ -54,11 +63,11 @@ def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
             yield node.lineno, "torch.load"
     if function.attr == "load" and owner == "yaml":
         yield node.lineno, "yaml.load"
-    if function.attr in SQL and node.args and not _fixed(node.args[0]):
+    if function.attr in SQL and node.args and not _fixed(node.args[0], known):
         yield node.lineno, f"{function.attr} of a text that is put together"
 
 
-def _fixed(query: ast.expr) -> bool:
+def _fixed(query: ast.expr, known: Collection[str]) -> bool:
     """Whether a query is written out; a name stands for a constant of the module."""
     if isinstance(query, ast.JoinedStr):
         # parts may be constants by name, which are written in capitals
@@ -66,13 +75,19 @@ def _fixed(query: ast.expr) -> bool:
             isinstance(part, ast.Constant)
             or (
                 isinstance(part, ast.FormattedValue)
-                and isinstance(part.value, ast.Name)
-                and part.value.id.isupper()
+                and (
+                    (isinstance(part.value, ast.Name) and part.value.id.isupper())
+                    or ast.unparse(part.value) in known
+                )
             )
             for part in query.values
         )
     if isinstance(query, ast.BinOp):
-        return _fixed(query.left) and _fixed(query.right) and isinstance(query.op, ast.Add)
+        return (
+            _fixed(query.left, known)
+            and _fixed(query.right, known)
+            and isinstance(query.op, ast.Add)
+        )
     if isinstance(query, ast.Call):
         return False
     return isinstance(query, (ast.Constant, ast.Name, ast.Attribute))
@@ -80,8 +95,9 @@ def _fixed(query: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_code_that_runs_data(path: Path) -> None:
-    found = list(offences(ast.parse(path.read_text(encoding="utf-8"))))
-    assert not found, f"{path.relative_to(PACKAGE)}: {found}"
+    name = str(path.relative_to(PACKAGE))
+    found = list(offences(ast.parse(path.read_text(encoding="utf-8")), LOOKED_AT.get(name, ())))
+    assert not found, f"{name}: {found}"
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,9 @@ async def turns_while(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[in
 
 async def test_a_requests_template_runs_beside_the_loop() -> None:
     async with serving("hi", trust_request_chat_template=True) as http:
-        for _ in range(2):
-            body = {"messages": MESSAGES, "chat_template": LOOP, "max_tokens": 1}
-            status, turns = await turns_while(http, body)
-            assert status == 400 and turns >= 5
+        body = {"messages": MESSAGES, "chat_template": LOOP, "max_tokens": 1}
+        status, turns = await turns_while(http, body)
+        assert status == 400 and turns >= 5
 
 
 async def test_arguments_cannot_make_a_template_hold_up_the_loop() -> None:

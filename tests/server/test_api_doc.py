@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from paceline.server import fields as fields_module
 from paceline.server import responses_request
 from paceline.server.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.anthropic import REFUSED as ANTHROPIC_REFUSED
 from paceline.server.anthropic import parse_messages_api
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
@@ -90,7 +92,7 @@ CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
     "/v1/messages": (
         lambda: parse_messages_api({"messages": MESSAGES, "max_tokens": 3}, RULES),
         set(ANTHROPIC_NO_EFFECT),
-        set(),
+        set(ANTHROPIC_REFUSED),
     ),
     "/v1/batches": (
         lambda: parse_batch({"input_file_id": "x", "endpoint": URLS[0], "completion_window": "1h"}),
@@ -150,3 +152,85 @@ async def test_refused_fields_are_refused_and_ignored_ones_change_nothing(
 def test_the_kinds_of_structured_output_are_named() -> None:
     text = section("Structured output")
     assert all(f"`{kind}`" in text for kind in STRUCTURED_KINDS)
+
+
+def names_of(parameters: type) -> set[str]:
+    return set(typing.get_type_hints(parameters))
+
+
+def everything(path: str) -> set[str]:
+    return set().union(*documented(f"`{path}`").values())
+
+
+def test_every_field_of_the_official_sdks_has_a_status() -> None:
+    from anthropic.types import message_create_params
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_params
+    from openai.types.responses import response_create_params
+
+    for path, parameters in (
+        ("/v1/chat/completions", chat_params.CompletionCreateParamsBase),
+        ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
+        ("/v1/responses", response_create_params.ResponseCreateParamsBase),
+        ("/v1/messages", message_create_params.MessageCreateParamsBase),
+    ):
+        # one is a header that the SDK takes as an argument
+        missing = names_of(parameters) - everything(path) - {"workspace_id"}
+        assert not missing, (path, missing)
+
+
+# what vLLM's chat and completions read beyond OpenAI's
+VLLM = """use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
+thinking_token_budget include_reasoning echo add_special_tokens structured_outputs priority
+request_id session_id return_tokens_as_token_ids return_token_ids return_prompt_text
+return_token_offsets cache_salt kv_transfer_params ec_transfer_params vllm_xargs
+repetition_detection stream_interval routed_experts_prompt_start"""
+VLLM_CHAT = """add_generation_prompt continue_final_message documents chat_template
+chat_template_kwargs media_io_kwargs mm_processor_kwargs"""
+
+
+def test_every_field_of_vllm_has_a_status() -> None:
+    assert not set(VLLM.split()) - everything("/v1/completions")
+    assert not {*VLLM.split(), *VLLM_CHAT.split()} - everything("/v1/chat/completions")
+
+
+async def test_what_other_servers_have_is_not_here(http: httpx.AsyncClient) -> None:
+    rows = re.findall(r"^\| (.*) \| not served \|", section("What other servers have"), re.M)
+    asked = [pair.split() for row in rows for pair in re.findall(r"`(\w+ /\S+)`", row)]
+    assert len(asked) > 25
+    for method, path in asked:
+        answer = await http.request(method, path, json={})
+        assert answer.status_code == 404, (method, path)
+
+
+async def test_the_smaller_endpoints_read_what_is_told(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    original = fields_module.Fields.__init__
+
+    def spy(self: Any, values: dict[str, Any]) -> None:
+        original(self, values)
+        made.append(self)
+
+    monkeypatch.setattr(fields_module.Fields, "__init__", spy)
+    for path, body, status in (
+        ("/tokenize", {"messages": MESSAGES}, 200),
+        ("/detokenize", {"tokens": [1]}, 200),
+        ("/v1/embeddings", {"input": "x"}, 400),
+    ):
+        made.clear()
+        assert (await http.post(path, json=body)).status_code == status
+        assert made[0]._asked == everything(path)
+
+
+@pytest.mark.parametrize("value", ["x", ["x", "y"], [1, 2]])
+async def test_embeddings_are_refused_with_the_reason(http: httpx.AsyncClient, value: Any) -> None:
+    error = (await http.post("/v1/embeddings", json={"input": value})).json()["error"]
+    assert (error["code"], error["param"]) == (400, "model")
+    assert "tiny does not support embeddings" in error["message"]
+    unknown = await http.post("/v1/embeddings", json={"input": value, "model": "x"})
+    assert unknown.status_code == 404
+    assert "input is missing" in (await http.post("/v1/embeddings", json={})).text

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
+from paceline.server.batches.lines import read_lines
 from paceline.server.bounds import Bounds, check_json_depth, check_json_items
 
 from .helpers import chat_body, connect
@@ -73,7 +74,9 @@ def test_a_bomb_is_refused_before_it_is_parsed() -> None:
     body = b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}"
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidRequestError, match="about 4000003 entries, at most 500000"):
+        with pytest.raises(
+            InvalidRequestError, match="about 4000003 entries together, at most 500000"
+        ):
             check_json_items(body, Bounds().max_json_items)
         # the lists alone would take 110 MB
         assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
@@ -89,6 +92,14 @@ def test_broken_strings_take_linear_time(body: bytes) -> None:
         check_json_items(body + b"," * 100, 16)
     except InvalidRequestError as error:
         assert len(str(error)) < 200
+
+
+def test_a_line_of_a_batch_is_bounded_like_a_body() -> None:
+    body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": []}}
+    bomb = json.dumps(body).replace("[]", "[" + "[]," * 300_000 + "[]]").encode()
+    good, bad = read_lines([json.dumps(body).encode(), bomb], ["/v1/completions"])
+    assert good.error is None
+    assert bad.error is not None and "at most 500000" in bad.error
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+from collections.abc import Iterator
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from paceline.backends.null import NullBackend
+from paceline.core.errors import NAN_LOGITS
+from paceline.core.request import SamplingParams
 from paceline.engine.testing import null_client
+from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app
+from paceline.server.app import service_of
 from paceline.server.metrics.buckets import series_1_2_5
-from paceline.server.metrics.families import Histogram
+from paceline.server.metrics.families import Histogram, Registry
+from paceline.server.metrics.requests import RequestMetrics, RequestObserver
 
 from .helpers import VOCAB, chat_body, connect, metric, say, scrape
 
@@ -43,6 +53,9 @@ LABELED = (
     "vllm:request_max_num_generation_tokens_count",
     "vllm:request_params_n_count",
     "vllm:request_params_max_tokens_count",
+    "vllm:request_prefill_kv_computed_tokens_count",
+    "vllm:request_num_preemptions_count",
+    "vllm:corrupted_requests_total",
 )
 
 
@@ -90,6 +103,7 @@ def buckets(text: str, name: str) -> list[str]:
         # max_model_len is 512
         ("vllm:request_prompt_tokens", "1.0 2.0 5.0 10.0 20.0 50.0 100.0 200.0 500.0 +Inf"),
         ("vllm:request_params_n", "1.0 2.0 5.0 10.0 20.0 +Inf"),
+        ("vllm:request_num_preemptions", "1.0 2.0 3.0 4.0 5.0 10.0 20.0 +Inf"),
     ],
 )
 async def test_buckets(http: httpx.AsyncClient, name: str, expected: str) -> None:
@@ -251,3 +265,161 @@ async def test_targets_met_and_missed(http: httpx.AsyncClient) -> None:
         assert (
             metric(text, "paceline:slo_violations_total", slo_class="interactive", kind=kind) == 1
         )
+
+
+class _OneMore(Collector):
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("paceline:more", "Of somebody else.", labels=("kind",))
+        family.add_metric(("a",), 3)
+        yield family
+
+
+async def test_collectors_of_prometheus_client_are_served_too() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    app = create_app(client, ServerConfig())
+    service_of(app).metrics.registry.register(_OneMore())
+    async with connect(app) as http:
+        assert metric(await scrape(http), "paceline:more_total", kind="a") == 3
+    await client.close()
+    described = {family.name: family for family in service_of(app).metrics.families}
+    assert described["paceline:more_total"].labels == ("kind",)
+
+
+async def test_who_holds_what_by_class() -> None:
+    """Two classes run and one waits; owners of blocks add up to the pool."""
+    backend = NullBackend(vocab_size=VOCAB, step_time=0.005, num_blocks=64)
+    client = null_client(backend, max_num_seqs=2)
+    async with connect(create_app(client, ServerConfig())) as http:
+        body = {"prompt": [1] * 40, "max_tokens": 500, "logit_bias": say("x"), "ignore_eos": True}
+        calls = [
+            asyncio.create_task(http.post("/v1/completions", json=body | {"slo": name}))
+            for name in ("interactive", "standard", "standard")
+        ]
+        waiting = {"slo_class": "standard", "state": "waiting"}
+        text = await scrape(http)
+        while 'state="waiting"} 1.0' not in text:
+            await asyncio.sleep(0.02)
+            text = await scrape(http)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        after = await scrape(http)
+    await client.close()
+    assert metric(text, "paceline:requests", **waiting) == 1
+    for name in ("interactive", "standard"):
+        assert metric(text, "paceline:requests", slo_class=name, state="running") == 1
+        assert metric(text, "paceline:kv_blocks", owner=name) >= 3
+    assert metric(text, "paceline:kv_blocks") == pytest.approx(64)
+    assert metric(text, "paceline:queue_held", reason="slots") == 1
+    # nobody is left; what was computed stays findable
+    assert metric(after, "paceline:requests") == 0
+    assert metric(after, "paceline:kv_blocks", owner="standard") == 0
+    assert metric(after, "paceline:kv_blocks", owner="prefix_cache") > 0
+    assert metric(after, "paceline:kv_blocks") == 64
+    assert metric(after, "paceline:queue_held") == 0
+
+
+async def test_prompt_tokens_by_source_and_what_was_computed() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    async with connect(create_app(client, ServerConfig())) as http:
+        for _ in range(2):
+            await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 3})
+        await asyncio.sleep(0.1)
+        text = await scrape(http)
+    await client.close()
+    by_source = "vllm:prompt_tokens_by_source_total"
+    assert metric(text, by_source, source="local_cache_hit") == 32
+    assert metric(text, by_source, source="local_compute") == 48
+    assert metric(text, "vllm:request_prefill_kv_computed_tokens_sum") == 48
+    assert metric(text, "vllm:request_num_preemptions_count") == 2
+    assert metric(text, "vllm:request_num_preemptions_sum") == 0
+    # prompts less what was cached, in rows of several tokens; the outputs' in rows of one
+    assert metric(text, "paceline:step_tokens_total", kind="prefill") == 48
+    assert metric(text, "paceline:step_tokens_total", kind="decode") >= 4
+
+
+async def test_preemptions_of_requests() -> None:
+    backend = NullBackend(vocab_size=VOCAB, num_blocks=8, step_time=0.001)
+    client = null_client(backend, future_memory_check=False, enable_prefix_caching=False)
+    async with connect(create_app(client, ServerConfig())) as http:
+        body = {"prompt": [1] * 20, "max_tokens": 80, "ignore_eos": True}
+        await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(3)))
+        await asyncio.sleep(0.1)
+        text = await scrape(http)
+    await client.close()
+    preemptions = metric(text, "vllm:num_preemptions_total")
+    assert metric(text, "vllm:request_num_preemptions_sum") == preemptions > 0
+    assert metric(text, "paceline:wasted_tokens_total", cause="recomputed") > 0
+
+
+def test_requests_with_broken_numbers_are_corrupted() -> None:
+    registry = Registry({})
+    metrics = RequestMetrics(registry, 512)
+    request = GenerationRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=3),
+        arrival_time=0.0,
+    )
+    for error in (NAN_LOGITS, "something else"):
+        observer = RequestObserver(metrics, request)
+        choice = ChoiceDelta(index=0, text="", token_ids=(), finish_reason="error", error=error)
+        observer.output(
+            GenerationOutput(
+                request_id="r",
+                choices=(choice,),
+                num_prompt_tokens=1,
+                num_cached_tokens=0,
+                num_output_tokens=0,
+                finished=True,
+            ),
+            1.0,
+        )
+        observer.close(1.0)
+    assert metric(registry.render(), "vllm:corrupted_requests_total") == 1
+    assert metric(registry.render(), "vllm:request_success_total", finished_reason="error") == 2
+
+
+async def test_sizes_of_bodies(http: httpx.AsyncClient) -> None:
+    labels = {"handler": "/tokenize"}
+    answer = await http.post("/tokenize", json={"prompt": "four"})
+    text = await scrape(http)
+    assert metric(text, "http_response_size_bytes_sum", **labels) == len(answer.content)
+    assert metric(text, "http_request_size_bytes_sum", **labels) == len(answer.request.content)
+    assert metric(text, "http_request_size_bytes_count", **labels) == 1
+
+
+async def test_ready_until_it_is_not() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    app = create_app(client, ServerConfig())
+    async with connect(app) as http:
+        assert metric(await scrape(http), "paceline:ready") == 1
+        service_of(app).draining = True
+        assert metric(await scrape(http), "paceline:ready") == 0
+    await client.close()
+
+
+async def test_cost_is_there_with_a_price() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    async with connect(create_app(client, ServerConfig(price_per_hour=3600.0))) as http:
+        before = metric(await scrape(http), "paceline:cost_total")
+        await http.post("/v1/completions", json={"prompt": [1] * 7, "max_tokens": 3})
+        await asyncio.sleep(0.1)
+        text = await scrape(http)
+    await client.close()
+    spent = metric(text, "paceline:cost_total")
+    # one a second
+    assert spent - before >= 0.1
+    assert metric(text, "paceline:cost_per_million_tokens") == pytest.approx(1e5 * spent)
+
+
+def test_labels_and_numbers_are_written_as_the_format_wants() -> None:
+    registry = Registry({"z": 'a"b\\c\nd'})
+    family = registry.numbers("gauge", "g", "back\\slash\nline", "a")
+    for label, value in (("1", 1e-9), ("2", math.inf), ("3", -math.inf), ("4", math.nan)):
+        family.at(label).value = value
+    (found,) = text_string_to_metric_families(registry.render())
+    assert found.documentation == "back\\slash\nline"
+    assert [sample.labels["z"] for sample in found.samples] == ['a"b\\c\nd'] * 4
+    assert [repr(sample.value) for sample in found.samples] == ["1e-09", "inf", "-inf", "nan"]

@@ -14,6 +14,8 @@ from paceline.backends.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
+from paceline.server.rate_limits.rates import KeyLimits
+from paceline.server.rate_limits.store import RateStore
 
 from .helpers import VOCAB, scrape
 
@@ -51,9 +53,12 @@ def rows(heading: str) -> Iterator[list[str]]:
             yield cells
 
 
-async def test_every_family_is_listed_and_nothing_else() -> None:
+async def test_every_family_is_listed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     client = null_client(NullBackend(vocab_size=VOCAB))
-    app = create_app(client, ServerConfig(price_per_hour=1.0))
+    # everything that has metrics of its own
+    monkeypatch.setattr(RateStore, "shared", True)
+    limits = KeyLimits(concurrent=3)
+    app = create_app(client, ServerConfig(price_per_hour=1.0, limits=limits))
     served = {
         f"`{family.name}`": [
             family.kind,

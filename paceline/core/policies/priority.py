@@ -36,6 +36,7 @@ class PriorityPolicy(FcfsPolicy):
     def displaces(self, waiting: Request, running: Request) -> bool:
         return super().displaces(waiting, running) or (
             waiting.slo.best_effort == running.slo.best_effort
+            and waiting.slo.background == running.slo.background
             and waiting.priority < running.priority
             and waiting.order < running.order
         )

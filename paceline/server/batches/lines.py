@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
+from paceline.server.bounds import DEFAULT_BOUNDS, check_json_items
 from paceline.server.fields import decode_object, show
 from paceline.server.wire import encode
 
@@ -124,6 +125,7 @@ def read_lines(
 
 def _decode(text: bytes) -> dict[str, Any]:
     try:
+        check_json_items(text, DEFAULT_BOUNDS.max_json_items, "it")
         return decode_object(text, "it")
     except InvalidRequestError as error:
         raise _Fault("invalid_json_line", str(error)) from None

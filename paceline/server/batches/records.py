@@ -70,6 +70,8 @@ class Batch:
     pending_bytes: int
     output_file_id: str | None
     error_file_id: str | None
+    # lines that ran when the engine died, and how often
+    suspects: Mapping[int, int]
 
     def json(self, trouble: str | None = None) -> dict[str, Any]:
         """OpenAI's batch object.
@@ -111,6 +113,8 @@ class Batch:
         for name in ("times", "metadata", "errors"):
             values[name] = json.loads(values[name])
         values["errors"] = tuple(values["errors"])
+        suspects = json.loads(values["suspects"])
+        values["suspects"] = {int(line): count for line, count in suspects.items()}
         return cls(**values)
 
 

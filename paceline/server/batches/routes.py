@@ -29,7 +29,7 @@ __all__ = ["REFUSED", "batch_router", "parse_batch"]
 
 _PIECE: Final = 256 * 2**10
 _MAX_PAGE: Final = {"files": 10_000, "batches": 100}
-_PAGE: Final = {"files": 10_000, "batches": 20}
+_PAGE: Final = {"files": 1000, "batches": 20}
 _PURPOSES_LISTED: Final = (*PURPOSES, "batch_output")
 _WINDOW: Final = re.compile(r"([1-9]\d{0,6})([smhd])")
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -174,7 +174,7 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
     async def batch_create(request: Request) -> Response:
         service.refuse_if_draining()
-        asked = parse_batch(await read_object(request, service.config.max_body_bytes))
+        asked = parse_batch(await read_object(request, service.config))
         batch = await batches.call(
             BatchStore.create_batch,
             owner=principal_of(request),

@@ -8,7 +8,9 @@
 
 Every step begins with what the store says and ends with a write to it, so a batch goes on from
 wherever another server left it. A line's answer counts once the store has it: a line without one
-is asked again. When the disk is full, or the engine away, a batch pauses and tries again.
+is asked again. When the disk is full, or the engine away, a batch pauses and tries again. Lines
+that ran when the engine died are suspects: from then on each runs alone of its batch, and the one
+that was there three times is given up, so that no line can kill engine after engine.
 
 This module does not know HTTP.
 """
@@ -18,13 +20,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
+from contextvars import Context
 from dataclasses import replace
 from itertools import islice
 from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
+from paceline.core.errors import EngineDeadError
 from paceline.server.batches.answering import URLS, answer_line, backoff
 from paceline.server.batches.lines import (
+    Answer,
     BatchLine,
     bounded_lines,
     find_faults,
@@ -34,7 +39,7 @@ from paceline.server.batches.lines import (
 )
 from paceline.server.batches.records import Batch, Result
 from paceline.server.batches.store import BatchStore
-from paceline.server.errors import reply_to
+from paceline.server.errors import HttpError, Reply, error_body, reply_to
 from paceline.server.service import Service
 from paceline.server.wire import encode
 
@@ -51,8 +56,12 @@ _MAX_ACTIVE: Final = 16
 _AHEAD: Final = 32
 # seconds that answers wait for others, to be written together
 _GATHER: Final = 0.01
+# seconds after which trouble is a new one
+_GOT_ON: Final = 60.0
 # lines without an answer written at once
 _CHUNK: Final = 500
+# deaths of the engine after which a line that ran each time is given up
+_MAX_DEATHS: Final = 3
 _UNANSWERED: Final = {
     "expired": ("batch_expired", "the batch's completion window ended before this line was done"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was done"),
@@ -107,12 +116,18 @@ class BatchRunner:
         self._task: asyncio.Task[None] | None = None
         self._active: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
+        # lines that run, and those of them that ran when the engine died, by batch
+        self._running: dict[str, set[int]] = {}
+        self._struck: dict[str, set[int]] = {}
         # why a batch does not get on for now, by its id
         self.troubles: dict[str, str] = {}
 
     def start(self) -> None:
         """Work on whatever is unfinished."""
-        self._task = asyncio.create_task(self._run(), name="batches")
+        # it may be a caller's request that starts it, and what it does then is not for that caller
+        self._task = asyncio.get_running_loop().create_task(
+            self._run(), name="batches", context=Context()
+        )
         self._wake.set()
 
     def wake(self) -> None:
@@ -133,6 +148,8 @@ class BatchRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._recorder.idle()
+        for batch_id in list(self._struck):
+            await self._suspect(batch_id)
 
     async def _run(self) -> None:
         attempt = 0
@@ -157,20 +174,40 @@ class BatchRunner:
     async def _work(self, batch_id: str) -> None:
         """One batch to its end, however often it has to pause."""
         attempt = 0
+        cancelled = self._cancelled[batch_id]
+        loop = asyncio.get_running_loop()
         try:
             while True:
+                began = loop.time()
                 try:
                     await self._advance(batch_id)
                     return
                 except Exception as error:
                     self.troubles[batch_id] = self._told(error)
                     _log.warning("batch_paused id=%s reason=%r", batch_id, self.troubles[batch_id])
-                await asyncio.sleep(backoff(attempt, 0.0, 0))
+                    await self._suspect(batch_id)
+                if loop.time() - began > _GOT_ON:
+                    attempt = 0
+                wait = backoff(attempt, 0.0, 0)
+                if cancelled.is_set():
+                    await asyncio.sleep(wait)
+                else:
+                    # whoever cancels does not wait for it
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(cancelled.wait(), wait)
                 attempt += 1
         finally:
             self.troubles.pop(batch_id, None)
+            self._running.pop(batch_id, None)
             del self._active[batch_id], self._cancelled[batch_id]
             self._wake.set()
+
+    async def _suspect(self, batch_id: str) -> None:
+        struck = self._struck.pop(batch_id, None)
+        if struck:
+            # what cannot be written now is learnt at the next death
+            with suppress(HttpError):
+                await self._call(BatchStore.suspect, batch_id, struck)
 
     def _told(self, error: Exception) -> str:
         return reply_to(error, drain_timeout=self._service.config.drain_timeout).message
@@ -228,12 +265,20 @@ class BatchRunner:
             cancelling.cancel()
             feeding.cancel()
             await asyncio.gather(feeding, cancelling, return_exceptions=True)
+            # answers that were on their way count
+            await self._recorder.idle()
 
     async def _feed(self, batch: Batch) -> None:
         try:
             async with asyncio.TaskGroup() as tasks, aclosing(self._unanswered(batch)) as lines:
                 async for line in lines:
                     await self._room.acquire()
+                    if line.index in batch.suspects:
+                        try:
+                            await self._one(batch, line)
+                        finally:
+                            self._room.release()
+                        continue
                     task = tasks.create_task(self._one(batch, line))
                     # a task that is cancelled before it began would not do so itself
                     task.add_done_callback(lambda _: self._room.release())
@@ -253,14 +298,32 @@ class BatchRunner:
 
     async def _one(self, batch: Batch, line: BatchLine) -> None:
         request_id = f"{batch.id}-{line.index}"
-        asked = replace(line, body={**line.body, "slo": "batch"})
-        answer = await answer_line(
-            self._service, asked, request_id, owner=batch.owner, rules=self._rules
-        )
-        # answered: the batch gets on
-        self.troubles.pop(batch.id, None)
+        if batch.suspects.get(line.index, 0) >= _MAX_DEATHS:
+            message = f"the engine died {_MAX_DEATHS} times while this line ran"
+            answer = Answer(500, error_body(Reply(500, message)), request_id)
+        else:
+            answer = await self._ask(batch, line, request_id)
         record = encode(openai_record(line, _record_id(batch, line), answer))
         await self._recorder.put(Result(batch.id, line.index, answer.status != 200, record))
+        # the batch gets on
+        self.troubles.pop(batch.id, None)
+
+    async def _ask(self, batch: Batch, line: BatchLine, request_id: str) -> Answer:
+        # an engine that is away already does not die of this line
+        self._service.check_health()
+        asked = replace(line, body={**line.body, "slo": "batch"})
+        running = self._running.setdefault(batch.id, set())
+        running.add(line.index)
+        try:
+            return await answer_line(
+                self._service, asked, request_id, owner=batch.owner, rules=self._rules
+            )
+        except EngineDeadError:
+            # the others are told as well, or cancelled before they are
+            self._struck.setdefault(batch.id, set()).update(running)
+            raise
+        finally:
+            running.discard(line.index)
 
     async def _give_up(self, batch: Batch, code: str, message: str) -> None:
         """A record for every line that has none."""

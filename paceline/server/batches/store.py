@@ -31,40 +31,11 @@ from typing import Any, BinaryIO, Final
 from paceline.core.errors import ConfigError
 from paceline.server.batches.contents import Contents, Part, StorageError, told
 from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
+from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS, connect
 from paceline.server.errors import HttpError
 
 __all__ = ["BatchStore"]
 
-_SCHEMA: Final = """
-CREATE TABLE IF NOT EXISTS files (
-    number INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
-    size INTEGER NOT NULL, created_at INTEGER NOT NULL
-);
-CREATE INDEX IF NOT EXISTS files_of ON files (owner, number);
-CREATE TABLE IF NOT EXISTS batches (
-    number INTEGER PRIMARY KEY,
-    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, endpoint TEXT NOT NULL,
-    input_file_id TEXT NOT NULL, window TEXT NOT NULL, status TEXT NOT NULL,
-    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, times TEXT NOT NULL,
-    metadata TEXT NOT NULL, errors TEXT NOT NULL,
-    total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL,
-    pending_bytes INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT
-);
-CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, number);
-CREATE INDEX IF NOT EXISTS batches_in ON batches (status);
-CREATE TABLE IF NOT EXISTS results (
-    batch_id TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, record BLOB NOT NULL,
-    PRIMARY KEY (batch_id, line)
-) WITHOUT ROWID;
-"""
-_FILE_COLUMNS: Final = "id, owner, filename, purpose, size, created_at"
-_BATCH_COLUMNS: Final = (
-    "id, owner, endpoint, input_file_id, window, status, created_at, expires_at, times, metadata, "
-    "errors, total, completed, failed, pending_bytes, output_file_id, error_file_id"
-)
-# of the schema; a folder of another is refused
-_VERSION: Final = 1
 # batches of one owner that are not over, at most, and of those that are, kept
 _MAX_UNFINISHED: Final = 256
 _MAX_ENDED: Final = 10_000
@@ -92,7 +63,7 @@ class BatchStore:
             raise ConfigError(f"the batch folder {folder}: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._db = _connect(folder / "store.sqlite3")
+            self._db = connect(folder / "store.sqlite3")
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigError(f"the batch folder {folder} is used by another server") from None
@@ -149,7 +120,7 @@ class BatchStore:
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Raises HttpError 404 for one that is not there, or not this owner's."""
         row = self._row(
-            f"SELECT {_FILE_COLUMNS} FROM files WHERE id = ? AND owner = ?", file_id, owner
+            f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND owner = ?", file_id, owner
         )
         if row is None:
             raise HttpError(404, f"no file with id {file_id[:80]!r} is stored here")
@@ -160,7 +131,7 @@ class BatchStore:
     ) -> tuple[list[StoredFile], bool]:
         """A page of an owner's files, and whether there are more."""
         rows, more = self._page(
-            _FILE_COLUMNS,
+            FILE_COLUMNS,
             "files",
             owner,
             after,
@@ -224,8 +195,8 @@ class BatchStore:
         created = int(now)
         with self._transaction():
             self._db.execute(
-                f"INSERT INTO batches ({_BATCH_COLUMNS}) VALUES "
-                "(?, ?, ?, ?, ?, 'validating', ?, ?, '{}', ?, '[]', 0, 0, 0, 0, NULL, NULL)",
+                f"INSERT INTO batches ({BATCH_COLUMNS}) VALUES "
+                "(?, ?, ?, ?, ?, 'validating', ?, ?, '{}', ?, '[]', 0, 0, 0, 0, NULL, NULL, '{}')",
                 (
                     batch_id, owner, endpoint, input_file_id, window,
                     created, created + seconds, json.dumps(metadata),
@@ -241,14 +212,14 @@ class BatchStore:
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """One batch, of this owner if one is given. Raises HttpError 404."""
-        row = self._row(f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
+        row = self._row(f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
         if row is None or (owner is not None and row["owner"] != owner):
             raise HttpError(404, f"no batch with id {batch_id[:80]!r} is stored here")
         return Batch.of(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """A page of an owner's batches, newest first, and whether there are more."""
-        rows, more = self._page(_BATCH_COLUMNS, "batches", owner, after, limit, True, ("", None))
+        rows, more = self._page(BATCH_COLUMNS, "batches", owner, after, limit, True, ("", None))
         return [Batch.of(row) for row in rows], more
 
     def unfinished(self, limit: int) -> list[str]:
@@ -286,13 +257,25 @@ class BatchStore:
             return batch
         return self._move(batch, "failed", now, errors=json.dumps(list(errors)))
 
+    def suspect(self, batch_id: str, lines: Iterable[int]) -> None:
+        """These ran when the engine died."""
+        batch = self.batch(batch_id)
+        counts = dict(batch.suspects)
+        for line in lines:
+            counts[line] = counts.get(line, 0) + 1
+        with self._transaction():
+            self._db.execute(
+                "UPDATE batches SET suspects = ? WHERE id = ?", (json.dumps(counts), batch_id)
+            )
+
     def answered(self, batch_id: str) -> set[int]:
         """Lines that have a record."""
         found = self._rows("SELECT line FROM results WHERE batch_id = ?", batch_id)
         return {row["line"] for row in found}
 
     def record(self, results: Iterable[Result]) -> None:
-        """Keep what became of lines: all of these or none. A line that has a record keeps it.
+        """Keep what became of lines: all of these or none. A line that has a record keeps it, and
+        a batch that is over does not change.
 
         Raises:
             StorageError: there is no room.
@@ -302,8 +285,16 @@ class BatchStore:
         with self._transaction():
             for result in results:
                 inserted = self._db.execute(
-                    "INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)",
-                    (result.batch_id, result.line, result.failed, result.record),
+                    "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM "
+                    f"batches WHERE id = ? AND status IN ({_marks(UNFINISHED)}))",
+                    (
+                        result.batch_id,
+                        result.line,
+                        result.failed,
+                        result.record,
+                        result.batch_id,
+                        *UNFINISHED,
+                    ),
                 ).rowcount
                 if inserted:
                     self._db.execute(
@@ -394,7 +385,7 @@ class BatchStore:
 
     def _insert(self, file: StoredFile) -> None:
         self._db.execute(
-            f"INSERT INTO files ({_FILE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO files ({FILE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
             (file.id, file.owner, file.filename, file.purpose, file.size, file.created_at),
         )
 
@@ -451,27 +442,6 @@ class BatchStore:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 raise
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.Error, or ConfigError for a database of another version."""
-    # one thread at a time, whichever it is; transactions are begun by hand
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    try:
-        db.row_factory = sqlite3.Row
-        # both must be said before there are tables
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute("PRAGMA journal_mode = WAL")
-        # what is told to a caller is on disk, whatever happens to the machine
-        db.execute("PRAGMA synchronous = FULL")
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
-            raise ConfigError(f"it was made by another version ({version}, not {_VERSION})")
-        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
-    except BaseException:
-        db.close()
-        raise
-    return db
 
 
 def _marks(values: Sequence[str]) -> str:

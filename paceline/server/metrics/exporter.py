@@ -7,7 +7,7 @@
 A scrape of the server's own port waits for its turn on the event loop, behind every stream that
 has news; one of this listener does not: neither the loop nor this interpreter's lock is in its way.
 What it reads is at most ``PERIOD`` old, plus however long the loop was busy, and it says how old.
-docs/adr/0007-metrics-listener.md has the measurement that chose this.
+docs/adr/0008-metrics-listener.md has the measurement that chose this.
 """
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
-__all__ = ["Family", "Histogram", "Histograms", "Number", "Numbers", "Registry"]
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+__all__ = ["Description", "Family", "Histogram", "Histograms", "Number", "Numbers", "Registry"]
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 
@@ -36,6 +39,15 @@ class Family(Protocol):
     def render(self) -> str:
         """Its lines, HELP and TYPE first."""
         ...
+
+
+class Description(NamedTuple):
+    """A family as documents list it."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...]
 
 
 class Number:
@@ -161,9 +173,25 @@ class Registry:
     def __init__(self, constant: Mapping[str, str]) -> None:
         self._constant = dict(constant)
         self._families: dict[str, Family] = {}
+        self._collected = CollectorRegistry()
+        self._has_collected = False
 
-    def __iter__(self) -> Iterator[Family]:
-        return iter(self._families.values())
+    def describe(self) -> Iterator[Description]:
+        """Every family there is."""
+        for family in self._families.values():
+            yield Description(family.name, family.kind, family.text, family.labels)
+        for metric in self._collected.collect():
+            total = "_total" if metric.type == "counter" else ""
+            labels = {label for sample in metric.samples for label in sample.labels}
+            yield Description(
+                metric.name + total, metric.type, metric.documentation, tuple(sorted(labels))
+            )
+
+    def register(self, collector: Collector) -> None:
+        """Add families that prometheus_client renders, which takes it ten times as long: for a few
+        that somebody else keeps the numbers of."""
+        self._collected.register(collector)
+        self._has_collected = True
 
     def numbers(
         self,
@@ -204,7 +232,8 @@ class Registry:
 
     def render(self) -> str:
         """The text exposition format, version 0.0.4."""
-        return "".join([family.render() for family in self._families.values()])
+        text = "".join([family.render() for family in self._families.values()])
+        return text + generate_latest(self._collected).decode() if self._has_collected else text
 
     def _add(self, family: Family) -> None:
         assert family.name not in self._families, f"two families are called {family.name}"

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.server.metrics.engine import EngineMetrics
-from paceline.server.metrics.families import Family, Registry
+from paceline.server.metrics.families import Description, Registry
 from paceline.server.metrics.http import HttpMetrics
 from paceline.server.metrics.requests import RequestMetrics
 
@@ -49,7 +49,7 @@ class ServerMetrics:
         self._ready_now = ready
         self._price_per_hour = price_per_hour
         self._started = time.monotonic()
-        # others may add families of their own, once, at start
+        # others may register collectors of their own, at start
         self.registry = registry = Registry({"model_name": model_name, "engine": _ENGINE})
         self._engine = EngineMetrics(registry, info, _ENGINE)
         self.requests = RequestMetrics(registry, info.max_model_len)
@@ -68,17 +68,15 @@ class ServerMetrics:
         self._http = HttpMetrics(registry)
         self._age = Registry({})
         self._age.number("gauge", AGE_METRIC, "Seconds since these numbers were put together.")
-        # what others collect when they are asked, few series each
-        self.others = CollectorRegistry()
         self._process_registry = CollectorRegistry()
         ProcessCollector(registry=self._process_registry)
         self._process_text = ""
         self._process_at = -_PROCESS_SECONDS
 
     @property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[Description, ...]:
         """All but those of the process, which prometheus_client knows."""
-        return (*self.registry, *self._age)
+        return (*self.registry.describe(), *self._age.describe())
 
     @property
     def stats(self) -> EngineStats:
@@ -122,5 +120,4 @@ class ServerMetrics:
         if now - self._process_at >= _PROCESS_SECONDS:
             self._process_text = generate_latest(self._process_registry).decode()
             self._process_at = now
-        others = generate_latest(self.others).decode()
-        return (self.registry.render() + others + self._process_text + self._age.render()).encode()
+        return (self.registry.render() + self._process_text + self._age.render()).encode()

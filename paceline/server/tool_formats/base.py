@@ -79,10 +79,22 @@ class ToolFormat(Protocol):
         ...
 
 
+# with these a schema may know of properties that it does not list itself
+_SAYS_MORE: Final = frozenset(
+    {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+)
+
+
 def call_schema(tool: dict[str, Any], arguments_key: str, at: str) -> dict[str, Any]:
-    """The schema of one call's object; ``at`` is where it will stand in the whole schema."""
+    """The schema of one call's object; ``at`` is where it will stand in the whole schema.
+
+    Arguments that are listed are all there are, unless the schema says otherwise: SDKs drop
+    ``additionalProperties: false`` on the way, and callers pass arguments on by name.
+    """
     function = tool["function"]
-    parameters = function.get("parameters") or {"additionalProperties": False}
+    parameters = function.get("parameters") or {}
+    if not _SAYS_MORE & parameters.keys():
+        parameters = {**parameters, "additionalProperties": False}
     below = f"{at}/properties/{arguments_key}"
     return {
         "type": "object",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,8 @@ import pytest
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
+from paceline.server.app import batches_of
+from paceline.server.batch_config import BatchConfig
 from paceline.server.keys import ApiKey
 from paceline.server.rate_limits import KeyLimits, Rate, caller_of
 from tests.server.helpers import (
@@ -46,7 +50,12 @@ def bearer(key: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def limited(
-    limits: KeyLimits, *, own: Mapping[str, Any] | None = None, keys: bool = True, **backend: Any
+    limits: KeyLimits,
+    *,
+    own: Mapping[str, Any] | None = None,
+    keys: bool = True,
+    batches: BatchConfig | None = None,
+    **backend: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """An app with keys alice, bob (whose limits are ``own``) and root."""
     client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512, **backend))
@@ -55,9 +64,11 @@ async def limited(
         ApiKey("bob", "user", ApiKey.of("bob", "user", BOB).digest, dict(own or {})),
         ApiKey.of("root", "admin", ROOT),
     )
-    app = create_app(client, ServerConfig(api_keys=ring if keys else (), limits=limits))
+    config = ServerConfig(api_keys=ring if keys else (), limits=limits, batches=batches)
+    app = create_app(client, config)
     async with connect(app) as http:
         yield http
+    await batches_of(app).stop()
     await app.state.service.limiter.close()
     await client.close()
 
@@ -189,6 +200,39 @@ async def test_background_responses_are_charged_too() -> None:
         assert found["usage"]["output_tokens"] == 3
         after = await http.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
         assert int(told(after)["remaining-tokens"]) == 1000 - found["usage"]["total_tokens"]
+
+
+async def test_batches_are_nobodys_exchange(tmp_path: Path) -> None:
+    """The request that first needs the runner of batches starts it, and is not charged for it."""
+    limits = KeyLimits(tokens=Rate(100, DAY), concurrent=1)
+    async with limited(limits, batches=BatchConfig(folder=tmp_path / "batches")) as http:
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": TEXT, "body": text_body(20)}
+            for i in range(8)
+        ]
+        content = "\n".join(map(json.dumps, lines)).encode()
+        uploaded = await http.post(
+            "/v1/files",
+            files={"file": ("lines.jsonl", content)},
+            data={"purpose": "batch"},
+            headers=bearer(ALICE),
+        )
+        assert uploaded.status_code == 200, uploaded.text
+        body = {
+            "input_file_id": uploaded.json()["id"],
+            "endpoint": TEXT,
+            "completion_window": "24h",
+        }
+        made = (await http.post("/v1/batches", json=body, headers=bearer(ALICE))).json()
+        for _ in range(500):
+            path = f"/v1/batches/{made['id']}"
+            found = (await http.get(path, headers=bearer(ALICE))).json()
+            if found["status"] in ("completed", "failed"):
+                break
+            await asyncio.sleep(0.01)
+        assert found["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+        after = await http.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
+        assert told(after)["remaining-tokens"] == "100"
 
 
 async def generated(http: httpx.AsyncClient, count: int) -> None:

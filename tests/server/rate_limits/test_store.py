@@ -82,6 +82,26 @@ async def test_many_at_once_get_no_more_than_there_is(store: RateStore) -> None:
     assert sum(taken for taken, _ in answers) == 33
 
 
+async def test_callers_who_left_are_forgotten_and_not_looked_for_every_time() -> None:
+    store = RateStore(sweep_every=0.3)
+    counters = store._memory.storage.storage
+    short = Rate(5, 1)
+    for number in range(50):
+        await store.take("requests", f"caller {number}", short, 1)
+        await asyncio.sleep(0)
+    # a look for what expired is not begun before its time
+    timer = store._memory.storage.timer
+    await store.take("requests", "one more", short, 1)
+    assert store._memory.storage.timer is timer and not timer.done()
+    assert len(counters) == 51
+    await asyncio.sleep(2.5)
+    for _ in range(2):
+        await store.take("requests", "another", HUNDRED, 1)
+        await asyncio.sleep(0.05)
+    assert len(counters) <= 2
+    await store.close()
+
+
 async def test_two_servers_share_one_count(redis: RedisServer) -> None:
     first, second = RateStore(redis.url), RateStore(redis.url)
     assert (await first.take("tokens", "shared", HUNDRED, 80))[0]

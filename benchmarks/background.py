@@ -1,0 +1,232 @@
+"""What a large batch in the background does to those who wait for their tokens.
+
+Method: one live server on the default model, and four people who each read an answer as it comes,
+think for a while (seeded, exponential) and ask again: prompts of 16 to 96 random ids, 48 tokens of
+output. They do the same in turns with nothing else on the server (A) and beside a batch of
+thousands of lines that was given to ``/v1/batches`` (B): A B A B, other prompts each pair. TPOT is
+a request's mean time per token after the first, by the client's clock; the figure is the ratio of
+the 99th percentiles over all of B and all of A. The same is done with requests that name no target.
+What the batch gets done meanwhile is printed beside what it gets done alone.
+
+The target is a ratio of 1.2 at most. Prints a table and, last, one JSON line. QUICK=1 takes fewer
+and shorter rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goodput import Ours
+from benchmarks.peers.base import Places
+from benchmarks.peers.http_client import Timing, complete
+from benchmarks.peers.online import Server, percentile
+from paceline.checkpoints.resolve import default_cache_dir, find_local
+
+QUICK = bool(os.environ.get("QUICK"))
+ROUNDS = 2 if QUICK else 3
+REQUESTS = 12 if QUICK else 25
+PEOPLE = 4
+OUTPUT = 48
+# mean seconds
+THINKING = 0.3
+TARGET = 1.2
+LINES = 5000
+PATIENCE = 120.0
+# seconds for the batch to reach its pace, and alone at it
+_WARM = 3.0
+_ALONE = 8.0
+CLASSES = ("interactive", "standard")
+_BOUNDARY = "background-benchmark"
+
+
+def ask(server: Server, path: str, body: bytes | None = None, kind: str = "") -> Any:
+    """The JSON of a GET, or of a POST of ``body``."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}",
+        body,
+        {"Content-Type": kind or "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
+def batch_lines(count: int, vocab_size: int, seed: int) -> bytes:
+    """Prompts of 32 to 256 random ids, 64 tokens of output each."""
+    rng = random.Random(seed)
+    lines = []
+    for number in range(count):
+        prompt = [rng.randrange(100, vocab_size) for _ in range(rng.randint(32, 256))]
+        body = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "temperature": 0}
+        line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(line).encode())
+    return b"\n".join(lines)
+
+
+def upload(server: Server, content: bytes) -> str:
+    """The id of the file."""
+    head = (
+        f"--{_BOUNDARY}\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n"
+        f"--{_BOUNDARY}\r\nContent-Disposition: form-data; name=file; filename=in.jsonl\r\n\r\n"
+    )
+    body = head.encode() + content + f"\r\n--{_BOUNDARY}--\r\n".encode()
+    kind = f"multipart/form-data; boundary={_BOUNDARY}"
+    file_id: str = ask(server, "/v1/files", body, kind)["id"]
+    return file_id
+
+
+class Background:
+    """A batch that runs until it is ended."""
+
+    def __init__(self, server: Server, file_id: str) -> None:
+        body = {
+            "input_file_id": file_id,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
+        self._server = server
+        self._id = ask(server, "/v1/batches", json.dumps(body).encode())["id"]
+        while not self.done():
+            time.sleep(0.05)
+
+    def done(self) -> int:
+        """Lines answered. Raises RuntimeError if the batch is over: it was to last."""
+        batch = ask(self._server, f"/v1/batches/{self._id}")
+        if batch["status"] not in ("validating", "in_progress"):
+            raise RuntimeError(f"the batch is {batch['status']}: {batch['errors']}")
+        done: int = batch["request_counts"]["completed"]
+        return done
+
+    def end(self) -> None:
+        ask(self._server, f"/v1/batches/{self._id}/cancel", b"{}")
+        while ask(self._server, f"/v1/batches/{self._id}")["status"] != "cancelled":
+            time.sleep(0.05)
+
+
+def play(server: Server, vocab_size: int, seed: int, slo: str) -> list[Timing]:
+    """What each of the people asks, one after another."""
+
+    async def one(person: int) -> list[Timing]:
+        rng = random.Random(f"{seed} {person}")
+        timings = []
+        for _ in range(REQUESTS):
+            await asyncio.sleep(rng.expovariate(1.0 / THINKING))
+            prompt = [rng.randrange(100, vocab_size) for _ in range(rng.randint(16, 96))]
+            timings.append(
+                await complete(
+                    server.port,
+                    server.model,
+                    prompt,
+                    OUTPUT,
+                    timeout=PATIENCE,
+                    fields={"slo": slo},
+                )
+            )
+        return timings
+
+    async def everybody() -> list[Timing]:
+        found = await asyncio.gather(*(one(person) for person in range(PEOPLE)))
+        return [timing for timings in found for timing in timings]
+
+    return asyncio.run(everybody())
+
+
+def figures(timings: Sequence[Timing]) -> dict[str, float]:
+    """Milliseconds. Raises RuntimeError for requests that failed."""
+    errors = [timing.error for timing in timings if timing.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+    tpots = [timing.tpot for timing in timings if timing.tpot is not None]
+    ttfts = [timing.ttft for timing in timings]
+    return {
+        "requests": len(timings),
+        "tpot_p50_ms": round(1e3 * statistics.median(tpots), 2),
+        "tpot_p99_ms": round(1e3 * percentile(tpots, 0.99), 2),
+        "ttft_p50_ms": round(1e3 * statistics.median(ttfts), 1),
+        "ttft_p99_ms": round(1e3 * percentile(ttfts, 0.99), 1),
+    }
+
+
+def measure(server: Server, file_id: str, vocab: int, slo: str) -> dict[str, Any]:
+    """A B A B for one class of requests."""
+    alone: list[Timing] = []
+    beside: list[Timing] = []
+    lines, seconds = 0, 0.0
+    for number in range(ROUNDS):
+        alone += play(server, vocab, number, slo)
+        batch = Background(server, file_id)
+        time.sleep(_WARM)
+        before, began = batch.done(), time.monotonic()
+        beside += play(server, vocab, number, slo)
+        lines += batch.done() - before
+        seconds += time.monotonic() - began
+        batch.end()
+    a, b = figures(alone), figures(beside)
+    ratio = b["tpot_p99_ms"] / a["tpot_p99_ms"]
+    for name, row in (("alone", a), ("beside", b)):
+        print(f"{slo:12} {name:7} {row}", flush=True)
+    print(f"{slo:12} p99 TPOT {ratio:.2f}x; the batch got {lines / seconds:.2f} lines/s\n")
+    return {
+        "alone": a,
+        "beside": b,
+        "tpot_p99_ratio": round(ratio, 3),
+        "batch_lines_per_s": round(lines / seconds, 3),
+    }
+
+
+def main() -> int:
+    from benchmarks.peers.__main__ import free_port, machine
+    from paceline.checkpoints.base import open_checkpoint
+
+    model = find_local("smollm2-135m")
+    if model is None:
+        print("smollm2-135m is not here yet: run 'make model' first", file=sys.stderr)
+        return 1
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
+    places = Places(root, model, cpus)
+    vocab = open_checkpoint(model).config.vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Ours("background", places, ("--batch-dir", folder))
+        server = Server(peer, free_port(), places.folder("logs") / "background.log", vocab)
+        try:
+            file_id = upload(server, batch_lines(LINES, vocab, 1))
+            batch = Background(server, file_id)
+            time.sleep(_WARM)
+            before = batch.done()
+            time.sleep(_ALONE)
+            pace = (batch.done() - before) / _ALONE
+            batch.end()
+            print(f"the batch alone does {pace:.2f} lines/s\n", flush=True)
+            results = {slo: measure(server, file_id, vocab, slo) for slo in CLASSES}
+        finally:
+            server.close()
+    ratio = results["interactive"]["tpot_p99_ratio"]
+    print(
+        json.dumps(
+            {
+                "bench": "background",
+                "tpot_p99_ratio": ratio,
+                "within_target": ratio <= TARGET,
+                "batch_alone_lines_per_s": round(pace, 3),
+                **results,
+                "quick": QUICK,
+                "machine": machine(cpus),
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The tables of a batch folder, and how they are opened."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Final
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["BATCH_COLUMNS", "FILE_COLUMNS", "connect"]
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    size INTEGER NOT NULL, created_at INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS files_of ON files (owner, number);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL, window TEXT NOT NULL, status TEXT NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, times TEXT NOT NULL,
+    metadata TEXT NOT NULL, errors TEXT NOT NULL,
+    total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL,
+    pending_bytes INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT,
+    suspects TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, number);
+CREATE INDEX IF NOT EXISTS batches_in ON batches (status);
+CREATE TABLE IF NOT EXISTS results (
+    batch_id TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, record BLOB NOT NULL,
+    PRIMARY KEY (batch_id, line)
+) WITHOUT ROWID;
+"""
+FILE_COLUMNS: Final = "id, owner, filename, purpose, size, created_at"
+BATCH_COLUMNS: Final = (
+    "id, owner, endpoint, input_file_id, window, status, created_at, expires_at, times, metadata, "
+    "errors, total, completed, failed, pending_bytes, output_file_id, error_file_id, suspects"
+)
+# of the schema; a folder of another is refused
+_VERSION: Final = 1
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Raises sqlite3.Error, or ConfigError for a database of another version."""
+    # one thread at a time, whichever it is; transactions are begun by hand
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        db.row_factory = sqlite3.Row
+        # both must be said before there are tables
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute("PRAGMA journal_mode = WAL")
+        # what is told to a caller is on disk, whatever happens to the machine
+        db.execute("PRAGMA synchronous = FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise ConfigError(f"it was made by another version ({version}, not {_VERSION})")
+        db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+    except BaseException:
+        db.close()
+        raise
+    return db

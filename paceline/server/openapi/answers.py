@@ -1,0 +1,187 @@
+"""What each endpoint answers, as JSON schemas; those of typed answers are made from their types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from paceline.server.openapi.schemas import (
+    BOOLEAN,
+    INTEGER,
+    NULL,
+    OBJECT,
+    STRING,
+    Schema,
+    array,
+    integer,
+    record,
+    ref,
+    string,
+)
+from paceline.server.token_generate import TokenAnswer
+from paceline.server.wire import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+
+__all__ = ["ANSWERS", "Answer", "answer_schemas"]
+
+_TYPED: Final = (ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, TokenAnswer)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comes back with status 200."""
+
+    description: str
+    schema: Schema
+    # of each event's data where the request asks for a stream; None: never streamed
+    events: Schema | None = None
+    # "data: [DONE]" after the last one
+    ends_with_done: bool = True
+    media_type: str = "application/json"
+    # the shape of errors
+    error: str = "Error"
+
+
+def answer_schemas() -> dict[str, Schema]:
+    """Components by name."""
+    _, typed = msgspec.json.schema_components(_TYPED, ref_template="#/components/schemas/{name}")
+    maybe_text: Schema = {"type": ["string", "null"]}
+    permission = record({"id": STRING, "object": string("model_permission"), "created": INTEGER})
+    return {
+        **typed,
+        "Model": record(
+            {
+                "id": STRING,
+                "object": string("model"),
+                "created": INTEGER,
+                "owned_by": STRING,
+                "root": STRING,
+                "parent": maybe_text,
+                "max_model_len": integer(1, 2**31),
+                "permission": array(permission),
+            }
+        ),
+        "Error": record(
+            {
+                "error": record(
+                    {"message": STRING, "type": STRING, "param": maybe_text, "code": INTEGER}
+                )
+            }
+        ),
+        "AnthropicError": record(
+            {
+                "type": string("error"),
+                "error": record({"type": STRING, "message": STRING}),
+                "request_id": STRING,
+            }
+        ),
+        "Response": record(
+            {
+                "id": STRING,
+                "object": string("response"),
+                "created_at": INTEGER,
+                "status": string(
+                    "queued", "in_progress", "completed", "incomplete", "failed", "cancelled"
+                ),
+                "error": {"anyOf": [record({"code": STRING, "message": STRING}), NULL]},
+                "incomplete_details": {"anyOf": [record({"reason": STRING}), NULL]},
+                "model": STRING,
+                "output": array(
+                    record({"id": STRING, "type": string("message", "function_call")})
+                ),
+                "usage": {
+                    "anyOf": [
+                        record(
+                            {
+                                "input_tokens": INTEGER,
+                                "output_tokens": INTEGER,
+                                "total_tokens": INTEGER,
+                            }
+                        ),
+                        NULL,
+                    ]
+                },
+            }
+        ),
+        "ResponseEvent": record({"type": STRING, "sequence_number": INTEGER}),
+        "MessagesAnswer": record(
+            {
+                "id": STRING,
+                "type": string("message"),
+                "role": string("assistant"),
+                "model": STRING,
+                "content": array(record({"type": string("text", "tool_use")})),
+                "stop_reason": {"type": ["string", "null"]},
+                "stop_sequence": maybe_text,
+                "usage": record(
+                    {
+                        "input_tokens": INTEGER,
+                        "output_tokens": INTEGER,
+                        "cache_read_input_tokens": INTEGER,
+                        "cache_creation_input_tokens": INTEGER,
+                    }
+                ),
+            }
+        ),
+        "MessagesEvent": record(
+            {
+                "type": string(
+                    "message_start", "ping", "content_block_start", "content_block_delta",
+                    "content_block_stop", "message_delta", "message_stop",
+                )
+            }
+        ),
+        "Tokens": record(
+            {
+                "count": integer(0, 2**31),
+                "max_model_len": integer(1, 2**31),
+                "tokens": array(INTEGER),
+                "token_strs": {"anyOf": [array(STRING), NULL]},
+            }
+        ),
+    }  # fmt: skip
+
+
+def _simple(description: str, **fields: Any) -> Answer:
+    return Answer(description, record(fields))
+
+
+# by method and path
+ANSWERS: Final[dict[tuple[str, str], Answer]] = {
+    ("POST", "/v1/chat/completions"): Answer("a message", ref("ChatAnswer"), ref("ChatChunk")),
+    ("POST", "/v1/completions"): Answer(
+        "continuations of the prompts", ref("CompletionAnswer"), ref("CompletionChunk")
+    ),
+    ("POST", "/inference/v1/generate"): Answer("token ids", ref("TokenAnswer"), ref("TokenAnswer")),
+    ("POST", "/v1/responses"): Answer(
+        "a response", ref("Response"), ref("ResponseEvent"), ends_with_done=False
+    ),
+    ("GET", "/v1/responses/{response_id}"): Answer("a stored response", ref("Response")),
+    ("DELETE", "/v1/responses/{response_id}"): _simple(
+        "it is forgotten", id=STRING, object=string("response"), deleted=BOOLEAN
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Answer("as it is now", ref("Response")),
+    ("POST", "/v1/messages"): Answer(
+        "a message",
+        ref("MessagesAnswer"),
+        ref("MessagesEvent"),
+        ends_with_done=False,
+        error="AnthropicError",
+    ),
+    ("POST", "/v1/messages/count_tokens"): Answer(
+        "the prompt's length", record({"input_tokens": INTEGER}), error="AnthropicError"
+    ),
+    ("GET", "/v1/models"): _simple(
+        "what is served", object=string("list"), data=array(ref("Model"), 1)
+    ),
+    ("GET", "/v1/models/{name}"): Answer("one of them", ref("Model")),
+    ("POST", "/tokenize"): Answer("ids", ref("Tokens")),
+    ("POST", "/detokenize"): _simple("text", prompt=STRING),
+    ("GET", "/health"): Answer("tokens flow", OBJECT),
+    ("GET", "/ping"): Answer("tokens flow", OBJECT),
+    ("POST", "/ping"): Answer("tokens flow", OBJECT),
+    ("GET", "/load"): _simple("requests under way", server_load=integer(0, 2**31)),
+    ("GET", "/version"): _simple("this server's", version=STRING),
+    ("GET", "/metrics"): Answer("Prometheus's text format", STRING, media_type="text/plain"),
+}

@@ -1,0 +1,136 @@
+"""The document of an app: FastAPI's list of routes, with what FastAPI cannot know.
+
+Bodies are parsed by hand (``protocol.py``), because their faults are to be named in the words of
+the API; so their schemas are written down too, and tests hold them to the parsers and to answers.
+
+Every route gets the statuses that its kind can have: a route of another module needs to name only
+its own answer (``responses=`` of ``add_api_route``), and what it names is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from paceline.server.keys import ADMIN_PATHS, OPEN_PATHS
+from paceline.server.openapi.answers import ANSWERS, Answer, answer_schemas
+from paceline.server.openapi.requests import EXAMPLES, request_schemas, shared_schemas
+from paceline.server.openapi.schemas import STRING, Schema, record, ref
+from paceline.server.rules import RequestRules
+
+__all__ = ["openapi_document"]
+
+_HEALTH: Final = frozenset({"/health", "/ping"})
+_SECURITY: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_DESCRIPTIONS: Final = {
+    "400": "the request is at fault; the message says where, param names the field",
+    "401": "no key that is known",
+    "403": "a key whose scope does not reach",
+    "404": "no such model, or nothing stored by that name",
+    "413": "the body is too long",
+    "429": "more than can be served now",
+    "500": "the server failed on this request",
+    "503": "shutting down, or the engine is gone",
+}
+_RETRY: Final = frozenset({"429", "503"})
+
+
+def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
+    """The document, with the models and bounds of ``rules``."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description="OpenAI's and Anthropic's APIs and vLLM's extensions; see docs/api.md.",
+        routes=app.routes,
+    )
+    requests = request_schemas(rules)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            _describe(operation, method.upper(), path, requests.get(path))
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    schemas |= shared_schemas(rules) | answer_schemas()
+    components["securitySchemes"] = _SECURITY
+    return document
+
+
+def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | None) -> None:
+    if body is not None and method == "POST":
+        content: dict[str, Any] = {"schema": body}
+        if path in EXAMPLES:
+            content["example"] = EXAMPLES[path]
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+    answer = ANSWERS.get((method, path))
+    responses = operation["responses"]
+    if path == "/v1/embeddings":
+        # it only ever says why not
+        del responses["200"]
+    elif answer is not None:
+        responses["200"] = {"description": answer.description, "content": _content(answer)}
+    _add_parameters(operation, path)
+    error = "Error" if answer is None else answer.error
+    for status in _statuses(operation, method, path):
+        responses.setdefault(status, _failure(status, error))
+    for response in responses.values():
+        response.setdefault("headers", {}).setdefault(
+            "X-Request-Id", {"schema": STRING, "required": True}
+        )
+    if path not in OPEN_PATHS:
+        # none: where the server has no keys
+        operation.setdefault("security", [{}, *({name: []} for name in _SECURITY)])
+
+
+def _content(answer: Answer) -> dict[str, Any]:
+    content: dict[str, Any] = {answer.media_type: {"schema": answer.schema}}
+    if answer.events is not None:
+        # what each event is, as OpenAPI 3.2 has it; OpenAI's streams end with [DONE]
+        told = STRING | {"contentMediaType": "application/json", "contentSchema": answer.events}
+        data = {"anyOf": [{"const": "[DONE]"}, told]} if answer.ends_with_done else told
+        content["text/event-stream"] = {"schema": record({"data": data}, {"event": STRING})}
+    return content
+
+
+def _add_parameters(operation: dict[str, Any], path: str) -> None:
+    """Names in the path, which the handlers read themselves."""
+    known = {parameter["name"] for parameter in operation.get("parameters", ())}
+    for part in path.split("/"):
+        name = part.strip("{}").partition(":")[0]
+        if part.startswith("{") and name not in known:
+            operation.setdefault("parameters", []).append(
+                {"name": name, "in": "path", "required": True, "schema": {**STRING, "minLength": 1}}
+            )
+
+
+def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
+    """What an answer may be instead of what was asked for."""
+    found = ["500"]
+    if path in _HEALTH:
+        return [*found, "503"]
+    if path not in OPEN_PATHS:
+        found.append("401")
+    if path in ADMIN_PATHS:
+        found.append("403")
+    if method == "POST" and path not in OPEN_PATHS:
+        # a limit of the key
+        found.append("429")
+    if "{" in path:
+        found.append("404")
+    if "requestBody" in operation:
+        found += ["400", "404", "413", "429", "503"]
+    return sorted(set(found))
+
+
+def _failure(status: str, error: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "description": _DESCRIPTIONS[status],
+        "content": {"application/json": {"schema": ref(error)}},
+    }
+    if status in _RETRY:
+        seconds = {"schema": STRING, "description": "seconds"}
+        found["headers"] = {"Retry-After": seconds}
+    return found

@@ -1,0 +1,207 @@
+"""A real Prometheus over a real server: all queries of dashboard and alerts find series.
+
+Skipped without ``prometheus`` and ``promtool`` (Debian: apt-get install prometheus).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.server.live_process import LiveServer, eventually, live_server
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="needs prometheus and promtool (Debian: apt-get install prometheus)",
+)
+
+
+def promtool(*arguments: str) -> str:
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=RULES, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_takes_the_configuration() -> None:
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+
+
+def test_alerts_fire_on_faults_and_only_then() -> None:
+    assert "SUCCESS" in promtool("test", "rules", "alerts_test.yml")
+
+
+class Prometheus:
+    """One server process that scrapes ``target``, configured by the file in ``deploy/``."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        config = yaml.safe_load((RULES / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "200ms", "evaluation_interval": "500ms"}
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        shutil.copy(RULES / "alerts.yml", folder)
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/api/v1"
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={folder / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        url = f"{self.url}/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    def result(self, query: str) -> list[Any]:
+        found: list[Any] = self.ask("query", query=query)["result"]
+        return found
+
+    def is_scraping(self) -> bool:
+        try:
+            return bool(self.result("vllm:num_requests_running"))
+        except OSError:
+            assert self.process.poll() is None, self.log.read_text()
+            return False
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """After a few seconds in which everything happened that the dashboard shows."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    with live_server(
+        folder / "server-log",
+        metrics_port=0,
+        backend={"step_time": 0.004, "num_blocks": 24, "poison_token": 7},
+        core={
+            "pipeline_depth": 1,
+            "max_num_seqs": 3,
+            "max_num_waiting": 3,
+            "future_memory_check": False,
+        },
+        config={"price_per_hour": 2.0},
+    ) as server:
+        made = Prometheus(folder, f"127.0.0.1:{server.metrics_port}")
+        try:
+            eventually(made.is_scraping, timeout=30)
+            # a rate needs what was before as well as what is
+            keep_busy(server, seconds=1.0)
+            eventually(lambda: len(made.result("paceline:slo_requests_total")) >= 2, timeout=30)
+            keep_busy(server, seconds=2.0)
+            time.sleep(0.5)
+            yield made
+        finally:
+            made.process.terminate()
+            made.process.wait(20)
+
+
+def keep_busy(server: LiveServer, seconds: float) -> None:
+    """Requests of several classes at once: met and missed targets, refusals, failures, waits."""
+    until = time.monotonic() + seconds
+
+    def ask(number: int) -> None:
+        while time.monotonic() < until:
+            body: dict[str, Any] = {"prompt": [10 + number] * 40, "max_tokens": 40 + number}
+            body["ignore_eos"] = True
+            if number % 3 == 1:
+                body["slo"] = {"class": "interactive", "ttft_ms": 0.001}
+            if number % 3 == 2:
+                body["slo"] = "batch"
+            if number == 4:
+                body["prompt"] = [7]
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+
+    with ThreadPoolExecutor(9) as threads:
+        list(threads.map(ask, range(9)))
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(panel, PromQL) of the dashboard, as Grafana would ask."""
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "paceline.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            query = target["expr"].replace("$__rate_interval", "30s")
+            yield panel["title"], query.replace("$model", ".*").replace("$instance", ".*")
+
+
+@pytest.mark.parametrize(("title", "query"), list(queries()))
+def test_every_query_of_the_dashboard_finds_something(
+    prometheus: Prometheus, title: str, query: str
+) -> None:
+    result = prometheus.result(query)
+    assert result, f"{title}: nothing for {query}"
+    assert any(series["value"][1] != "NaN" for series in result), (title, result)
+
+
+def questions() -> list[str]:
+    """The queries of docs/observability.md."""
+    page = (DEPLOY.parent / "docs" / "observability.md").read_text()
+    found = re.findall(r"^\| [^|]+ \| `(.+)` \|$", page, re.M)
+    return [query for query in found if "rate(" in query]
+
+
+@pytest.mark.parametrize("query", questions())
+def test_the_pages_queries_find_something(prometheus: Prometheus, query: str) -> None:
+    assert prometheus.result(query.replace("[5m]", "[30s]"))
+
+
+def test_variables_of_the_dashboard_find_something(prometheus: Prometheus) -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "paceline.json").read_text())
+    asked = [each["query"]["query"] for each in dashboard["templating"]["list"][1:]]
+    for query in asked:
+        series, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", query).groups()  # type: ignore[union-attr]
+        assert prometheus.ask(f"label/{label}/values", **{"match[]": series})
+
+
+def test_alerts_are_loaded_and_ask_for_series_that_exist(prometheus: Prometheus) -> None:
+    groups = prometheus.ask("rules")["groups"]
+    rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    shipped = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert set(rules) == {rule["alert"] for rule in shipped}
+    eventually(lambda: not _unevaluated(prometheus), timeout=20)
+    for rule in shipped:
+        selectors = re.findall(r"(?:up|(?:vllm|paceline):\w+|http_\w+)(?:\{[^}]*\})?", rule["expr"])
+        assert selectors, rule["alert"]
+        for selector in selectors:
+            assert prometheus.result(selector), (rule["alert"], selector)
+
+
+def _unevaluated(prometheus: Prometheus) -> list[str]:
+    groups = prometheus.ask("rules")["groups"]
+    return [rule["name"] for group in groups for rule in group["rules"] if rule["health"] != "ok"]
+
+
+def test_the_scrapes_lose_nothing(prometheus: Prometheus) -> None:
+    """What Prometheus kept of the last scrape is what the server showed."""
+    assert prometheus.result('up{job="paceline"}')[0]["value"][1] == "1"
+    names = prometheus.ask("label/__name__/values")
+    for kind in ("vllm:", "paceline:", "http_"):
+        assert any(name.startswith(kind) for name in names)
+    (dropped,) = prometheus.result("scrape_samples_scraped - scrape_samples_post_metric_relabeling")
+    assert dropped["value"][1] == "0"

@@ -1,0 +1,63 @@
+"""schemathesis against a live server's OpenAPI document: valid requests and invalid ones.
+
+No answer may have a status, header or body that the document does not promise, none may be the
+server's own fault, and what the schemas forbid must be refused. That what they allow is always
+accepted is not asked: they do not say how fields go together.
+
+    python -m tests.server.schemathesis_run [EXAMPLES]
+
+runs every phase against a server of the null backend, a fixed seed throughout.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .live_process import live_server
+
+__all__ = ["check_document", "null_server_settings"]
+
+SEED = 20261121
+_LEFT_OUT = "positive_data_acceptance,missing_required_header"
+_PHASES = "examples,coverage,fuzzing,stateful"
+
+
+def null_server_settings() -> dict[str, object]:
+    """What the server is started with: no step takes time, and contexts are short."""
+    return {"backend": {"max_model_len": 512}, "config": {"served_model_names": ["m"]}}
+
+
+def check_document(
+    url: str, folder: Path, *, examples: int, phases: str = _PHASES, headers: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run it; ``examples`` bounds each operation's random requests. ``folder`` is for its files."""
+    flags = ["--max-examples", str(examples), "--seed", str(SEED), "--phases", phases]
+    flags += ["--exclude-checks", _LEFT_OUT, "--continue-on-failure", "--no-shrink", "--no-color"]
+    for header in headers:
+        flags += ["--header", header]
+    return subprocess.run(
+        [Path(sys.executable).with_name("schemathesis"), "run", *flags, f"{url}/openapi.json"],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def main() -> int:
+    examples = int(sys.argv[1]) if len(sys.argv) > 1 else 25
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with live_server(log, **null_server_settings()) as server:
+            done = check_document(server.url, Path(folder), examples=examples)
+    print(done.stdout)
+    print(done.stderr, file=sys.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

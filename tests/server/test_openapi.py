@@ -1,0 +1,190 @@
+"""The OpenAPI document is true: every route, what it takes, every answer it may give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from fastapi import FastAPI
+
+from paceline.engine.local import LocalEngineClient
+from paceline.server import ServerConfig, create_app
+from paceline.server.keys import ApiKey
+from paceline.server.openapi.requests import EXAMPLES, request_schemas
+from paceline.server.protocol import RequestRules
+
+from .helpers import chat_body, connect, events
+from .live_process import LiveServer, live_server
+from .schemathesis_run import check_document, null_server_settings
+from .test_api_doc import documented
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def document(app: FastAPI) -> dict[str, Any]:
+    found: dict[str, Any] = app.openapi()
+    return found
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    jsonschema.validate(value, {**schema, "components": document["components"]})
+
+
+async def test_it_is_what_the_server_sends(
+    http: httpx.AsyncClient, document: dict[str, Any]
+) -> None:
+    # tuples and numbers as JSON has them
+    assert (await http.get("/openapi.json")).json() == json.loads(json.dumps(document))
+    assert document["openapi"].startswith("3.1")
+
+
+async def test_every_operation_has_an_answer_and_its_faults(document: dict[str, Any]) -> None:
+    assert len(list(operations(document))) >= 20
+    for method, path, operation in operations(document):
+        responses = operation["responses"]
+        assert "422" not in responses and "500" in responses, (method, path)
+        for status, response in responses.items():
+            assert response["content"], (method, path, status)
+            assert "X-Request-Id" in response["headers"], (method, path, status)
+        if "requestBody" in operation:
+            assert {"400", "413", "429", "503"} <= set(responses), (method, path)
+
+
+async def test_no_name_leads_nowhere(document: dict[str, Any]) -> None:
+    def refs(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key == "$ref":
+                    yield item
+                yield from refs(item)
+        elif isinstance(value, list):
+            for item in value:
+                yield from refs(item)
+
+    found = set(refs(document))
+    assert len(found) > 20
+    for ref in found:
+        assert ref.removeprefix("#/components/schemas/") in document["components"]["schemas"], ref
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+async def test_examples_are_served(http: httpx.AsyncClient, path: str, app: FastAPI) -> None:
+    document = app.openapi()
+    operation = document["paths"][path]["post"]
+    body = operation["requestBody"]["content"]["application/json"]
+    assert body["example"] == EXAMPLES[path]
+    check(document, body["schema"], EXAMPLES[path])
+    answer = await http.post(path, json=EXAMPLES[path])
+    assert answer.status_code == 200, answer.text
+    content = operation["responses"]["200"]["content"]
+    check(document, content["application/json"]["schema"], answer.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_streams_are_what_it_says(http: httpx.AsyncClient, path: str, app: FastAPI) -> None:
+    document = app.openapi()
+    extra = {"stream": True, "logprobs": True if "chat" in path else 1, "n": 2}
+    answer = await http.post(path, json=EXAMPLES[path] | extra)
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    done, data = content["schema"]["properties"]["data"]["anyOf"]
+    assert done == {"const": "[DONE]"}
+    found = events(answer.text)
+    assert len(found) >= 2
+    for event in found:
+        check(document, data["contentSchema"], event)
+
+
+FIELD_SCHEMAS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    path: lambda schema: schema["properties"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+                 "/inference/v1/generate")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FIELD_SCHEMAS)
+async def test_its_fields_are_those_of_the_api_page(path: str) -> None:
+    rules = RequestRules(
+        served_model_names=("m",),
+        vocab_size=259,
+        max_model_len=512,
+        max_choices=4,
+        max_prompts=4,
+        eos_token_ids=frozenset({1}),
+        default_sampling={},
+        trust_request_chat_template=False,
+    )
+    told = documented(f"`{path}`")
+    assert set(request_schemas(rules)[path]["properties"]) == told["served"] | told["ignored"]
+
+
+async def test_it_knows_the_bounds_of_this_server(engine: LocalEngineClient) -> None:
+    config = ServerConfig(served_model_names=("a", "b"), max_choices=3, max_prompts=2)
+    document = create_app(engine, config).openapi()
+    path = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
+    fields = path["application/json"]["schema"]["properties"]
+    assert fields["n"]["maximum"] == 3
+    assert fields["model"]["anyOf"][0]["enum"] == ["a", "b"]
+    assert fields["max_tokens"]["maximum"] == 511
+    assert fields["prompt"]["anyOf"][1]["maxItems"] == 2
+
+
+async def test_errors_are_what_it_says(engine: LocalEngineClient) -> None:
+    keys = (ApiKey.of("u", "user", "user-key-1"), ApiKey.of("a", "admin", "admin-key-1"))
+    app = create_app(engine, ServerConfig(api_keys=keys, max_body_bytes=200))
+    document = app.openapi()
+    user = {"Authorization": "Bearer user-key-1"}
+    async with connect(app) as http:
+        for method, path, body, headers, status in (
+            ("POST", "/v1/chat/completions", chat_body(), {}, 401),
+            ("GET", "/metrics", None, user, 403),
+            ("POST", "/v1/chat/completions", chat_body(model="x"), user, 404),
+            ("POST", "/v1/completions", {"prompt": "x" * 300}, user, 413),
+            ("POST", "/v1/messages", {"messages": []}, user, 400),
+            ("POST", "/v1/messages", {"messages": []}, {}, 401),
+            ("POST", "/v1/embeddings", {"input": "x"}, user, 400),
+            ("GET", "/v1/responses/{response_id}", None, user, 404),
+        ):
+            answer = await http.request(method, path, json=body, headers=headers)
+            assert answer.status_code == status, answer.text
+            responses = document["paths"][path][method.lower()]["responses"]
+            content = responses[str(status)]["content"]["application/json"]
+            check(document, content["schema"], answer.json())
+
+
+async def test_allow_names_every_method_of_a_path(http: httpx.AsyncClient) -> None:
+    for path, methods in (
+        ("/ping", "GET, POST"),
+        ("/v1/responses/x", "DELETE, GET"),
+        ("/v1/chat/completions", "POST"),
+    ):
+        answer = await http.request("OPTIONS", path)
+        assert (answer.status_code, answer.headers["Allow"]) == (405, methods)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("openapi") / "log"
+    with live_server(log, **null_server_settings()) as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing(live: LiveServer, tmp_path: Path) -> None:
+    # the enumerated phase takes a minute: `make test-clients` runs it
+    done = check_document(live.url, tmp_path, examples=8, phases="examples,fuzzing,stateful")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "Fuzzing (in" in done.stdout and "Stateful (in" in done.stdout
