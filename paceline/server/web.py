@@ -41,7 +41,7 @@ _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
     """Raises HttpError 403 for what a web page of an origin that is neither this server's nor among
     ``allowed`` sends, where it may change something."""
-    if scope["method"] in _SAFE_METHODS or "*" in allowed:
+    if scope["method"] in _SAFE_METHODS or scope["path"] in OPEN_PATHS or "*" in allowed:
         return
     headers = Headers(scope=scope)
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
