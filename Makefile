@@ -15,11 +15,11 @@
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
+#   make bench-grammars   what constrained output costs, and that all of it is valid
+#   make bench-metrics    how long /metrics takes under load
+#   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-overhead   processor time of the server beyond the engine
-#   make bench-metrics    how long /metrics takes under load
-#   make bench-grammars   what constrained output costs, and that all of it is valid
-#   make bench-background what a large batch in the background does to those who wait for tokens
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -48,7 +48,7 @@ export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
-	bench-faults bench-overhead bench-metrics bench-background
+	bench-metrics bench-background bench-faults bench-overhead
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -107,17 +107,17 @@ bench-peers: $(STAMP) model
 bench-grammars: $(STAMP) model
 	@$(BIN)/python -m benchmarks.grammars
 
-bench-faults: $(STAMP) model
-	@$(BIN)/python -m benchmarks.faults
-
-bench-overhead: $(STAMP)
-	@$(BIN)/python -m benchmarks.overhead
-
 bench-metrics: $(STAMP)
 	@$(BIN)/python -m benchmarks.metrics_latency
 
 bench-background: $(STAMP) model
 	@$(BIN)/python -m benchmarks.background
+
+bench-faults: $(STAMP) model
+	@$(BIN)/python -m benchmarks.faults
+
+bench-overhead: $(STAMP) model
+	@$(BIN)/python -m benchmarks.overhead
 
 venv: $(STAMP)
 

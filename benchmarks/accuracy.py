@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.torch.machine import choose_dtype
+from paceline.backends.torch.formats import choose_formats
 from paceline.backends.torch.native import (
     NativeModel,
     available_cpus,
@@ -209,10 +209,17 @@ def compare(
     return {name: comparison.figures() for name, comparison in sums.items()}
 
 
-def automatic_format() -> str:
-    """What ``--dtype auto`` computes in on this machine's CPU."""
-    dtype = str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
-    return f"{dtype}/{dtype}"
+def automatic_format(path: Path) -> str:
+    """What ``--dtype auto --kv-dtype auto`` compute this model in on this machine's CPU."""
+    chosen = choose_formats(
+        open_checkpoint(path).config,
+        compute="native",
+        dtype="auto",
+        kv_dtype="auto",
+        block_size=BLOCK,
+        device=torch.device("cpu"),
+    )
+    return f"{chosen.dtype}/{chosen.kv_dtype}"
 
 
 def show(results: dict[str, dict[str, Any]], automatic: str) -> None:
@@ -244,7 +251,7 @@ def main() -> int:
         return 1
     threads = available_cpus()
     torch.set_num_threads(threads)
-    automatic = automatic_format()
+    automatic = automatic_format(path)
     windows = text_windows(load_tokenizer(path).encode, WINDOW)
     shape = (WINDOWS, WINDOW)
     models = {name: build(path, name, threads, shape) for name in (REFERENCE, *args.formats)}

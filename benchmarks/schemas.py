@@ -41,10 +41,13 @@ class Case:
 
 
 def _sum_holds(text: str) -> bool:
-    return (
-        re.fullmatch(r"[0-9()+* ]+", text) is not None
-        and isinstance(eval(text, {"__builtins__": {}}), int)  # digits, brackets, + and * alone
-    )
+    if re.fullmatch(r"[0-9()+* ]+", text) is None:
+        return False
+    try:
+        # digits, brackets, + and * alone
+        return isinstance(eval(text, {"__builtins__": {}}), int)
+    except SyntaxError:
+        return False
 
 
 def _pairs_hold(text: str) -> bool:
@@ -138,6 +141,7 @@ def schema(rng: random.Random, level: int = 2) -> Any:
     return {
         "type": "object",
         "properties": {"only": _scalar(rng)},
+        "required": ["only"],
         "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9},
         "minProperties": 1,
         "maxProperties": 2,

@@ -50,6 +50,47 @@ PL_INLINE void to_bytes(const float* x, int64_t n, float factor, int offset, uin
   }
 }
 
+// 64 values times the Hadamard matrix of order 64 (Sylvester's, over 8, which makes it orthonormal),
+// as bytes; receives the scale of the bytes and their sum
+PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum) {
+  static_assert(kActGroup == 64);
+  vf v[4];
+  PL_UNROLL
+  for (int i = 0; i < 4; ++i)
+    v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + 16 * i)))));
+  const vf a = add(v[0], v[1]), b = sub(v[0], v[1]), c = add(v[2], v[3]), d = sub(v[2], v[3]);
+  v[0] = add(a, c), v[1] = add(b, d), v[2] = sub(a, c), v[3] = sub(b, d);
+  const float top = hmax(vmax(vmax(vabs(v[0]), vabs(v[1])), vmax(vabs(v[2]), vabs(v[3]))));
+  const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+  vf total = zero();
+  PL_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const vf q = round_even(mul(v[i], f));
+    total = add(total, q);
+    store_bytes(y + 16 * i, to_int(q));
+  }
+  // the division by 8
+  *scale = top * (1.0f / (127 * 8));
+  *sum = hsum(total);
+}
+
+// fewer than 64 values, as they are
+static void encode_rest(const float* x, int n, uint8_t* y, float* scale, float* sum) {
+  const float top = largest(x, n);
+  const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+  vf total = zero();
+  for (int i = 0; i < n; i += 16) {
+    const int lanes = n - i < 16 ? n - i : 16;
+    const vf q = round_even(mul(load_n(x + i, lanes), f));
+    total = add(total, q);
+    uint8_t bytes[16];
+    store_bytes(bytes, to_int(q));
+    memcpy(y + i, bytes, size_t(lanes));
+  }
+  *scale = top / 127.0f;
+  *sum = hsum(total);
+}
+
 static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y, float* scale) {
   if (kind == Acts::kF32) {
     memcpy(y, x, size_t(n) * 4);
@@ -66,23 +107,13 @@ static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y
     float total = 0;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t begin = g * kActGroup, count = n - begin < kActGroup ? n - begin : kActGroup;
-      const float top = largest(x + begin, count);
-      const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
-      vf sum = zero();
-      for (int64_t i = 0; i < count; i += 16) {
-        const int lanes = count - i < 16 ? int(count - i) : 16;
-        const vf q = round_even(mul(lanes == 16 ? load(x + begin + i) : load_n(x + begin + i, lanes), f));
-        sum = add(sum, q);
-        if (lanes == 16) {
-          store_bytes(out + begin + i, to_int(q));
-        } else {
-          uint8_t rest[16];
-          store_bytes(rest, to_int(q));
-          memcpy(out + begin + i, rest, size_t(lanes));
-        }
-      }
-      scale[g] = top / 127.0f;
-      total += scale[g] * hsum(sum);
+      float step, sum;
+      if (count == kActGroup)
+        encode_group(x + begin, out + begin, &step, &sum);
+      else
+        encode_rest(x + begin, int(count), out + begin, &step, &sum);
+      scale[g] = step;
+      total += step * sum;
     }
     scale[groups] = 128.0f * total;
     memset(out + n, 0, size_t(padded - n));

@@ -5,6 +5,12 @@
 // so a broadcast 32-bit word of the activations times a 64-byte load gives 16 outputs without a
 // horizontal sum.
 //
+// int8 products are of rotated rows: in every whole group of 64 columns both the weights, once, and the
+// activations, whenever they are encoded, are multiplied by the same orthonormal Hadamard matrix.
+// Products stay what they were, and a large value among small ones, which would set the step of its
+// whole group, is spread over all 64 (Ashkboos et al., QuaRot, 2024, there for 4 bits and whole rows).
+// Columns that fill no group are left as they are.
+//
 // The KV cache holds, per layer, block and KV head, `block_size / 16` tiles of 16 tokens:
 //   K: [head_dim / g][16 tokens][g]    V: [16 / g token groups][head_dim][g]
 // with g = 1 for float32, 2 for bfloat16, 4 for int8: both products of attention are then the same
@@ -18,7 +24,7 @@ namespace paceline {
 constexpr int kPanel = 32;
 constexpr int kTile = 16;
 constexpr int kGroup = 32;           // columns that share a scale and a minimum in 4-bit weights
-constexpr int kActGroup = 64;        // columns that share a scale in int8 activations
+constexpr int kActGroup = 64;        // columns rotated together, and a scale of int8 activations
 constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half minimums
 constexpr int kMaxRows = 12;        // attention rows computed together, at most
 constexpr int kChunkTiles = 8;      // key tiles per softmax update
@@ -36,7 +42,7 @@ struct Panels {
   int64_t rows = 0;     // outputs, before padding to whole panels
   int64_t columns = 0;  // inputs, before padding to whole units
   int64_t units = 0;
-  // kI8: one an output; weights are stored as value / scale + 128
+  // kI8: one an output; weights are stored as rotated value / scale + 128
   const float* scale = nullptr;
 };
 

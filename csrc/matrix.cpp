@@ -65,6 +65,22 @@ int unit_columns(Weights kind) {
   return kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
 }
 
+// The rotation of int8 matrices: every whole group of 64 columns times the Hadamard matrix of order 64
+// over 8. Its own inverse.
+void rotate(float* x, int64_t columns) {
+  static_assert(kActGroup == 64);
+  for (float* group = x; columns >= kActGroup; columns -= kActGroup, group += kActGroup) {
+    for (int step = 1; step < kActGroup; step *= 2)
+      for (int i = 0; i < kActGroup; i += 2 * step)
+        for (int j = i; j < i + step; ++j) {
+          const float a = group[j], b = group[j + step];
+          group[j] = a + b;
+          group[j + step] = a - b;
+        }
+    for (int i = 0; i < kActGroup; ++i) group[i] *= 0.125f;
+  }
+}
+
 }  // namespace
 
 Memory::~Memory() {
@@ -241,6 +257,7 @@ void Matrix::pack_row(int64_t row, Source type, const void* source, float* scrat
       memcpy(out + u * step, &both, 4);
     }
   } else {
+    rotate(scratch, columns_);
     float top = 0;
     for (int64_t i = 0; i < columns_; ++i) {
       const float x = std::fabs(scratch[i]);
@@ -290,6 +307,7 @@ void Matrix::unpack_row(int64_t row, float* out) const {
     else
       out[i] = scale * float(int(unit[i % 4]) - 128);
   }
+  if (kind_ == Weights::kI8) rotate(out, columns_);
 }
 
 }  // namespace paceline

@@ -72,6 +72,14 @@ PL_INLINE vf round_even(vf a) {
   return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 PL_INLINE vf scale_by_power(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+// lane i: a[i] + a[i ^ S], or a[i ^ S] - a[i] where i has the bit S; S is 1, 2, 4 or 8
+template <int S>
+PL_INLINE vf butterfly(vf a) {
+  constexpr __mmask16 upper = S == 1 ? 0xaaaa : S == 2 ? 0xcccc : S == 4 ? 0xf0f0 : 0xff00;
+  const vf sign = _mm512_mask_blend_ps(upper, set1(1.0f), set1(-1.0f));
+  if constexpr (S <= 2) return _mm512_fmadd_ps(a, sign, _mm512_permute_ps(a, S == 1 ? 0xb1 : 0x4e));
+  return _mm512_fmadd_ps(a, sign, _mm512_shuffle_f32x4(a, a, S == 4 ? 0xb1 : 0x4e));
+}
 // lanes [lo, hi) of a, `fill` elsewhere
 PL_INLINE vf keep(vf a, int lo, int hi, float fill) {
   lo = lo < 0 ? 0 : lo > 16 ? 16 : lo;
@@ -182,6 +190,19 @@ PL_INLINE __m256 scale_by_power(__m256 x, __m256 n) {
   return _mm256_mul_ps(x, _mm256_castsi256_ps(e));
 }
 PL_INLINE vf scale_by_power(vf x, vf n) { return {scale_by_power(x.a, n.a), scale_by_power(x.b, n.b)}; }
+template <int S>
+PL_INLINE __m256 butterfly_8(__m256 x) {
+  constexpr float u1 = S == 1 ? -1 : 1, u2 = S == 2 ? -1 : 1, u4 = S == 4 ? -1 : 1;
+  const __m256 sign = _mm256_setr_ps(1, u1, u2, u1 * u2, u4, u4 * u1, u4 * u2, u4 * u1 * u2);
+  if constexpr (S <= 2) return _mm256_fmadd_ps(x, sign, _mm256_permute_ps(x, S == 1 ? 0xb1 : 0x4e));
+  return _mm256_fmadd_ps(x, sign, _mm256_permute2f128_ps(x, x, 1));
+}
+// lane i: x[i] + x[i ^ S], or x[i ^ S] - x[i] where i has the bit S; S is 1, 2, 4 or 8
+template <int S>
+PL_INLINE vf butterfly(vf x) {
+  if constexpr (S == 8) return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
+  return {butterfly_8<S>(x.a), butterfly_8<S>(x.b)};
+}
 PL_INLINE vf keep(vf x, int lo, int hi, float fill) {
   float t[16];
   store(t, x);
@@ -289,6 +310,11 @@ PL_INLINE vf to_float(vi a) { PL_LANES(vf, float(a.x[i])); }
 PL_INLINE vi to_int(vf a) { PL_LANES(vi, int32_t(__builtin_rintf(a.x[i]))); }
 PL_INLINE vf round_even(vf a) { PL_LANES(vf, __builtin_rintf(a.x[i])); }
 PL_INLINE vf scale_by_power(vf a, vf n) { PL_LANES(vf, __builtin_ldexpf(a.x[i], int(n.x[i]))); }
+// lane i: a[i] + a[i ^ S], or a[i ^ S] - a[i] where i has the bit S; S is 1, 2, 4 or 8
+template <int S>
+PL_INLINE vf butterfly(vf a) {
+  PL_LANES(vf, i & S ? a.x[i ^ S] - a.x[i] : a.x[i] + a.x[i ^ S]);
+}
 PL_INLINE vf keep(vf a, int lo, int hi, float fill) { PL_LANES(vf, i >= lo && i < hi ? a.x[i] : fill); }
 PL_INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, rest = h & 1023u;

@@ -54,10 +54,10 @@ async def send(port: int, request: bytes) -> str:
                 writer.write_eof()
             line = await reader.readline()
         return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
-    except (ConnectionError, IndexError):
-        return "closed"
     except TimeoutError:
         return "no answer within 5 s"
+    except (OSError, IndexError, ValueError):
+        return "closed"
     finally:
         if writer is not None:
             writer.close()

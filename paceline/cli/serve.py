@@ -375,8 +375,9 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int) -> str:
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )
+    why = f"; auto: {info.choice}" if info.choice else ""
     return (
         f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
-        f"{info.num_blocks} KV blocks of {info.block_size}, up to {info.max_model_len} tokens a "
-        f"request) - try: {curl}"
+        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, up to "
+        f"{info.max_model_len} tokens a request{why}) - try: {curl}"
     )

@@ -26,8 +26,10 @@ class EngineSettings:
     backend: str = "torch"
     # "auto", "cpu", "cuda", "cuda:1"
     device: str = "auto"
-    # "auto", "float32" or "bfloat16"
+    # of weights: "auto", "float32", "bfloat16", or with native compute "int8" or "q4"
     dtype: str = "auto"
+    # of the KV cache: "auto", "float32", "bfloat16" or "int8"
+    kv_dtype: str = "auto"
     # what computes: "torch", "native" for the C++ library, or "auto" for whichever is faster here
     compute: str = "auto"
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow

@@ -53,6 +53,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     for flag, value, unset in (
         ("--device", settings.device, "auto"),
         ("--dtype", settings.dtype, "auto"),
+        ("--kv-dtype", settings.kv_dtype, "auto"),
         ("--compute", settings.compute, "auto"),
         ("--threads", settings.threads, None),
     ):
@@ -89,6 +90,7 @@ def _torch_backend(settings: EngineSettings) -> ModelBackend:
         Path(settings.model_path),
         device=settings.device,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_cache_bytes=settings.kv_cache_bytes,

@@ -29,8 +29,13 @@ class BackendInfo:
     num_blocks: int
     # bytes of one block over all layers, keys and values
     block_bytes: int
+    # of weights
     dtype: str
     device: str
+    # of the KV cache; None: as the weights
+    kv_dtype: str | None = None
+    # why these formats, for people; "" where nothing was left to choose
+    choice: str = ""
     # blocks of host memory to swap to
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory

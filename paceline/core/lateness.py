@@ -1,6 +1,8 @@
-"""Requests that cannot have their first token in time: found, and made best effort.
+"""Requests that cannot have their first token in time: found, and made to give way.
 
-They are still served, when nobody else needs the step. Two ways to find them: one whose prompt
+They become best effort: still served, when nobody else needs the step. A favoured request never
+does, or a light tenant's late one would wait for all of a flood. Two ways to find them: one whose
+prompt
 alone takes longer than is left is late whatever happens; and of those that wait, the fewest whose
 leaving out lets the others be on time (``triage``).
 
@@ -10,7 +12,7 @@ This module does not know what else fills a step.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -56,6 +58,10 @@ class Lateness:
         self._step_time = step_time
         self._work = work
         self._budget = budget
+        # whose requests may be left out for one another
+        self._group: Callable[[Request], str] = lambda _: ""
+        if policy.keeps_tenants_apart:
+            self._group = attrgetter("tenant")
         self.num_relegated = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
@@ -67,6 +73,7 @@ class Lateness:
         return (
             slo.ttft is not None
             and not slo.best_effort
+            and not request.favoured
             and self._enabled
             and request.first_token_time is None
             and not request.num_pending_tokens
@@ -116,9 +123,10 @@ class Lateness:
             # a fork has its prompt already
             return request.num_uncomputed_tokens * per_token
 
-        first = list(islice(waiting, _MAX_TRIAGED))
-        for loser in triage(first, starts + unfinished * per_token, seconds):
-            self._waiting.remove(loser)
-            self.relegate(loser)
-            self._waiting.push(loser)
+        first = list(islice(self._policy.service_order(waiting), _MAX_TRIAGED))
+        for loser in triage(first, starts + unfinished * per_token, seconds, self._group):
+            if not loser.favoured:
+                self._waiting.remove(loser)
+                self.relegate(loser)
+                self._waiting.push(loser)
         self._triaged_at = self._waiting.num_changes

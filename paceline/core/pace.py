@@ -41,7 +41,7 @@ class PaceGuard:
 
     def allows(self, request: Request) -> bool:
         """Whether ``request`` may join those running."""
-        if request.slo.best_effort or self._rows == 0 or not self._model.ready:
+        if request.slo.best_effort or request.favoured or self._rows == 0 or not self._model.ready:
             return True
         tightest = min(self._tightest, self._within_reach(request.slo.tpot))
         if tightest == math.inf:

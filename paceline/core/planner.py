@@ -441,8 +441,10 @@ class Planner:
             draft.copies.append(extension.copy)
         request.status = RequestStatus.RUNNING
         request.times_bypassed = 0
-        self._policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
         recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        # nobody is charged twice for what a preemption lost
+        uncomputed = request.num_tokens - request.num_computed_tokens
+        self._policy.served(request, uncomputed - recomputed, 0)
         request.num_lost_tokens = 0
         request.num_recomputed_tokens += recomputed
         self.num_recomputed_tokens += recomputed

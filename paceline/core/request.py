@@ -203,6 +203,9 @@ class Request:
     slo: Slo = NO_SLO
     # who asks, for fairness; "" when callers are not told apart
     tenant: str = ""
+    # its tenant had far less than an equal share when it came, under a policy that minds: set by
+    # the scheduler
+    favoured: bool = False
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

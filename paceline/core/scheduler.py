@@ -47,6 +47,7 @@ from paceline.core.planner import Planner
 from paceline.core.policies import FcfsPolicy, PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.pressure import Pressure, PressureValve
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.shares import TenantShares
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
@@ -101,6 +102,7 @@ class Scheduler:
         self.forecast = FirstTokenForecast(self.step_time, work)
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
+        self._shares = TenantShares()
         self._waiting = WaitingRoom(self.policy.make_queue, self.kv)
         self._forks = Forks()
         self._planner = Planner(
@@ -153,9 +155,11 @@ class Scheduler:
             self._admission.check(waiting, request.predicted_ttft, self.valve.level)
             self._admission.limit(request, self._num_added)
             self.kv.hash_prompt(request)
+        request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
+        self._shares.came(request.tenant)
         if request.fork_of is None:
             self._waiting.enter(request, request.arrival_time)
             return
@@ -243,6 +247,10 @@ class Scheduler:
         # steps run one after another, so this one starts when those planned before it have ended
         starts = max(now, self._busy_until) if self._in_flight else now
         survey = Survey.of(running)
+        if self.policy.keeps_tenants_apart:
+            head = self._waiting.ordinary.peek()
+            pressing = survey.wide if head is None else [*survey.wide, head]
+            survey.favoured = sum(r.num_uncomputed_tokens for r in pressing if r.favoured)
         if self._planner.lateness.relegate_running(running, survey.wide, starts):
             survey = Survey.of(running)
         allowance = self.budget.allow(survey, starts)
@@ -404,6 +412,7 @@ class Scheduler:
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
+        self._shares.went(request.tenant)
 
     # ------------------------------------------------------------------ views
 

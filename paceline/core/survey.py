@@ -20,6 +20,7 @@ class Survey:
 
     __slots__ = (
         "best_effort",
+        "favoured",
         "narrow_keys",
         "narrow_rows",
         "num_running",
@@ -46,6 +47,8 @@ class Survey:
         self.tightest = math.inf
         # TPOT targets of ordinary ones
         self.targets: list[float] = []
+        # prompt tokens that must not wait for the pace of others
+        self.favoured = 0
         # an ordinary wide one has a TTFT target
         self.urgent = False
 

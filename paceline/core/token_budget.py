@@ -58,8 +58,10 @@ class Allowance(NamedTuple):
 class TokenBudget(Protocol):
     """Asked once a step, before anything is planned."""
 
-    # of a step in which all is best effort
-    best_effort_seconds: float
+    @property
+    def best_effort_seconds(self) -> float:
+        """Of a step in which all is best effort."""
+        ...
 
     def allow(self, running: Survey, now: float) -> Allowance:
         """What the next step may spend."""
@@ -77,7 +79,9 @@ class TokenBudget(Protocol):
 class FixedTokenBudget:
     """The same every step."""
 
-    best_effort_seconds = math.inf
+    @property
+    def best_effort_seconds(self) -> float:
+        return math.inf
 
     def __init__(self, model: StepTimeModel, max_num_batched_tokens: int) -> None:
         self._model = model
@@ -125,7 +129,7 @@ class AdaptiveTokenBudget:
         self._model = model
         self._most = max_num_batched_tokens
         self._work = work
-        self.best_effort_seconds = best_effort_step_s
+        self._best_effort_step_s = best_effort_step_s
         self._background_share = background_share
         # seconds that background rows may add to the next step
         self._credit = 0.0
@@ -154,12 +158,21 @@ class AdaptiveTokenBudget:
         self._credit = min(self._credit + share * own, max(most, share * own))
         return allowance._replace(background=own + max(0.0, self._credit))
 
+    @property
+    def best_effort_seconds(self) -> float:
+        """As asked for; where a single row takes so long already, whoever arrives waits for that
+        whatever is done, and twice as long lets rows share it."""
+        return max(self._best_effort_step_s, 2.0 * self._model.predict(StepShape(0, 0.0, 1, 0)))
+
     def charge(self, seconds: float) -> None:
         self._credit -= seconds
 
     def _allow(self, running: Survey, now: float) -> Allowance:
         if not self._model.ready:
             return Allowance(min(self._most, max(_UNTRAINED, running.num_running + self._floor)))
+        if running.favoured:
+            # those in whose way it stands have had more than their share
+            return Allowance(self._total(running.favoured, running), 0.0)
         spare = math.inf
         for request in running.paced:
             spare = min(spare, self._spare(request, now))

@@ -3,7 +3,8 @@
 When more requests wait than can all be on time, serving them in order makes nearly all late: each
 is started just when it is past saving. Moore and Hodgson's rule (1968) instead keeps the most
 requests on time: go through them in order, add up their work, and whenever one would be late, leave
-out the largest so far. Here those left out become best effort.
+out the largest so far. Here those left out become best effort. Where groups must not pay for one
+another, it is the largest of the late one's own group.
 
 This module does not know the queue, memory or time.
 """
@@ -19,7 +20,10 @@ __all__ = ["triage"]
 
 
 def triage(
-    waiting: Iterable[Request], now: float, seconds: Callable[[Request], float]
+    waiting: Iterable[Request],
+    now: float,
+    seconds: Callable[[Request], float],
+    group: Callable[[Request], str] = lambda _: "",
 ) -> list[Request]:
     """Requests to leave out so that the others get their first token in time.
 
@@ -27,15 +31,17 @@ def triage(
         waiting: requests with a TTFT target, in the order in which they will be served.
         now: when the first of them can be started.
         seconds: work until a request's first token.
+        group: those of one are left out for one another.
     """
     left_out: list[Request] = []
-    # (-work, order of service, request): the largest first
-    kept: list[tuple[float, int, Request]] = []
+    # of each group (-work, order of service, request): the largest first
+    groups: dict[str, list[tuple[float, int, Request]]] = {}
     end = now
     for number, request in enumerate(waiting):
         ttft = request.slo.ttft
         assert ttft is not None, "only requests with a target can miss it"
         work = seconds(request)
+        kept = groups.setdefault(group(request), [])
         due = request.arrival_time + ttft
         if end + work <= due:
             end += work

@@ -6,7 +6,7 @@ This module does not know which policy orders it or what runs.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -51,8 +51,8 @@ class WaitingRoom:
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
-        # members with a TTFT target that may still be met, by order
-        self._targeted: list[Request] = []
+        # members with a TTFT target that may still be met, by tenant, in order; nobody has none
+        self._targeted: dict[str, list[Request]] = {}
         # arrivals and departures of these
         self.num_changes = 0
         self._num_tokens = [0, 0, 0]
@@ -95,7 +95,7 @@ class WaitingRoom:
             self._holders[request.request_id] = request
         if _is_targeted(request):
             self.num_changes += 1
-            insort(self._targeted, request, key=_ORDER)
+            insort(self._targeted.setdefault(request.tenant, []), request, key=_ORDER)
         self._queues[band].push(request)
 
     def peek(self, *, best_effort: bool) -> Request | None:
@@ -125,11 +125,14 @@ class WaitingRoom:
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
-            del self._targeted[bisect_left(self._targeted, request.order, key=_ORDER)]
+            own = self._targeted[request.tenant]
+            del own[bisect_left(own, request.order, key=_ORDER)]
+            if not own:
+                del self._targeted[request.tenant]
 
     @property
-    def targeted(self) -> Sequence[Request]:
-        """Members whose first token is due at some time and has not come, in order."""
+    def targeted(self) -> Mapping[str, Sequence[Request]]:
+        """Members whose first token is due at some time and has not come, by tenant, in order."""
         return self._targeted
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
@@ -161,7 +164,11 @@ class WaitingRoom:
                 f"request {request.request_id} waits with blocks that nobody could take back"
             )
         assert set(self._holders) <= {request.request_id for request in members}
-        assert self._targeted == sorted(filter(_is_targeted, members), key=_ORDER)
+        targeted = sorted(filter(_is_targeted, members), key=_ORDER)
+        assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
+        for tenant, own in self._targeted.items():
+            assert own and all(request.tenant == tenant for request in own)
+            assert own == sorted(own, key=_ORDER)
         for band, queue in enumerate(self._queues):
             assert all(_band(request) == band for request in queue)
             assert sum(request.num_prompt_tokens for request in queue) == self._num_tokens[band]

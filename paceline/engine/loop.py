@@ -260,4 +260,6 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         max_num_batched_tokens=config.max_num_batched_tokens,
         policy=config.policy,
         enable_prefix_caching=cache.enable_prefix_caching,
+        kv_dtype=backend.kv_dtype or backend.dtype,
+        choice=backend.choice,
     )

@@ -23,9 +23,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.core.errors import (
@@ -39,9 +38,17 @@ from paceline.core.errors import (
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.quarantine import Place, Quarantine, Suspect, find_guilty
+from paceline.engine.supervised import (
+    Aborted,
+    Call,
+    Counts,
+    Engine,
+    aborted_output,
+    fail_wait,
+    restarted_output,
+)
 from paceline.engine.totals import added, at_rest
 from paceline.engine.types import (
-    ChoiceDelta,
     EngineFaults,
     EngineInfo,
     EngineStats,
@@ -77,46 +84,6 @@ _QUARANTINE_SECONDS: Final = 30.0
 _ABORT_GRACE: Final = 5.0
 
 
-class _Aborted(Exception):
-    """Ended while it waited for an engine."""
-
-
-@dataclass(slots=True, eq=False)
-class _Engine:
-    """One process of the line."""
-
-    client: ProcessEngineClient
-    # whose fault its end was
-    guilty: Suspect | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One ``generate`` under way."""
-
-    request: GenerationRequest
-    # what it waits on while there is no engine, and for its turn
-    waiter: asyncio.Future[None] | None = None
-    place: Place | None = None
-    # where it runs
-    engine: _Engine | None = None
-    # times the engine ended under it, by somebody else as far as is known
-    losses: int = 0
-    suspect: Suspect = field(default_factory=Suspect)
-    # a delta is out
-    begun: bool = False
-    aborted: bool = False
-
-
-@dataclass(slots=True)
-class _Counts:
-    losses: Counter[str] = field(default_factory=Counter)
-    resent: int = 0
-    lost: int = 0
-    poisoned: int = 0
-    recovery_seconds: float = 0.0
-
-
 class SupervisedEngineClient:
     """An ``EngineClient`` that outlives its engine. Make one with ``start``.
 
@@ -135,17 +102,17 @@ class SupervisedEngineClient:
         self._starter = starter
         self._max_restarts = max_restarts
         self._window = window
-        self._engine: _Engine | None = None
+        self._engine: Engine | None = None
         self._latest = first
         # of all engines that ended
         self._before: EngineStats | None = None
         self._stats = first.stats
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._quarantine = Quarantine()
         self._restarts: deque[float] = deque()
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
-        self._counts = _Counts()
+        self._counts = Counts()
         self._lost_why = ""
         # why the engine is being ended from here
         self._ending = ""
@@ -219,7 +186,7 @@ class SupervisedEngineClient:
             raise EngineDrainingError("the server is shutting down and takes no new requests")
         if request.request_id in self._calls:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
-        call = self._calls[request.request_id] = _Call(request)
+        call = self._calls[request.request_id] = Call(request)
         self._idle.clear()
         try:
             while True:
@@ -232,9 +199,9 @@ class SupervisedEngineClient:
                 self._judge(call)
                 if call.begun:
                     call.begun = False
-                    yield _restarted(request)
-        except _Aborted:
-            yield _aborted(request)
+                    yield restarted_output(request)
+        except Aborted:
+            yield aborted_output(request)
         finally:
             del self._calls[request.request_id]
             if not self._calls:
@@ -248,7 +215,7 @@ class SupervisedEngineClient:
         if call.engine is not None:
             await call.engine.client.abort(request_id)
         else:
-            _fail(call, _Aborted())
+            fail_wait(call, Aborted())
 
     def check_health(self) -> None:
         self._raise_if_dead()
@@ -272,7 +239,7 @@ class SupervisedEngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    async def _attempt(self, call: _Call) -> AsyncGenerator[GenerationOutput, None]:
+    async def _attempt(self, call: Call) -> AsyncGenerator[GenerationOutput, None]:
         """Deltas from one engine; ends early when the engine does."""
         request, suspect = call.request, call.suspect
         place: Place | None = None
@@ -305,7 +272,7 @@ class SupervisedEngineClient:
             if place is not None:
                 self._quarantine.leave(place)
 
-    def _judge(self, call: _Call) -> None:
+    def _judge(self, call: Call) -> None:
         """The engine ended under a request: return if it may be tried once more."""
         engine, call.engine = call.engine, None
         assert engine is not None, "an attempt without an engine raises"
@@ -327,13 +294,13 @@ class SupervisedEngineClient:
             raise self._lost()
         self._counts.resent += 1
 
-    async def _ready_engine(self, call: _Call) -> _Engine:
+    async def _ready_engine(self, call: Call) -> Engine:
         """Waits for one while there is none."""
         began = time.monotonic()
         while self._engine is None:
             self._raise_if_dead()
             if call.aborted:
-                raise _Aborted
+                raise Aborted
             waited = time.monotonic() - began
             if waited > _HOLD_SECONDS or self._num_held >= _MAX_HELD:
                 raise self._lost()
@@ -348,7 +315,7 @@ class SupervisedEngineClient:
                 self._num_held -= 1
                 call.waiter = None
         if call.aborted:
-            raise _Aborted
+            raise Aborted
         return self._engine
 
     def _lost(self) -> EngineLostError:
@@ -361,7 +328,7 @@ class SupervisedEngineClient:
         """Let everybody who waits for an engine look again, or fail."""
         for call in self._calls.values():
             if error is not None:
-                _fail(call, error)
+                fail_wait(call, error)
             elif call.waiter is not None and not call.waiter.done():
                 call.waiter.set_result(None)
 
@@ -380,7 +347,7 @@ class SupervisedEngineClient:
     # ------------------------------------------------------------------ engines
 
     def _adopt(self, client: ProcessEngineClient) -> None:
-        engine = self._engine = _Engine(client)
+        engine = self._engine = Engine(client)
         self._latest = client
         client.on_stats = self._note_stats
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
@@ -393,7 +360,7 @@ class SupervisedEngineClient:
         if self.on_stats is not None:
             self.on_stats(self._stats)
 
-    def _engine_gone(self, engine: _Engine, why: str) -> None:
+    def _engine_gone(self, engine: Engine, why: str) -> None:
         """Before any of its requests learns of it."""
         if engine is not self._engine or self._closing is not None:
             return
@@ -408,7 +375,7 @@ class SupervisedEngineClient:
         _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
         self._replacing = asyncio.create_task(self._replace(engine.client))
 
-    def _started(self, engine: _Engine) -> list[tuple[Suspect, int]]:
+    def _started(self, engine: Engine) -> list[tuple[Suspect, int]]:
         """Who may have to do with its end, with the tokens that are out; all, if it did not say."""
         ids = engine.client.requests_in_flight()
         return [
@@ -533,39 +500,3 @@ async def _has_turn(place: Place) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _fail(call: _Call, error: Exception) -> None:
-    """End what a call waits for, if it does."""
-    waits_for = call.waiter
-    if waits_for is None and call.place is not None:
-        waits_for = call.place.turn
-    if waits_for is not None and not waits_for.done():
-        waits_for.set_exception(error)
-
-
-def _restarted(request: GenerationRequest) -> GenerationOutput:
-    return GenerationOutput(
-        request_id=request.request_id,
-        choices=(),
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_output_tokens=0,
-        finished=False,
-        restarted=True,
-    )
-
-
-def _aborted(request: GenerationRequest) -> GenerationOutput:
-    """The last word on a request that never got to an engine."""
-    return GenerationOutput(
-        request_id=request.request_id,
-        choices=tuple(
-            ChoiceDelta(index=index, text="", token_ids=(), finish_reason="abort")
-            for index in range(request.n)
-        ),
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_output_tokens=0,
-        finished=True,
-    )

@@ -115,6 +115,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     policy: str
     enable_prefix_caching: bool
+    # of the KV cache
+    kv_dtype: str
+    # why these formats, for people; "" where nothing was left to choose
+    choice: str = ""
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.backends.null import expected_tokens
@@ -38,6 +39,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=64,
     policy="fcfs",
     enable_prefix_caching=True,
+    kv_dtype="int64",
 )
 
 
@@ -106,6 +108,14 @@ def test_the_address_is_one_to_try(host: str, address: str) -> None:
     assert "\n" not in line
     # a quote in a name does not end the shell's string
     assert "it's" in shlex.split(line.partition("try: ")[2])[-1]
+
+
+def test_what_was_chosen_is_said_and_why() -> None:
+    chosen = msgspec.structs.replace(INFO, dtype="int8", kv_dtype="bfloat16", choice="fast")
+    line = ready_line(chosen, "m", "127.0.0.1", 80)
+    assert "(m, int8 on cpu, 8 KV blocks of 16 in bfloat16, " in line
+    assert "; auto: fast) - try:" in line
+    assert ";" not in ready_line(INFO, "m", "127.0.0.1", 80).partition(" - try:")[0]
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])

@@ -123,6 +123,16 @@ def trained_on_rows() -> StepTimeModel:
     return model
 
 
+def test_best_effort_alone_shares_steps_that_are_long_anyway() -> None:
+    """A row alone takes 12 ms: a limit below twice that would leave the rest of it unused."""
+    budget = budget_of(trained_on_rows(), best_effort_step_s=0.005)
+    alone = Survey.of([batch(running(None))])
+    assert budget.best_effort_seconds == pytest.approx(0.024, rel=0.03)
+    assert budget.allow(alone, 0.0).seconds == budget.best_effort_seconds
+    roomy = budget_of(trained_on_rows(), best_effort_step_s=0.050)
+    assert roomy.best_effort_seconds == 0.050
+
+
 def test_background_work_may_add_what_it_has_saved_up() -> None:
     """A step of one ordinary row takes 12 ms; a tenth of it is 1.2 ms, a chunk of 32 is 3.2 ms."""
     both = Survey.of([running(None), batch(running(None))])

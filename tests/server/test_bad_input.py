@@ -162,6 +162,8 @@ BAD_CHAT: list[tuple[str, Any, str]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}] * 2, "its own"),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 1}}], "a schema"),
     ("tools", [{"type": "function", "function": {"name": "f"}}] * 129, "128 tools, got 129"),
+    ("tools", [{"type": "function", "function": {"name": "f", "description": 5}}], "a string"),
+    ("tools", [{"type": "web_search", "function": {"name": "f"}}], "with type 'function'"),
     ("parallel_tool_calls", "no", "true or false"),
     ("tools", [5], "tools[0]"),
     ("tools", "f", "must be a list"),

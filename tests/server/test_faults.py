@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError, EngineLostError, PoisonedRequestError
 from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app
+from paceline.server.app import service_of
+from paceline.server.batches.answering import answer_line
+from paceline.server.batches.lines import BatchLine
 from paceline.server.errors import error_response, reply_to
 
 from .helpers import VOCAB, connect, expected_text, metric
@@ -219,6 +223,29 @@ async def test_a_tokenizer_fault_ends_its_request_alone(
     assert bad.status_code == 500
     assert "could not be turned into text" in bad.json()["error"]["message"]
     assert metric((await stumbling.get("/metrics")).text, "vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.anyio
+async def test_a_line_of_a_batch_is_asked_again() -> None:
+    """A lost engine is no answer to keep."""
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    generate, asked = client.generate, 0
+
+    async def lost_once(request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise EngineLostError("gone", 0.1)
+        async for output in generate(request):
+            yield output
+
+    client.generate = lost_once  # type: ignore[method-assign]
+    service = service_of(create_app(client, ServerConfig()))
+    asks = {"model": "null", "prompt": "hi", "max_tokens": 2}
+    line = BatchLine(index=0, custom_id="a", digest="", url=TEXT, body=asks)
+    answer = await answer_line(service, line, "r")
+    await client.close()
+    assert (answer.status, asked) == (200, 2)
 
 
 def test_what_callers_are_told() -> None:

@@ -185,6 +185,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @pytest.mark.slow
 def test_schemathesis_finds_nothing(live: LiveServer, tmp_path: Path) -> None:
     # the enumerated phase takes a minute: `make test-clients` runs it
-    done = check_document(live.url, tmp_path, examples=8, phases="examples,fuzzing,stateful")
+    done = check_document(live.url, tmp_path, examples=5, phases="examples,fuzzing,stateful")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "Fuzzing (in" in done.stdout and "Stateful (in" in done.stdout

@@ -238,3 +238,16 @@ async def test_allowed_token_ids_and_bad_words(http: httpx.AsyncClient) -> None:
     for fields in ({"allowed_token_ids": []}, {"allowed_token_ids": [999]}, {"bad_words": [""]}):
         answer = await http.post("/v1/completions", json={"prompt": "hi", **fields})
         assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", []])
+async def test_json_object_is_true_or_false(http: httpx.AsyncClient, value: Any) -> None:
+    given = {"structured_outputs": {"json_object": value, "choice": ["a"]}}
+    assert "json_object must be true or false" in (await refused(http, **given))["message"]
+
+
+@pytest.mark.parametrize("kind", ["choice", "regex", "grammar", "json"])
+async def test_false_asks_for_nothing_but_is_not_a_grammar(
+    http: httpx.AsyncClient, kind: str
+) -> None:
+    assert "got False" in (await refused(http, structured_outputs={kind: False}))["message"]

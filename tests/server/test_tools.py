@@ -13,6 +13,7 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, create_app
+from paceline.server.tool_formats import call_schema
 from tests.server.helpers import VOCAB, chat_body, connect, events
 
 pytestmark = pytest.mark.anyio
@@ -230,3 +231,21 @@ async def test_the_format_can_be_chosen(toolless: httpx.AsyncClient) -> None:
     text = ByteTokenizer().decode(choice["token_ids"])
     assert text.startswith('[{"name":"weather","arguments":{') and text.endswith("}]")
     check_calls(choice["message"]["tool_calls"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "closed"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, True),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, False),
+        ({"properties": {}, "patternProperties": {"^x": {}}}, False),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, False),
+        ({"type": "object"}, False),
+        ({}, True),
+        (None, True),
+    ],
+)
+def test_arguments_that_are_listed_are_all_there_are(parameters: Any, closed: bool) -> None:
+    tool = {"function": {"name": "f", "parameters": parameters}}
+    schema = call_schema(tool, "arguments", "#")["properties"]["arguments"]
+    assert (schema.get("additionalProperties") is False) == closed

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from paceline.backends.torch.attention import TorchAttention, block_bytes
+from paceline.backends.torch.formats import choose_formats
 from paceline.backends.torch.machine import (
     choose_device,
     choose_dtype,
@@ -22,13 +23,11 @@ from paceline.backends.torch.machine import (
     choose_threads,
 )
 from paceline.backends.torch.model import Decoder
-from paceline.backends.torch.native import unavailable_reason, unsupported_reason, variants
-from paceline.backends.torch.native_step import check_native, load_native, native_block_bytes
+from paceline.backends.torch.native_step import load_native, native_block_bytes
 from paceline.backends.torch.rope import RotaryTable, longest_sequence
 from paceline.backends.torch.runner import BlockStore, ModelRunner, StepModel
 from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.config import ModelConfig
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
 from paceline.core.grammar import MatcherSource
@@ -64,6 +63,7 @@ class TorchBackend:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -78,7 +78,9 @@ class TorchBackend:
         Args:
             checkpoint_path: a Hugging Face folder or a .gguf file.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: "auto", "float32" or "bfloat16"; of weights, activations and KV cache.
+            dtype: "auto", "float32" or "bfloat16"; of weights and activations.
+            kv_dtype: "auto", "float32", "bfloat16" or "int8"; of the KV cache. What is not the
+                weights' own dtype needs native compute.
             block_size: tokens per KV block.
             num_blocks: the KV pool's size; None: as ``kv_cache_bytes`` says.
             kv_cache_bytes: the KV pool's size at most; None: see ``machine.choose_num_blocks``.
@@ -107,6 +109,7 @@ class TorchBackend:
                 checkpoint_path,
                 device=choose_device(device),
                 dtype=dtype,
+                kv_dtype=kv_dtype,
                 block_size=block_size,
                 num_blocks=num_blocks,
                 kv_cache_bytes=kv_cache_bytes,
@@ -159,6 +162,7 @@ def _build(
     *,
     device: torch.device,
     dtype: str,
+    kv_dtype: str,
     block_size: int,
     num_blocks: int | None,
     kv_cache_bytes: int | None,
@@ -174,23 +178,23 @@ def _build(
     length = longest if max_model_len is None else max_model_len
     if not 1 <= length <= longest:
         raise ConfigError(f"max_model_len={length} is not in 1 to {longest}, the model's positions")
-    if compute not in ("auto", "torch", "native"):
-        raise ConfigError(f"compute must be auto, torch or native, got {compute!r}")
-    if compute == "auto":
-        compute, why = _choose_compute(config, block_size, device)
-        _log.info("compute=%s dtype=%s: %s", compute, dtype, why)
-    native = compute == "native"
-    if native and device.type != "cpu":
-        raise ConfigError(f"--compute native runs on the CPU, not on {device}")
-    if native and dtype in ("int8", "q4"):
-        dtype_name = dtype
-    else:
-        torch_dtype = choose_dtype(dtype, device)
-        dtype_name = str(torch_dtype).removeprefix("torch.")
+    formats = choose_formats(
+        config,
+        compute=compute,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        device=device,
+    )
+    _log.info(
+        "compute=%s dtype=%s kv_dtype=%s%s",
+        formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
+    )  # fmt: skip
+    native = formats.compute == "native"
     if native:
-        check_native(config, block_size, dtype_name)
-        bytes_per_block = native_block_bytes(config, block_size, dtype_name)
+        bytes_per_block = native_block_bytes(config, block_size, formats.kv_dtype)
     else:
+        torch_dtype = choose_dtype(formats.dtype, device)
         bytes_per_block = block_bytes(config, block_size, torch_dtype)
     if num_blocks is None:
         num_blocks = choose_num_blocks(
@@ -212,7 +216,8 @@ def _build(
     if native:
         decoder = store = load_native(
             checkpoint,
-            dtype=dtype_name,
+            dtype=formats.dtype,
+            kv_dtype=formats.kv_dtype,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             block_size=block_size,
@@ -242,28 +247,20 @@ def _build(
         device=device,
     )
     info = BackendInfo(
-        name=compute,
+        name=formats.compute,
         vocab_size=config.vocab_size,
         max_model_len=length,
         block_size=block_size,
         num_blocks=num_blocks,
         block_bytes=bytes_per_block,
-        dtype=dtype_name,
+        dtype=formats.dtype,
         device=str(device),
+        kv_dtype=formats.kv_dtype,
+        choice=formats.why,
         num_host_blocks=num_host_blocks,
         swap_block_seconds=_swap_seconds(store, min(num_blocks, num_host_blocks)),
     )
     return runner, info
-
-
-def _choose_compute(config: ModelConfig, block_size: int, device: torch.device) -> tuple[str, str]:
-    """What ``compute="auto"`` takes, and why."""
-    if device.type != "cpu":
-        return "torch", f"the native kernels are for the CPU, the device is {device}"
-    reason = unavailable_reason() or unsupported_reason(config, block_size)
-    if reason is not None:
-        return "torch", f"the native kernels cannot serve this: {reason}"
-    return "native", f"native kernels for {variants()[0]}"
 
 
 def _swap_seconds(store: BlockStore, num_blocks: int) -> float:

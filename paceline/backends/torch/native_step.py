@@ -6,56 +6,43 @@ It computes the whole step in one call, so it is both: it keeps the blocks and r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from paceline.backends.torch.attention import AttentionBatch
-from paceline.backends.torch.native import (
-    NativeModel,
-    checkpoint_tensors,
-    unavailable_reason,
-    unsupported_reason,
-)
+from paceline.backends.torch.native import NativeModel, checkpoint_tensors
 from paceline.backends.torch.rope import inverse_frequencies
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import BlockSwap
 
-__all__ = ["NATIVE_DTYPES", "NativeStep", "check_native", "load_native", "native_block_bytes"]
+__all__ = ["NativeStep", "load_native", "native_block_bytes"]
 
-# by what the weights are kept in; the KV cache is float32 for float32 and bfloat16 for the others
-NATIVE_DTYPES = ("float32", "bfloat16", "int8", "q4")
-
-
-def check_native(config: ModelConfig, block_size: int, dtype: str) -> None:
-    """Raises ConfigError, with what to do, where the native path cannot serve this model."""
-    reason = unavailable_reason() or unsupported_reason(config, block_size)
-    if reason is not None:
-        raise ConfigError(f"--compute native: {reason}; --compute torch serves it")
-    if dtype not in NATIVE_DTYPES:
-        raise ConfigError(f"--compute native computes in {', '.join(NATIVE_DTYPES)}, not {dtype}")
+_VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
+# int8: float32 scales, one for a token's keys and one for its values in every head
+_SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
 
 
-def native_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one KV block over all layers."""
-    itemsize = 4 if dtype == "float32" else 2
-    per_token = 2 * config.num_key_value_heads * config.head_dim * itemsize
-    return config.num_hidden_layers * block_size * per_token
+def native_block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> int:
+    """Bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block`` will say."""
+    per_head = 2 * (config.head_dim * _VALUE_BYTES[kv_dtype] + _SCALE_BYTES[kv_dtype])
+    return config.num_hidden_layers * block_size * config.num_key_value_heads * per_head
 
 
 def load_native(
     checkpoint: Checkpoint,
     *,
     dtype: str,
+    kv_dtype: str,
     num_blocks: int,
     num_host_blocks: int,
     block_size: int,
     max_model_len: int,
     threads: int,
 ) -> NativeStep:
-    """Read a model into the native library. ``check_native`` has passed."""
+    """Read a model into the native library, in formats that ``choose_formats`` settled."""
     frequencies, factor = inverse_frequencies(checkpoint.config, max_model_len)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     model = NativeModel(
@@ -63,6 +50,7 @@ def load_native(
         checkpoint_tensors(checkpoint),
         ((angles.cos() * factor).numpy(), (angles.sin() * factor).numpy()),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         # on the CPU the host's memory is the pool's: swapped blocks lie behind the others, and the
         # system gives the memory when it is written
         num_blocks=num_blocks + num_host_blocks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,8 @@ class SchedulingPolicy(Protocol):
 
     # False: a step computes either rows of one token or longer ones
     mixes: bool
+    # True: a tenant's requests are never left out so that another's are on time
+    keeps_tenants_apart: bool
 
     def make_queue(self) -> WaitingQueue:
         """A queue of waiting requests. Called twice: best effort waits apart."""
@@ -44,6 +46,11 @@ class SchedulingPolicy(Protocol):
     def later(self, key: float) -> float:
         """The key of a request that has become best effort: not smaller, and without asking ``key``
         again."""
+        ...
+
+    def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
+        """Waiting requests, given by tenant and there in order, in the order in which they will be
+        let in as far as one can tell."""
         ...
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:

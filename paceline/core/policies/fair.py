@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
@@ -27,9 +28,16 @@ class FairPolicy(FcfsPolicy):
     across tenants, and some prefix hits.
     """
 
+    keeps_tenants_apart = True
+
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._counters: dict[str, float] = {}
+
+    def key(self, request: Request) -> float:
+        # ahead of whatever else runs by then
+        early = self._context.config.best_effort_delay_s if request.favoured else 0.0
+        return super().key(request) - early
 
     def make_queue(self) -> WaitingQueue:
         return FairQueue(self.counter, self._lift)
@@ -37,6 +45,23 @@ class FairPolicy(FcfsPolicy):
     def counter(self, tenant: str) -> float:
         """Weighted tokens served to ``tenant``, lifts included."""
         return self._counters.get(tenant, 0.0)
+
+    def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
+        # as if each were served whole before the next is chosen
+        heads = [(self.counter(tenant), own[0].order, tenant, 0) for tenant, own in waiting.items()]
+        heapq.heapify(heads)
+        while heads:
+            counter, _, tenant, index = heads[0]
+            own = waiting[tenant]
+            request = own[index]
+            yield request
+            index += 1
+            if index == len(own):
+                heapq.heappop(heads)
+                continue
+            counter += PROMPT_WEIGHT * request.num_prompt_tokens
+            counter += OUTPUT_WEIGHT * self._context.work.output_tokens(request)
+            heapq.heapreplace(heads, (counter, own[index].order, tenant, index))
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
         self._counters[request.tenant] = (

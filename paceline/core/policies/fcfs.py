@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.queues import RequestQueue, WaitingQueue
 from paceline.core.request import Request
 
 __all__ = ["FcfsPolicy"]
+
+_ORDER = attrgetter("order")
 
 
 class FcfsPolicy:
@@ -18,6 +22,7 @@ class FcfsPolicy:
     """
 
     mixes = True
+    keeps_tenants_apart = False
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
@@ -35,6 +40,9 @@ class FcfsPolicy:
 
     def later(self, key: float) -> float:
         return key + self._context.config.best_effort_delay_s
+
+    def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
+        return heapq.merge(*waiting.values(), key=_ORDER)
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         return [r for r in candidates if r.slo.best_effort] or candidates

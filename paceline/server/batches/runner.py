@@ -207,7 +207,8 @@ class BatchRunner:
         if struck:
             # what cannot be written now is learnt at the next death
             with suppress(HttpError):
-                await self._call(BatchStore.suspect, batch_id, struck)
+                # cancelled before its turn on the store's thread came, it would be lost
+                await asyncio.shield(self._call(BatchStore.suspect, batch_id, struck))
 
     def _told(self, error: Exception) -> str:
         return reply_to(error, drain_timeout=self._service.config.drain_timeout).message

@@ -39,7 +39,7 @@ class EngineMetrics:
         config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.kv_dtype,
             "enable_prefix_caching": str(info.enable_prefix_caching),
             "engine": engine,
         }

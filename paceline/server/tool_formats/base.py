@@ -93,7 +93,7 @@ def call_schema(tool: dict[str, Any], arguments_key: str, at: str) -> dict[str, 
     """
     function = tool["function"]
     parameters = function.get("parameters") or {}
-    if not _SAYS_MORE & parameters.keys():
+    if not parameters or ("properties" in parameters and not _SAYS_MORE & parameters.keys()):
         parameters = {**parameters, "additionalProperties": False}
     below = f"{at}/properties/{arguments_key}"
     return {

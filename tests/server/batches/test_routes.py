@@ -116,11 +116,12 @@ async def test_every_endpoint_is_answered_as_over_http(tmp_path: Path) -> None:
             answer = record["response"]["body"]
             over_http = (await server.http.post(url, json=body)).json()
             assert answer.keys() == over_http.keys()
-            for name in ("choices", "object", "usage"):
+            for name in ("choices", "object"):
                 assert answer.get(name) == over_http.get(name) or url == "/v1/responses"
-        # thousands of them would push everybody's out of memory
-        response_id = answer.get("id", "")
-        assert (await server.http.get(f"/v1/responses/{response_id}")).status_code == 404
+            if url == "/v1/responses":
+                # thousands of them would push everybody's out of memory
+                found = await server.http.get(f"/v1/responses/{answer['id']}")
+                assert found.status_code == 404
 
 
 async def test_a_bad_file_is_a_failed_batch(tmp_path: Path) -> None:
@@ -204,7 +205,9 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
         errors = await server.records(batch["error_file_id"])
         assert len(answers) >= 3 and len(answers) + len(errors) == 200
         assert {record["error"]["code"] for record in errors.values()} == {"batch_cancelled"}
-        assert server.service.client.stats.num_running == 0
+        async with asyncio.timeout(5):
+            while server.service.client.stats.num_running:
+                await asyncio.sleep(0.01)
         again = await server.http.post(f"/v1/batches/{batch['id']}/cancel")
         assert again.status_code == 409
 
@@ -216,7 +219,7 @@ async def test_a_window_ends(tmp_path: Path) -> None:
         assert batch["status"] == "expired" and batch["expired_at"] >= batch["expires_at"]
         errors = await server.records(batch["error_file_id"])
         answers = await server.records(batch["output_file_id"])
-        assert answers and len(answers) + len(errors) == 400
+        assert errors and len(answers) + len(errors) == 400
         assert {record["error"]["code"] for record in errors.values()} == {"batch_expired"}
 
 
@@ -312,7 +315,11 @@ async def test_a_line_that_kills_engines_is_found(
                 async for output in original(request):
                     yield output
 
-            client.generate = deadly
+            def health(died: Any = died) -> None:
+                if died.is_set():
+                    raise EngineDeadError("killed")
+
+            client.generate, client.check_health = deadly, health
             if not batch:
                 lines = [line(f"{i}", [1] * (5 if i == 6 else 4)) for i in range(20)]
                 batch = await server.submit(lines)
@@ -390,7 +397,7 @@ FILE = ('name="file"; filename="in.jsonl"', "x")
         (form(PURPOSE, FILE), {"Content-Type": "application/json"}, 400, "multipart/form-data"),
         (form(PURPOSE, FILE), {"Content-Type": "multipart/form-data"}, 400, "multipart"),
         (b"", MULTIPART, 400, "ends too early"),
-        (b"nonsense", MULTIPART, 400, "not valid multipart"),
+        (b"nonsense", MULTIPART, 400, "multipart/form-data"),
         (form(PURPOSE, FILE, end=""), MULTIPART, 400, "ends too early"),
         (form(FILE), MULTIPART, 400, "purpose is missing"),
         (form(PURPOSE), MULTIPART, 400, "file is missing"),

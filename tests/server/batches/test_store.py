@@ -221,6 +221,9 @@ class Fuse:
 
         class Connection(sqlite3.Connection):
             def execute(self, query: str, *values: Any) -> sqlite3.Cursor:  # type: ignore[override]
+                if query.startswith("PRAGMA synchronous"):
+                    # here processes end, not machines
+                    query = "PRAGMA synchronous = OFF"
                 if query.split()[0] not in ("INSERT", "UPDATE", "DELETE", "COMMIT"):
                     return super().execute(query, *values)
                 return fuse.burn(lambda: super(Connection, self).execute(query, *values))
@@ -229,8 +232,7 @@ class Fuse:
         monkeypatch.setattr(
             sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Connection)
         )
-        for name in ("replace", "fsync"):
-            original = getattr(os, name)
+        for name, original in (("replace", os.replace), ("fsync", lambda _: None)):
 
             def call(*values: Any, original: Callable[..., Any] = original) -> Any:
                 return fuse.burn(lambda: original(*values))
@@ -255,6 +257,8 @@ def die(store: BatchStore) -> None:
     os.close(store._lock)
 
 
+# files that a process had open when it ended
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
     """Upload, create, begin, record, finish; the process ends at the n-th write, for every n, and

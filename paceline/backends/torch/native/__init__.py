@@ -6,11 +6,18 @@ used, and then the pure PyTorch path serves. Nothing here imports torch.
 """
 
 from paceline.backends.torch.native.library import unavailable_reason, variants
-from paceline.backends.torch.native.model import NativeModel, unsupported_reason
+from paceline.backends.torch.native.model import (
+    DTYPES,
+    KV_DTYPES,
+    NativeModel,
+    unsupported_reason,
+)
 from paceline.backends.torch.native.tensors import RawTensor, checkpoint_tensors
 from paceline.backends.torch.native.threads import available_cpus
 
 __all__ = [
+    "DTYPES",
+    "KV_DTYPES",
     "NativeModel",
     "RawTensor",
     "available_cpus",

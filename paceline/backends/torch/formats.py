@@ -1,0 +1,134 @@
+"""Which code computes, and in which formats: what was asked for, or what suits the machine and the
+file best.
+
+Nothing is timed: the same file on the same machine always gets the same formats, or answers would
+change from start to start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from paceline.backends.torch.machine import choose_dtype
+from paceline.backends.torch.native import (
+    DTYPES,
+    KV_DTYPES,
+    unavailable_reason,
+    unsupported_reason,
+    variants,
+)
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.errors import ConfigError
+
+__all__ = ["Formats", "choose_formats"]
+
+# kernels whose byte products are several times faster than their bfloat16 or float32 ones
+_BYTE_PRODUCTS: Final = ("avx512bf16", "avx512")
+# stored types of 16 bits and more; the others are GGUF's of 8 and fewer
+_WIDE: Final = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What a model is computed with."""
+
+    # "torch" or "native"
+    compute: str
+    # of weights
+    dtype: str
+    # of the KV cache
+    kv_dtype: str
+    # why, where something was left to choose; else ""
+    why: str
+
+
+def choose_formats(
+    config: ModelConfig,
+    *,
+    compute: str,
+    dtype: str,
+    kv_dtype: str,
+    block_size: int,
+    device: torch.device,
+) -> Formats:
+    """Settle each of ``compute``, ``dtype`` and ``kv_dtype`` that is "auto".
+
+    ``auto`` takes the native kernels where they can serve the model; then int8 weights, which pass
+    the gate of docs/accuracy.md, where they are fast and the file itself stores 8 bits or fewer
+    (whoever serves a file of 16 bits has not asked for rounding); else bfloat16 where the processor
+    multiplies it, else float32. The KV cache is float32 beside float32 weights, else bfloat16.
+
+    Raises ConfigError for names that do not exist and combinations that nothing computes.
+    """
+    if compute not in ("auto", "torch", "native"):
+        raise ConfigError(f"compute must be auto, torch or native, got {compute!r}")
+    if kv_dtype not in ("auto", *KV_DTYPES):
+        raise ConfigError(
+            f"kv_dtype {kv_dtype!r} is not supported: use auto, {', '.join(KV_DTYPES)}"
+        )
+    reasons: list[str] = []
+    if compute == "auto":
+        compute, why = _choose_compute(config, block_size, device)
+        reasons.append(why)
+    if compute == "native":
+        reason = _native_refusal(config, block_size, device)
+        if reason is not None:
+            raise ConfigError(f"--compute native {reason}; --compute torch serves it")
+    if dtype == "auto":
+        dtype, why = _choose_dtype(config, compute, device)
+        reasons.append(why)
+    elif compute == "native" and dtype not in DTYPES:
+        raise ConfigError(f"--compute native computes in {', '.join(DTYPES)}, not {dtype}")
+    elif compute == "torch":
+        if dtype in DTYPES and dtype not in ("float32", "bfloat16"):
+            raise ConfigError(
+                f"--dtype {dtype} needs --compute native, and here PyTorch computes"
+                + (f": {reasons[0]}" if reasons else "")
+            )
+        choose_dtype(dtype, device)
+    if compute == "native":
+        return Formats(compute, dtype, _native_kv_dtype(dtype, kv_dtype), "; ".join(reasons))
+    if kv_dtype not in ("auto", dtype):
+        raise ConfigError(
+            f"--kv-dtype {kv_dtype} needs --compute native: PyTorch keeps the KV cache in the "
+            f"weights' {dtype}"
+            + (f" (computed by PyTorch because {reasons[0]})" if reasons else "")
+        )
+    return Formats(compute, dtype, dtype, "; ".join(reasons))
+
+
+def _native_kv_dtype(dtype: str, kv_dtype: str) -> str:
+    if kv_dtype != "auto":
+        return kv_dtype
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def _native_refusal(config: ModelConfig, block_size: int, device: torch.device) -> str | None:
+    """Why the native path cannot serve this."""
+    if device.type != "cpu":
+        return f"runs on the CPU, not on {device}"
+    reason = unavailable_reason() or unsupported_reason(config, block_size)
+    return None if reason is None else f"cannot serve this: {reason}"
+
+
+def _choose_compute(config: ModelConfig, block_size: int, device: torch.device) -> tuple[str, str]:
+    reason = _native_refusal(config, block_size, device)
+    if reason is not None:
+        return "torch", f"the native path {reason}"
+    return "native", f"native kernels for {variants()[0]}"
+
+
+def _choose_dtype(config: ModelConfig, compute: str, device: torch.device) -> tuple[str, str]:
+    narrow = config.stored_dtype not in _WIDE
+    if compute == "native" and narrow and variants()[0] in _BYTE_PRODUCTS:
+        return "int8", (
+            "int8 because it passes the accuracy gate on SmolLM2-135M (docs/accuracy.md), "
+            f"{variants()[0]} multiplies bytes fastest, and the file itself stores weights as "
+            f"{config.stored_dtype}"
+        )
+    dtype = str(choose_dtype("auto", device)).removeprefix("torch.")
+    has = "multiplies" if dtype == "bfloat16" else "does not multiply"
+    return dtype, f"{dtype} because {device} {has} bfloat16"
