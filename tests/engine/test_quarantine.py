@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from paceline.backends.null import NullBackend
+from paceline.core.grammar import Grammar
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
+from paceline.core.request import SamplingParams
+from paceline.engine.core import EngineCore
 from paceline.engine.in_flight import InFlightFile, read_in_flight
+from paceline.engine.loop import EngineLoop
+from paceline.engine.messages import Add, Shutdown
 from paceline.engine.quarantine import Place, Quarantine, Suspect, find_guilty
+from paceline.engine.testing import null_core
+from paceline.engine.types import GenerationRequest
+from tests.engine.test_client import make
 
 pytestmark = pytest.mark.anyio
 
@@ -67,6 +78,58 @@ class TestInFlight:
         file.step(plan("b/0"))
         assert read_in_flight(path) is None
         file.step(plan("c/0"))
+
+
+class TestWhoTheLoopWorksOn:
+    """Beside its steps, which the tests of poison are about."""
+
+    @staticmethod
+    def run(core: EngineCore, path: Path, request: GenerationRequest) -> None:
+        class Once:
+            messages: tuple[Add | Shutdown, ...] = (Add(request),)
+
+            def receive(self, timeout: float) -> tuple[Add | Shutdown, ...]:
+                now, self.messages = self.messages, (Shutdown(),)
+                return now
+
+        file = InFlightFile(path)
+        try:
+            EngineLoop(core, Once(), lambda message: None, in_flight=file).run()
+        finally:
+            file.close()
+            core.close()
+
+    def test_a_grammar_that_is_being_compiled(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        core, seen = null_core(NullBackend()), []
+        assert core.matchers is not None
+        compiled: Future[None] = Future()
+
+        def prepare(grammar: Grammar) -> Future[None]:
+            seen.append(read_in_flight(tmp_path / "file"))
+            return compiled
+
+        monkeypatch.setattr(core.matchers, "prepare", prepare)
+        sampling = SamplingParams(max_tokens=1, grammar=Grammar("regex", "a", "regex"))
+        request = make("g", max_tokens=1)
+        self.run(core, tmp_path / "file", msgspec.structs.replace(request, sampling=sampling))
+        assert seen == [{"g"}]
+        # it still is
+        assert read_in_flight(tmp_path / "file") == {"g"}
+
+    def test_a_request_that_cannot_be_taken_in(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        core = null_core(NullBackend())
+
+        def add_request(request: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(core, "add_request", add_request)
+        with pytest.raises(ZeroDivisionError):
+            self.run(core, tmp_path / "file", make("bug"))
+        assert read_in_flight(tmp_path / "file") == {"bug"}
 
 
 def tried(point: int = 0, level: int = 1) -> Suspect:
