@@ -18,7 +18,7 @@ What ends an engine does so at the same place every time; the others are elsewhe
 one on trial is guilty if the engine ends at that place and nobody else is as suspect; whoever ran
 beside it is not suspected for that. An innocent request loses time, of which there is a bound.
 
-This module does not know engines, and nothing in it waits.
+This module does not know engines.
 """
 
 from __future__ import annotations
@@ -102,6 +102,15 @@ class Place:
     def alone(self) -> bool:
         """Nobody else gets a turn meanwhile."""
         return self.order[0] != _TOGETHER
+
+    async def has_turn(self, timeout: float) -> bool:
+        """Waits for its turn; False: that takes more than ``timeout`` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.turn
+        except TimeoutError:
+            return False
+        return True
 
 
 class Quarantine:

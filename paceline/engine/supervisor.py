@@ -251,10 +251,11 @@ class SupervisedEngineClient:
         try:
             engine = await self._ready_engine(call)
             if place is not None:
-                has_turn = await _has_turn(place)
+                has_turn = await place.has_turn(_QUARANTINE_SECONDS)
                 engine = await self._ready_engine(call)
                 suspect.on_trial = has_turn and place.alone
-                asyncio.get_running_loop().call_later(_TURN_SECONDS, self._quarantine.leave, place)
+                loop = asyncio.get_running_loop()
+                loop.call_later(_TURN_SECONDS, self._quarantine.leave, place)
             call.place, call.engine = None, engine
             async with contextlib.aclosing(engine.client.generate(request)) as outputs:
                 async for output in outputs:
@@ -490,13 +491,3 @@ class SupervisedEngineClient:
                 await asyncio.gather(task, return_exceptions=True)
         self._wake(EngineDeadError(self._dead))
         await self._latest.close()
-
-
-async def _has_turn(place: Place) -> bool:
-    """Waits for its turn; False: that took too long."""
-    try:
-        async with asyncio.timeout(_QUARANTINE_SECONDS):
-            await place.turn
-    except TimeoutError:
-        return False
-    return True

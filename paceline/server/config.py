@@ -22,7 +22,8 @@ from paceline.server.tracing import check_endpoint
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
 MAX_MODEL_NAME_CHARS: Final = 256
-_ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
+# also of extensions and desktop applications
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -89,13 +89,14 @@ async def test_what_a_page_of_another_origin_sends_is_refused(
         {"Origin": "HTTPS://TEST"},
         {"Origin": "https://b.example"},
         {"Sec-Fetch-Site": "cross-site", "Origin": "https://b.example"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "chrome-extension://abcdef"},
         # a proxy in between that gives the server another name
         {"Sec-Fetch-Site": "same-origin", "Origin": "https://outside.example"},
         {"Sec-Fetch-Site": "none"},
     ],
 )
 async def test_who_may_send(engine: LocalEngineClient, told: dict[str, str]) -> None:
-    config = ServerConfig(cors_origins=("https://b.example",))
+    config = ServerConfig(cors_origins=("https://b.example", "chrome-extension://abcdef"))
     async with connect(create_app(engine, config)) as http:
         answer = await http.post(CHAT, content=JSON, headers=told)
         assert answer.status_code == 200, answer.text
