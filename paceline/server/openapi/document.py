@@ -30,7 +30,7 @@ _SECURITY: Final = {
 _DESCRIPTIONS: Final = {
     "400": "the request is at fault; the message says where, param names the field",
     "401": "no key that is known",
-    "403": "a key whose scope does not reach",
+    "403": "a key whose scope does not reach, or a web page of another origin",
     "404": "no such model, or nothing stored by that name",
     "409": "it is not in a state for that",
     "413": "the body is too long",
@@ -116,7 +116,7 @@ def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
         return [*found, "503"]
     if path not in OPEN_PATHS:
         found.append("401")
-    if path in ADMIN_PATHS:
+    if path in ADMIN_PATHS or (method != "GET" and path not in OPEN_PATHS):
         found.append("403")
     if method == "POST" and path not in OPEN_PATHS:
         # a limit of the key
