@@ -110,8 +110,8 @@ def add_limit_options(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let web pages of this origin, such as https://example.org, or * for all, read "
-        "answers; may be given several times (default: none)",
+        help="let web pages of this origin, such as https://example.org, or * for all, ask and "
+        "read answers; may be given several times (default: none)",
     )
     web.add_argument(
         "--allowed-host",

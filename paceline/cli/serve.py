@@ -129,8 +129,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(0.0),
         default=60.0,
         metavar="SECONDS",
-        help="a caller who leaves its answer unread for so long, beyond what buffers hold, is cut "
-        "off; 0: never (default 60)",
+        help="a caller who leaves its answer unread for so long, beyond what buffers hold, or "
+        "reads less than 4 KiB/s of it, is cut off; 0: never (default 60)",
     )
     group.add_argument(
         "--max-body-size",

@@ -24,6 +24,7 @@ import zmq
 
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.frontend import EngineFrontend
+from paceline.engine.in_flight import read_in_flight
 from paceline.engine.messages import (
     ClientMessage,
     Dead,
@@ -119,6 +120,10 @@ class ProcessEngineClient(EngineFrontend):
         """The operating system has halted the process (SIGSTOP); False where it does not tell."""
         return self._child.is_stopped
 
+    def requests_in_flight(self) -> frozenset[str] | None:
+        """Ids of requests in the engine's latest steps, also right after its end; None: unknown."""
+        return read_in_flight(self._child.in_flight_path)
+
     async def wait_exit(self, timeout: float) -> None:
         """Until the process has ended, for ``timeout`` seconds at most."""
         with contextlib.suppress(TimeoutError):
@@ -157,21 +162,30 @@ class _Child:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.exited = asyncio.Event()
         self._closed = False
-        self._directory = _socket_directory()
+        try:
+            self._directory = _socket_directory()
+        except OSError as error:
+            raise EngineDeadError(f"no directory for the engine's sockets: {error}") from error
         self._inbox_address = f"{IPC}{self._directory / 'inbox'}"
         outbox = f"{IPC}{self._directory / 'outbox'}"
         self._context = zmq.Context(io_threads=1)
-        self._outbox = self._context.socket(zmq.PULL)
-        self._outbox.set_hwm(0)
-        self._outbox.bind(outbox)
-        self._inbox = self._context.socket(zmq.PUSH)
-        # requests wait in the engine's queue, not here: sending never blocks the event loop
-        self._inbox.set_hwm(0)
-        self._inbox.setsockopt(zmq.LINGER, 0)
-        launch = Launch(inbox=self._inbox_address, outbox=outbox, config=config)
+        self.in_flight_path = self._directory / "in-flight"
+        launch = Launch(
+            inbox=self._inbox_address,
+            outbox=outbox,
+            in_flight=str(self.in_flight_path),
+            config=config,
+        )
         try:
+            self._outbox = self._context.socket(zmq.PULL)
+            self._outbox.set_hwm(0)
+            self._outbox.bind(outbox)
+            self._inbox = self._context.socket(zmq.PUSH)
+            # requests wait in the engine's queue, not here: sending never blocks the event loop
+            self._inbox.set_hwm(0)
+            self._inbox.setsockopt(zmq.LINGER, 0)
             self._process = self._spawn(argv, msgspec.json.encode(launch) + b"\n")
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             self._release()
             raise EngineDeadError(f"the engine process could not be started: {error}") from error
         self._fd = self._outbox.FD
@@ -243,9 +257,8 @@ class _Child:
         return process
 
     def _release(self) -> None:
-        self._outbox.close(linger=0)
-        self._inbox.close(linger=0)
-        self._context.term()
+        # with all its sockets
+        self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _read(self) -> None:

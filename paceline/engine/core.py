@@ -85,6 +85,8 @@ class EngineCore:
         self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
         self.num_steps = 0
         self.last_step_tokens = 0
+        # told of every plan before it is executed
+        self.on_plan: Callable[[SchedulerOutput], None] | None = None
 
     @property
     def info(self) -> BackendInfo:
@@ -142,6 +144,8 @@ class EngineCore:
             self._has_news = False
             if not plan.rows:
                 break
+            if self.on_plan is not None:
+                self.on_plan(plan)
             self._in_flight.append((plan, now, self._backend.execute(plan)))
         if not self._in_flight:
             if self.scheduler.has_unfinished and self.wake_at is None:

@@ -60,9 +60,12 @@ class _Stream:
         self._unread: list[GenerationOutput] = []
         self._error: PacelineError | None = None
         self._news = asyncio.Event()
+        # of all choices, read or not
+        self.num_output_tokens = 0
 
     def put(self, output: GenerationOutput) -> None:
         self._unread.append(output)
+        self.num_output_tokens = output.num_output_tokens
         if len(self._unread) >= _UNREAD:
             self._unread = [merge_outputs(self._unread)]
         self._news.set()
@@ -137,6 +140,11 @@ class EngineFrontend(abc.ABC):
     def num_unfinished(self) -> int:
         """Requests accepted and not ended."""
         return self._processor.num_unfinished
+
+    def num_output_tokens(self, request_id: str) -> int:
+        """Tokens that have come of a request under way; 0 for an unknown one."""
+        stream = self._streams.get(request_id)
+        return 0 if stream is None else stream.num_output_tokens
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See ``EngineClient.generate``. Leave it by ``aclose`` or a cancelled task, and the

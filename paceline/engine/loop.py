@@ -21,6 +21,7 @@ from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
+from paceline.engine.in_flight import InFlightFile
 from paceline.engine.messages import (
     Abort,
     Add,
@@ -31,7 +32,7 @@ from paceline.engine.messages import (
     Shutdown,
 )
 from paceline.engine.readiness import Readiness
-from paceline.engine.types import EngineInfo, EngineStats
+from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
 
 __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 
@@ -62,6 +63,7 @@ class EngineLoop:
     Args:
         send: takes every message for the client, in order; must not block.
         at_rest: called once whenever there has been nothing to do for a moment.
+        in_flight: told who is worked on.
     """
 
     def __init__(
@@ -72,8 +74,12 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         *,
         at_rest: Callable[[], object] = lambda: None,
+        in_flight: InFlightFile | None = None,
     ) -> None:
         self._core = core
+        self._in_flight = in_flight
+        if in_flight is not None:
+            core.on_plan = in_flight.step
         self._inbox = inbox
         self._send = send
         self._clock = clock
@@ -149,14 +155,34 @@ class EngineLoop:
             self._updates += self._readiness.abort(message.request_ids)
             self._updates += self._core.abort(message.request_ids)
             return
+        request = message.request
         try:
-            if not self._readiness.hold(message.request, self._clock()):
-                add_to_core(self._core, message.request)
+            if not self._hold(request):
+                add_to_core(self._core, request)
         except RequestError as error:
-            self._send(Refused.of(message.request.request_id, error))
+            self._send(Refused.of(request.request_id, error))
+        except Exception:
+            # the engine ends by this one
+            if self._in_flight is not None:
+                self._in_flight.aside((request.request_id,))
+            raise
+
+    def _hold(self, request: GenerationRequest) -> bool:
+        """Whether it has to wait for its grammar."""
+        if self._in_flight is None or request.sampling.grammar is None:
+            return self._readiness.hold(request, self._clock())
+        # a compiler that breaks may take the process with it
+        self._in_flight.aside((*self._readiness.request_ids, request.request_id))
+        try:
+            return self._readiness.hold(request, self._clock())
+        finally:
+            self._in_flight.aside(self._readiness.request_ids)
 
     def _admit_ready(self) -> None:
-        for request, refusal in self._readiness.take(self._clock()):
+        taken = self._readiness.take(self._clock())
+        if taken and self._in_flight is not None:
+            self._in_flight.aside(self._readiness.request_ids)
+        for request, refusal in taken:
             try:
                 if refusal is not None:
                     raise refusal

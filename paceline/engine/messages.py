@@ -52,6 +52,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     # ipc:// addresses: the engine binds its inbox and connects to its outbox
     inbox: str
     outbox: str
+    # file of ``in_flight``
+    in_flight: str
     # settings for whoever builds the engine; opaque here
     config: bytes
 

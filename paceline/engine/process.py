@@ -35,6 +35,7 @@ import zmq
 from paceline.core.errors import EngineDeadError, PacelineError
 from paceline.engine.core import EngineCore
 from paceline.engine.garbage import collected_seldom
+from paceline.engine.in_flight import InFlightFile
 from paceline.engine.loop import EngineLoop
 from paceline.engine.messages import (
     ClientMessage,
@@ -109,11 +110,18 @@ def _build_and_run(
     inbox = context.socket(zmq.PULL)
     inbox.set_hwm(0)
     inbox.bind(launch.inbox)
+    in_flight = InFlightFile(Path(launch.in_flight))
     watch.catch_sigterm()
     try:
         send(Ready(info))
         with collected_seldom():
-            shutdown = EngineLoop(core, _SocketInbox(inbox, watch), send, at_rest=gc.collect).run()
+            shutdown = EngineLoop(
+                core,
+                _SocketInbox(inbox, watch),
+                send,
+                at_rest=gc.collect,
+                in_flight=in_flight,
+            ).run()
     except Exception as error:
         _report("the engine failed", error)
         send(Dead.of(error))
@@ -121,6 +129,7 @@ def _build_and_run(
     finally:
         inbox.close()
         core.close()
+        in_flight.close()
     if not shutdown.reason:
         return 0
     send(Dead.of(EngineDeadError(f"the engine stopped: {shutdown.reason}")))

@@ -41,6 +41,11 @@ class Readiness:
         """Requests that wait."""
         return len(self._held)
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of those who wait."""
+        return tuple(self._held)
+
     def hold(self, request: GenerationRequest, now: float) -> bool:
         """Take charge of a request that has to wait; False: it need not.
 

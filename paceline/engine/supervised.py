@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.engine.client import ProcessEngineClient
+from paceline.engine.quarantine import Place, Suspect
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 
-__all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "restarted_output"]
+__all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "fail_wait", "restarted_output"]
 
 
 class Aborted(Exception):
@@ -21,8 +22,8 @@ class Engine:
     """One process of the line."""
 
     client: ProcessEngineClient
-    # the suspect that had not shown a token when it ended
-    blamed: str | None = None
+    # whose fault its end was
+    guilty: Suspect | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +31,14 @@ class Call:
     """One ``generate`` under way."""
 
     request: GenerationRequest
-    # what it waits on while there is no engine
+    # what it waits on while there is no engine, and for its turn
     waiter: asyncio.Future[None] | None = None
+    place: Place | None = None
     # where it runs
     engine: Engine | None = None
-    # times the engine ended under it
+    # times the engine ended under it, by somebody else as far as is known
     losses: int = 0
+    suspect: Suspect = field(default_factory=Suspect)
     # a delta is out
     begun: bool = False
     aborted: bool = False
@@ -48,6 +51,15 @@ class Counts:
     lost: int = 0
     poisoned: int = 0
     recovery_seconds: float = 0.0
+
+
+def fail_wait(call: Call, error: Exception) -> None:
+    """End what a call waits for, if it does."""
+    waits_for = call.waiter
+    if waits_for is None and call.place is not None:
+        waits_for = call.place.turn
+    if waits_for is not None and not waits_for.done():
+        waits_for.set_exception(error)
 
 
 def restarted_output(request: GenerationRequest) -> GenerationOutput:

@@ -7,11 +7,11 @@
                         v
          killed, another one started     nothing of the answer is out: sent there once more
                                          something is out: EngineLostError
-                                         it ended twice under the request: PoisonedRequestError
+                                         it ended by this request: PoisonedRequestError
 
-A request that is sent once more is a suspect: it may be what ended the engine. Suspects enter the
-next engine one after the other, each when the one before has shown a first token. So an engine that
-ends again has one suspect to blame, and the others are tried on.
+Requests that the engine was computing when it ended are suspects, and enter the next one by the
+rules of ``quarantine``: so that an engine that ends again has one of them to blame, and the others
+are tried on. Nobody else waits for that.
 
 Restarts are bounded: one more than ``max_restarts`` within ``window`` seconds, and the engine is
 dead for good. Everything here runs on one event loop.
@@ -37,12 +37,14 @@ from paceline.core.errors import (
 )
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import Tokenizer
+from paceline.engine.quarantine import Place, Quarantine, Suspect, find_guilty
 from paceline.engine.supervised import (
     Aborted,
     Call,
     Counts,
     Engine,
     aborted_output,
+    fail_wait,
     restarted_output,
 )
 from paceline.engine.totals import added, at_rest
@@ -73,8 +75,11 @@ _MAX_BACKOFF: Final = 5.0
 # seconds a request waits for another engine, and how many may
 _HOLD_SECONDS: Final = 60.0
 _MAX_HELD: Final = 2048
-# times the engine may end under one request
-_MAX_LOSSES: Final = 2
+# times the engine may end under one request without being its fault, as far as is known
+_MAX_LOSSES: Final = 4
+# seconds that a suspect has for itself, and that it waits for that: then it goes as it is
+_TURN_SECONDS: Final = 5.0
+_QUARANTINE_SECONDS: Final = 30.0
 # seconds aborted requests get to hand in their last delta
 _ABORT_GRACE: Final = 5.0
 
@@ -103,9 +108,7 @@ class SupervisedEngineClient:
         self._before: EngineStats | None = None
         self._stats = first.stats
         self._calls: dict[str, Call] = {}
-        # one suspect at a time
-        self._quarantine = asyncio.Lock()
-        self._suspect: str | None = None
+        self._quarantine = Quarantine()
         self._restarts: deque[float] = deque()
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
@@ -211,8 +214,8 @@ class SupervisedEngineClient:
         call.aborted = True
         if call.engine is not None:
             await call.engine.client.abort(request_id)
-        elif call.waiter is not None and not call.waiter.done():
-            call.waiter.set_exception(Aborted())
+        else:
+            fail_wait(call, Aborted())
 
     def check_health(self) -> None:
         self._raise_if_dead()
@@ -238,31 +241,37 @@ class SupervisedEngineClient:
 
     async def _attempt(self, call: Call) -> AsyncGenerator[GenerationOutput, None]:
         """Deltas from one engine; ends early when the engine does."""
-        request_id = call.request.request_id
-        suspect = call.losses > 0
-        if suspect:
-            await self._quarantine.acquire()
+        request, suspect = call.request, call.suspect
+        place: Place | None = None
+        if suspect.level:
+            # at once: its place is among all those who were there
+            place = call.place = self._quarantine.join(
+                suspect, last=request.slo.best_effort, priority=request.priority
+            )
         try:
-            engine = call.engine = await self._ready_engine(call)
-            if suspect:
-                self._suspect = request_id
-            async with contextlib.aclosing(engine.client.generate(call.request)) as outputs:
+            engine = await self._ready_engine(call)
+            if place is not None:
+                has_turn = await place.has_turn(_QUARANTINE_SECONDS)
+                engine = await self._ready_engine(call)
+                suspect.on_trial = has_turn and place.alone
+                loop = asyncio.get_running_loop()
+                loop.call_later(_TURN_SECONDS, self._quarantine.leave, place)
+            call.place, call.engine = None, engine
+            async with contextlib.aclosing(engine.client.generate(request)) as outputs:
                 async for output in outputs:
-                    if suspect:
-                        suspect = False
-                        self._clear()
+                    if suspect.on_trial and suspect.is_past(output.num_output_tokens):
+                        suspect.on_trial = False
+                        assert place is not None, "whoever is on trial has a place"
+                        self._quarantine.leave(place)
                     yield output
         except EngineDeadError:
             # told of by _engine_gone before; what becomes of the request is _judge's
             if call.engine is None:
                 raise
         finally:
-            if suspect:
-                self._clear()
-
-    def _clear(self) -> None:
-        self._suspect = None
-        self._quarantine.release()
+            call.place, suspect.on_trial = None, False
+            if place is not None:
+                self._quarantine.leave(place)
 
     def _judge(self, call: Call) -> None:
         """The engine ended under a request: return if it may be tried once more."""
@@ -271,17 +280,17 @@ class SupervisedEngineClient:
         self._raise_if_dead()
         if self._over:
             raise EngineDrainingError("the request was aborted: the server is shutting down")
-        blamed = engine.blamed
-        if blamed is None or blamed == call.request.request_id:
-            call.losses += 1
-        if call.losses >= _MAX_LOSSES:
+        if engine.guilty is call.suspect:
+            losses = call.losses + 1
             self._counts.poisoned += 1
-            _log.error("request_poisoned id=%s losses=%d", call.request.request_id, call.losses)
+            _log.error("request_poisoned id=%s losses=%d", call.request.request_id, losses)
             raise PoisonedRequestError(
-                f"the engine ended {call.losses} times under this request ({self._lost_why}); it "
+                f"the engine ended {losses} times under this request ({self._lost_why}); it "
                 "is not tried again"
             )
-        if call.begun and not call.request.whole:
+        if engine.guilty is None:
+            call.losses += 1
+        if call.losses >= _MAX_LOSSES or (call.begun and not call.request.whole):
             self._counts.lost += 1
             raise self._lost()
         self._counts.resent += 1
@@ -319,11 +328,10 @@ class SupervisedEngineClient:
     def _wake(self, error: Exception | None = None) -> None:
         """Let everybody who waits for an engine look again, or fail."""
         for call in self._calls.values():
-            if call.waiter is not None and not call.waiter.done():
-                if error is None:
-                    call.waiter.set_result(None)
-                else:
-                    call.waiter.set_exception(error)
+            if error is not None:
+                fail_wait(call, error)
+            elif call.waiter is not None and not call.waiter.done():
+                call.waiter.set_result(None)
 
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
@@ -346,6 +354,7 @@ class SupervisedEngineClient:
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
         self._note_stats(client.stats)
         self._wake()
+        self._quarantine.open()
 
     def _note_stats(self, stats: EngineStats) -> None:
         self._stats = stats if self._before is None else added(self._before, stats)
@@ -354,10 +363,11 @@ class SupervisedEngineClient:
 
     def _engine_gone(self, engine: Engine, why: str) -> None:
         """Before any of its requests learns of it."""
-        if engine is not self._engine:
+        if engine is not self._engine or self._closing is not None:
             return
-        engine.blamed = self._suspect
+        engine.guilty = find_guilty(self._started(engine))
         self._engine = None
+        self._quarantine.close()
         kind, self._ending = self._ending or "exit", ""
         self._counts.losses[kind] += 1
         self._lost_why = why
@@ -366,13 +376,26 @@ class SupervisedEngineClient:
         _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
         self._replacing = asyncio.create_task(self._replace(engine.client))
 
+    def _started(self, engine: Engine) -> list[tuple[Suspect, int]]:
+        """Who may have to do with its end, with the tokens that are out; all, if it did not say."""
+        ids = engine.client.requests_in_flight()
+        return [
+            (call.suspect, engine.client.num_output_tokens(request_id))
+            for request_id, call in self._calls.items()
+            if call.engine is engine and (ids is None or request_id in ids)
+        ]
+
     async def _replace(self, old: ProcessEngineClient) -> None:
         """Start engines until one is ready, or there were too many."""
         began = time.monotonic()
         # one that ends by itself may still have to write something
         await old.wait_exit(_EXIT_GRACE)
-        old.kill(self._lost_why)
-        await old.close()
+        try:
+            old.kill(self._lost_why)
+            await old.close()
+        except Exception:
+            # its successor does not need that
+            _log.exception("the engine that ended could not be cleaned up")
         while True:
             now = time.monotonic()
             while self._restarts and now - self._restarts[0] > self._window:

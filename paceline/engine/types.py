@@ -131,7 +131,7 @@ class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
     # seconds from the latest loss to the next engine's readiness
     recovery_seconds: float = 0.0
     # requests sent to another engine once more, and those that failed instead: because something
-    # of the answer was out already, because the engine ended under them twice
+    # of the answer was out already or it happened too often, because they had ended the engine
     num_resent: int = 0
     num_lost: int = 0
     num_poisoned: int = 0

@@ -22,7 +22,8 @@ from paceline.server.tracing import check_endpoint
 __all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
 MAX_MODEL_NAME_CHARS: Final = 256
-_ORIGIN: Final = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
+# also of extensions and desktop applications
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -59,7 +60,8 @@ class ServerConfig:
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
-    # seconds a caller may leave more than a buffer full of its answer unread; 0: for ever
+    # seconds a caller may leave more than a buffer full of its answer unread, unless it reads at
+    # 4 KiB/s; 0: for ever
     slow_reader_timeout: float = 60.0
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
@@ -76,7 +78,7 @@ class ServerConfig:
     # URL of a Redis that holds the counts of several servers; None: each counts by itself. Not
     # shown: it may hold a password
     rate_limit_storage: str | None = field(default=None, repr=False)
-    # web pages' origins that may read answers, "*" for all; empty: none
+    # web pages' origins that may ask and read answers, "*" for all; empty: none
     cors_origins: tuple[str, ...] = ()
     # values of the Host header that are answered; empty: all
     allowed_hosts: tuple[str, ...] = ()

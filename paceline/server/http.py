@@ -32,6 +32,7 @@ from paceline.server.keys import OPEN_PATHS
 from paceline.server.rate_limits import Ticket, caller_of
 from paceline.server.service import Service
 from paceline.server.targets import parse_tenant
+from paceline.server.web import refuse_other_origins
 
 __all__ = [
     "GENERATE_PATHS",
@@ -122,9 +123,10 @@ class ExchangeMiddleware:
                 )
 
     async def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a caller without a key that will do, or too soon; notes who asks
-        otherwise."""
+        """The answer to a caller without a key that will do, too soon, or in a page of another
+        origin; notes who asks otherwise."""
         try:
+            refuse_other_origins(scope, self._service.config.cors_origins)
             key = self._service.keys.check(scope["path"], Headers(scope=scope))
             await self._count(scope, "" if key is None else key.name)
         except HttpError as error:
@@ -211,7 +213,6 @@ async def read_object(request: Request, config: ServerConfig) -> dict[str, Any]:
     limit = config.max_body_bytes
     kind = request.headers.get("content-type")
     if kind is not None and not _is_json(kind):
-        # also keeps web pages from posting here without a preflight
         raise InvalidRequestError(
             f"Content-Type must be application/json, got {show(kind)}; with curl add "
             "-H 'Content-Type: application/json'"

@@ -28,7 +28,7 @@ from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.metrics.faults import FaultCollector
 from paceline.server.prompts import PromptMaker
 from paceline.server.protocol import RequestRules
-from paceline.server.rate_limits import RateLimiter, current_ticket
+from paceline.server.rate_limits import RateLimiter, Tally, current_ticket
 from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
 from paceline.server.slow_readers import SlowReaders
@@ -129,17 +129,18 @@ class Service:
         """
         if len(self.keys) and not self.config.share_prefix_cache:
             requests = [_salted(request) for request in requests]
-        outputs = self._run(requests)
+        tally = Tally.of(len(requests))
+        outputs = self._run(requests, tally)
         ticket = current_ticket()
         if ticket is None or self.limiter is None:
             return outputs
-        return self.limiter.metered(ticket, requests, outputs)
+        return self.limiter.metered(ticket, requests, outputs, tally)
 
     async def _run(
-        self, requests: Sequence[GenerationRequest]
+        self, requests: Sequence[GenerationRequest], tally: Tally
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
-            async for output in self._run_one(requests[0]):
+            async for output in self._run_one(requests[0], tally, 0):
                 yield 0, output
             return
         # bounded, so that a slow reader slows the engine client down, which merges deltas
@@ -148,7 +149,7 @@ class Service:
 
         async def pump(index: int, request: GenerationRequest) -> None:
             try:
-                async for output in self._run_one(request):
+                async for output in self._run_one(request, tally, index):
                     await queue.put((index, output))
             except Exception as error:
                 await queue.put((index, error))
@@ -171,7 +172,10 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_one(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def _run_one(
+        self, request: GenerationRequest, tally: Tally, index: int
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Deltas of one request, of whose tokens ``tally`` hears under ``index`` at once."""
         observer = RequestObserver(self.metrics.requests, request)
         trace = None if self.tracing is None else self.tracing.follow(request)
         outputs = self.client.generate(request)
@@ -185,6 +189,7 @@ class Service:
                     observer.restarted()
                     held.clear()
                     continue
+                tally.note(index, output.num_output_tokens)
                 observer.output(output, time.monotonic())
                 if trace is not None:
                     trace.output(output)

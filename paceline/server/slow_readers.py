@@ -4,7 +4,8 @@
 
     engine --> stream: what is unread, joined --> transport --> socket: SEND_BUFFER_BYTES
                (text and ids of one answer)          |
-                                                      over UNSENT_BYTES for slow_reader_timeout: cut
+                                                      over UNSENT_BYTES for slow_reader_timeout, and
+                                                      less than _MIN_RATE was read: cut
 
 So a connection costs its buffers and the rest of one answer, for a bounded time. Cutting it is a
 disconnect like any other: the request is aborted and its blocks are free.
@@ -28,6 +29,8 @@ _log = logging.getLogger("paceline.server")
 SEND_BUFFER_BYTES: Final = 64 * 1024
 # what this process holds beyond that before it stops taking more of an answer
 UNSENT_BYTES: Final = 16 * 1024
+# bytes per second at which somebody reads an answer that was written in one piece
+_MIN_RATE: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +48,8 @@ class WatchedProtocol(HttpToolsProtocol):
 
     Args:
         readers: counts.
-        slow_reader_timeout: seconds it may be full; 0: for ever.
+        slow_reader_timeout: seconds it may be full, and each so many seconds more in which it was
+            emptied by ``_MIN_RATE``; 0: for ever.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class WatchedProtocol(HttpToolsProtocol):
         self._slow_timeout = slow_reader_timeout
         self._patience: asyncio.TimerHandle | None = None
         self._full = False
+        # bytes when patience began
+        self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.set_write_buffer_limits(high=UNSENT_BYTES)
@@ -67,7 +73,7 @@ class WatchedProtocol(HttpToolsProtocol):
             self._full = True
             self._readers.waiting += 1
             if self._slow_timeout > 0:
-                self._patience = self.loop.call_later(self._slow_timeout, self._cut)
+                self._wait()
 
     def resume_writing(self) -> None:
         self._relieved()
@@ -85,7 +91,16 @@ class WatchedProtocol(HttpToolsProtocol):
             self._patience.cancel()
             self._patience = None
 
+    def _wait(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._patience = self.loop.call_later(self._slow_timeout, self._cut)
+
     def _cut(self) -> None:
+        """Unless it is being read: a large answer on a thin line takes its time."""
+        read = self._unread - self.transport.get_write_buffer_size()
+        if read >= _MIN_RATE * self._slow_timeout:
+            self._wait()
+            return
         self._readers.num_cut += 1
         _log.warning(
             "slow_reader_cut client=%s seconds=%g unread_bytes=%d",

@@ -1,14 +1,16 @@
 """What browsers may do. By default, no answer says that a page of another origin may read it.
 
-A page can still *send* without asking, so bodies must say ``application/json`` (http.py), which a
-browser sends to another origin only after it was allowed to. A page whose own name is made to point
-at this server (DNS rebinding) is of the same origin for the browser; that is what the list of
-allowed hosts is for.
+A page can still *send* without asking (a form, ``no-cors``), so what may change something is
+refused where the browser says that a page of another origin sends it (``Sec-Fetch-Site``,
+``Origin``); other programs send neither. A page whose own name is made to point at this server (DNS
+rebinding) is of the same origin for the browser; that is what the list of allowed hosts is for.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Final
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -19,7 +21,7 @@ from paceline.server.config import ServerConfig
 from paceline.server.errors import HttpError, error_response, reply_to
 from paceline.server.keys import OPEN_PATHS
 
-__all__ = ["add_web_middleware"]
+__all__ = ["add_web_middleware", "refuse_other_origins"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -32,6 +34,40 @@ _EXPOSED = (
         for k in ("requests", "tokens")
     ),
 )
+
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
+    """Raises HttpError 403 for what a web page of an origin that is neither this server's nor among
+    ``allowed`` sends, where it may change something."""
+    if scope["method"] in _SAFE_METHODS or scope["path"] in OPEN_PATHS or "*" in allowed:
+        return
+    headers = Headers(scope=scope)
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if origin in allowed:
+        return
+    if site is not None:
+        # "same-site" is another port or a sister of the name; "none" is the person at the browser
+        own = site in ("same-origin", "none")
+    elif origin is not None:
+        # "null" has no name
+        own = _netloc(origin) == headers.get("host", "").lower() != ""
+    else:
+        own = True
+    if not own:
+        raise HttpError(
+            403,
+            f"a web page of {'another origin' if origin is None else ascii(origin[:80])} may send "
+            "nothing here; --cors-origin lets the pages of an origin",
+        )
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def add_web_middleware(app: FastAPI, config: ServerConfig) -> None:

@@ -28,18 +28,23 @@ ARGV = (sys.executable, __file__)
 
 class FaultyBackend(NullBackend):
     """Breaks from one step on, or with a request whose prompt holds a token: ``die_on`` ends the
-    process without a word, ``hang_on`` makes a step that does not end."""
+    process without a word, once it has generated ``die_at`` tokens, ``hang_on`` makes a step that
+    does not end."""
 
     def __init__(
         self,
         fail_at_step: int | None = None,
         die_on: int | None = None,
+        die_at: int = 0,
         hang_on: int | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._fail_at_step = fail_at_step
         self._die_on = die_on
+        self._die_at = die_at
+        # positions at which a request that was begun ends the process
+        self._deadly: dict[str, int] = {}
         self._hang_on = hang_on
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
@@ -48,7 +53,14 @@ class FaultyBackend(NullBackend):
             future.set_exception(RuntimeError("the matrix is on fire"))
             return future
         prompts = [new.token_ids for new in plan.new_requests]
-        if any(self._die_on in prompt for prompt in prompts):
+        for new in plan.new_requests:
+            if self._die_on in new.token_ids:
+                # its last known token yields the first
+                self._deadly[new.request_id] = new.num_prompt_tokens - 1 + self._die_at
+        if any(
+            row.start + row.num_tokens > self._deadly.get(row.request_id, sys.maxsize)
+            for row in plan.rows
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         if any(self._hang_on in prompt for prompt in prompts):
             time.sleep(600)

@@ -208,7 +208,7 @@ class TestStart:
         client = await start_process()
         (made,) = directory.iterdir()
         assert stat.S_IMODE(made.stat().st_mode) == 0o700
-        assert {entry.name for entry in made.iterdir()} == {"inbox", "outbox"}
+        assert {entry.name for entry in made.iterdir()} == {"inbox", "outbox", "in-flight"}
         tables = [
             line.split()
             for name in ("tcp", "tcp6")

@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from paceline.core.errors import (
     ConfigError,
@@ -235,6 +238,23 @@ class TestGivingUp:
             # engine 1 did not start, engine 2 did not load
             assert client.faults.losses == (("exit", 1),)
 
+    async def test_an_engine_without_sockets_leaves_nothing_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+        def bind(*_: object) -> None:
+            raise zmq.ZMQError(24)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Socket, "bind", bind)
+            with pytest.raises(EngineDeadError, match="could not be started"):
+                await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer)
+        assert not list(tmp_path.iterdir())
+        tmp_path.rmdir()
+        with pytest.raises(EngineDeadError, match="no directory"):
+            await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer)
+
     async def test_the_first_start_fails_as_it_is(self) -> None:
         async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
             raise ConfigError("--num-blocks 7 is odd")
@@ -276,6 +296,32 @@ class TestEnding:
                 assert {choice.finish_reason for choice in answer.choices} == {"abort"}
             # and closing does not wait for the engine that never gets ready
             await asyncio.wait_for(client.close(), timeout=10.0)
+
+    async def test_an_engine_that_ends_during_the_close_has_no_successor(self) -> None:
+        started: list[ProcessEngineClient] = []
+
+        async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+            made = await ProcessEngineClient.start(
+                ARGV, json.dumps(BACKEND).encode(), ByteTokenizer, ready_timeout=20.0
+            )
+            started.append(made)
+            return made
+
+        client = await SupervisedEngineClient.start(start)
+
+        async def ended_while_awaited() -> None:
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                started[0].kill("just now")
+
+        client._watching.cancel()
+        client._watching = asyncio.create_task(ended_while_awaited())
+        await asyncio.sleep(0)
+        before = set(asyncio.all_tasks())
+        await client.close()
+        assert not {task for task in asyncio.all_tasks() - before if not task.done()}
+        assert len(started) == 1 and not is_alive(started[0].pid)
 
     async def test_hanging_up_while_there_is_no_engine(self) -> None:
         async with supervised() as client:

@@ -62,7 +62,8 @@ async def test_a_requests_template_runs_beside_the_loop() -> None:
     async with serving("hi", trust_request_chat_template=True) as http:
         body = {"messages": MESSAGES, "chat_template": LOOP, "max_tokens": 1}
         status, turns = await turns_while(http, body)
-        assert status == 400 and turns >= 5
+        # a loop held up for the whole second would come round once
+        assert status == 400 and turns >= 3
 
 
 async def test_arguments_cannot_make_a_template_hold_up_the_loop() -> None:

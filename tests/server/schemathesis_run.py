@@ -25,9 +25,11 @@ _LEFT_OUT = "positive_data_acceptance,missing_required_header"
 _PHASES = "examples,coverage,fuzzing,stateful"
 
 
-def null_server_settings() -> dict[str, object]:
-    """What the server is started with: no step takes time, and contexts are short."""
-    return {"backend": {"max_model_len": 512}, "config": {"served_model_names": ["m"]}}
+def null_server_settings(folder: Path) -> dict[str, object]:
+    """What the server is started with: no step takes time, contexts are short, and files and
+    batches go to ``folder``."""
+    config = {"served_model_names": ["m"], "batches": {"folder": str(folder)}}
+    return {"backend": {"max_model_len": 512}, "config": config}
 
 
 def check_document(
@@ -52,7 +54,7 @@ def main() -> int:
     examples = int(sys.argv[1]) if len(sys.argv) > 1 else 25
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with live_server(log, **null_server_settings()) as server:
+        with live_server(log, **null_server_settings(Path(folder) / "batches")) as server:
             done = check_document(server.url, Path(folder), examples=examples)
     print(done.stdout)
     print(done.stderr, file=sys.stderr)

@@ -137,12 +137,12 @@ def test_a_poison_is_told_not_to_come_again(server: LiveServer) -> None:
     assert found == 1
 
 
-def lazy(server: LiveServer, **fields: Any) -> socket.socket:
+def lazy(server: LiveServer, *, stream: bool = True, **fields: Any) -> socket.socket:
     """A caller who asks for a lot and reads nothing."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.connect(("127.0.0.1", server.port))
-    made.sendall(raw_request(TEXT, body(max_tokens=3000, stream=True, **fields)))
+    made.sendall(raw_request(TEXT, body(**{"max_tokens": 3000, "stream": stream} | fields)))
     return made
 
 
@@ -170,6 +170,21 @@ def test_slow_readers(tmp_path: Path, timeout: float) -> None:
             assert "slow_reader_cut client=127.0.0.1" in server.log()
         for caller in callers:
             caller.close()
+
+
+def test_who_reads_steadily_is_not_cut(tmp_path: Path) -> None:
+    """An answer in one piece, on a line that needs several timeouts for it."""
+    with live_server(tmp_path / "log", config={"slow_reader_timeout": 0.5}) as server:
+        with lazy(server, stream=False, n=8, max_tokens=1000, logprobs=5) as caller:
+            eventually(lambda: metric(server.metrics(), "paceline:slow_readers") == 1, 30)
+            started = time.monotonic()
+            read = b""
+            while not read.endswith(b"}}") and (part := caller.recv(1 << 14)):
+                read += part
+                if time.monotonic() - started < 2.0:
+                    time.sleep(0.05)
+            assert json.loads(read.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 8000
+        assert metric(server.metrics(), "paceline:slow_readers_cut_total") == 0
 
 
 class Stumbles(ByteTokenizer):

@@ -178,7 +178,7 @@ async def test_allow_names_every_method_of_a_path(http: httpx.AsyncClient) -> No
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("openapi") / "log"
-    with live_server(log, **null_server_settings()) as server:
+    with live_server(log, **null_server_settings(log.parent / "batches")) as server:
         yield server
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
+from paceline.server.batch_config import BatchConfig
 from paceline.server.keys import ApiKey
 
 from .helpers import chat_body, connect
@@ -34,12 +36,70 @@ async def test_by_default_no_page_of_another_origin_may_read(http: httpx.AsyncCl
     for path in ("/v1/models", "/health", "/metrics"):
         answer = await http.get(path, headers={"Origin": "https://a.example"})
         assert answer.status_code == 200 and not allowed(answer)
-    # what a page can send without a preflight is not taken
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        headers = {"Origin": "https://a.example", "Content-Type": kind}
-        answer = await http.post(CHAT, content=b'{"messages": []}', headers=headers)
-        assert answer.status_code == 400
-        assert "application/json" in answer.json()["error"]["message"]
+
+
+JSON = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--b--\r\n'
+)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"Origin": "https://a.example"},
+        {"Origin": "null"},
+        {"Origin": "http://test:81"},
+        {"Origin": "http://[test"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Origin": "http://test"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "https://a.example"},
+    ],
+)
+async def test_what_a_page_of_another_origin_sends_is_refused(
+    engine: LocalEngineClient, tmp_path: Path, told: dict[str, str]
+) -> None:
+    """Also what a browser sends without asking first: no content type at all, or a form."""
+    config = ServerConfig(cors_origins=("https://b.example",), batches=BatchConfig(folder=tmp_path))
+    async with connect(create_app(engine, config)) as http:
+        form = {"Content-Type": "multipart/form-data; boundary=b"}
+        for path, content, headers in (
+            (CHAT, JSON, {}),
+            (CHAT, JSON, {"Content-Type": "text/plain"}),
+            ("/v1/files", FORM, form),
+            ("/v1/messages", JSON, {}),
+        ):
+            answer = await http.post(path, content=content, headers=told | headers)
+            assert answer.status_code == 403, path
+            assert "--cors-origin" in answer.json()["error"]["message"]
+            assert answer.headers["x-request-id"]
+        assert (await http.delete("/v1/files/file-1", headers=told)).status_code == 403
+        assert (await http.post("/ping", headers=told)).status_code == 200
+        # reading changes nothing, and the page does not get to see it
+        assert (await http.get("/v1/models", headers=told)).status_code == 200
+        assert (await http.get("/v1/files")).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"Origin": "http://test"},
+        {"Origin": "HTTPS://TEST"},
+        {"Origin": "https://b.example"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "https://b.example"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "chrome-extension://abcdef"},
+        # a proxy in between that gives the server another name
+        {"Sec-Fetch-Site": "same-origin", "Origin": "https://outside.example"},
+        {"Sec-Fetch-Site": "none"},
+    ],
+)
+async def test_who_may_send(engine: LocalEngineClient, told: dict[str, str]) -> None:
+    config = ServerConfig(cors_origins=("https://b.example", "chrome-extension://abcdef"))
+    async with connect(create_app(engine, config)) as http:
+        answer = await http.post(CHAT, content=JSON, headers=told)
+        assert answer.status_code == 200, answer.text
 
 
 async def test_an_allowed_origin(engine: LocalEngineClient) -> None:
@@ -71,8 +131,10 @@ async def test_an_allowed_origin(engine: LocalEngineClient) -> None:
 
 async def test_every_origin(engine: LocalEngineClient) -> None:
     async with connect(create_app(engine, ServerConfig(cors_origins=("*",)))) as http:
-        answer = await http.get("/v1/models", headers={"Origin": "https://x.example"})
+        origin = {"Origin": "https://x.example"}
+        answer = await http.get("/v1/models", headers=origin)
         assert allowed(answer)["allow-origin"] == "*"
+        assert (await http.post(CHAT, content=JSON, headers=origin)).status_code == 200
         assert "allow-credentials" not in allowed(answer)
 
 

@@ -26,6 +26,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+__all__ = ["HEADER", "SEQUENCE", "main", "read_text"]
+
 HEADER = struct.Struct("<QQd")
 SEQUENCE = struct.Struct("<Q")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

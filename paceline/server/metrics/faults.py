@@ -45,7 +45,8 @@ class FaultCollector(Collector):
         yield self._counter(
             "requests_hit_by_engine_loss",
             "Requests under way when an engine ended: sent once more (resent), failed because "
-            "their answer had begun (lost), or because it was the second time (poisoned).",
+            "their answer had begun or it happened too often (lost), or because it was their "
+            "fault (poisoned).",
             "outcome",
             {
                 "resent": faults.num_resent,

@@ -30,12 +30,15 @@ _SECURITY: Final = {
 _DESCRIPTIONS: Final = {
     "400": "the request is at fault; the message says where, param names the field",
     "401": "no key that is known",
-    "403": "a key whose scope does not reach",
+    "403": "a key whose scope does not reach, or a web page of another origin",
     "404": "no such model, or nothing stored by that name",
+    "409": "it is not in a state for that",
     "413": "the body is too long",
     "429": "more than can be served now",
     "500": "the server failed on this request",
+    "501": "the server was started without a place for files and batches",
     "503": "shutting down, or the engine is gone",
+    "507": "no room for more files",
 }
 _RETRY: Final = frozenset({"429", "503"})
 
@@ -113,13 +116,17 @@ def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
         return [*found, "503"]
     if path not in OPEN_PATHS:
         found.append("401")
-    if path in ADMIN_PATHS:
+    if path in ADMIN_PATHS or (method != "GET" and path not in OPEN_PATHS):
         found.append("403")
     if method == "POST" and path not in OPEN_PATHS:
         # a limit of the key
         found.append("429")
     if "{" in path:
         found.append("404")
+    if path.startswith(("/v1/files", "/v1/batches")):
+        found += ["400", "409", "501", "503"]
+        if method == "POST":
+            found.append("507")
     if "requestBody" in operation:
         found += ["400", "404", "413", "429", "503"]
     return sorted(set(found))

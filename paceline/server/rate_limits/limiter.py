@@ -32,7 +32,7 @@ from paceline.server.errors import HttpError
 from paceline.server.rate_limits.rates import KeyLimits, Window, go_duration
 from paceline.server.rate_limits.store import RateStore
 
-__all__ = ["RateLimiter", "Ticket", "caller_of", "current_ticket"]
+__all__ = ["RateLimiter", "Tally", "Ticket", "caller_of", "current_ticket"]
 
 # before the window rolls, time for what is given back to arrive in it
 _ROLL_MARGIN: Final = 0.1
@@ -63,6 +63,23 @@ class Ticket:
             ):
                 found.append((f"x-ratelimit-{name}-{kind}".encode(), value.encode()))
         return found
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What came of the requests of one run, kept by whoever sees every output first: an answer
+    that goes out whole shows nothing before its end."""
+
+    # per request: the engine has sent something; tokens of all its choices
+    begun: list[bool]
+    generated: list[int]
+
+    @classmethod
+    def of(cls, count: int) -> Tally:
+        return cls([False] * count, [0] * count)
+
+    def note(self, index: int, num_output_tokens: int) -> None:
+        self.begun[index], self.generated[index] = True, num_output_tokens
 
 
 def current_ticket() -> Ticket | None:
@@ -139,24 +156,23 @@ class RateLimiter(Collector):
         ticket: Ticket,
         requests: Sequence[GenerationRequest],
         outputs: AsyncGenerator[tuple[int, GenerationOutput], None],
+        tally: Tally,
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-        """``outputs``, the deltas of ``requests``, after their tokens were reserved.
+        """``outputs``, the deltas of ``requests``, after their tokens were reserved. ``tally`` says
+        at the end what was used.
 
         Raises:
             HttpError: 429, now is too early.
             InvalidRequestError: more tokens than the limit allows at any time.
         """
         reserved = sum(len(r.prompt_token_ids) + r.n * r.sampling.max_tokens for r in requests)
-        begun: list[bool] = [False] * len(requests)
-        generated = [0] * len(requests)
         refused = False
         self._start(ticket)
-        deadline = None
+        reservation = None
         try:
             if ticket.limits.tokens is not None:
-                deadline = await self._reserve(ticket, reserved)
+                reservation = await self._reserve(ticket, reserved)
             async for index, output in outputs:
-                begun[index], generated[index] = True, output.num_output_tokens
                 yield index, output
         except RequestError:
             # the engine did not take it
@@ -167,13 +183,14 @@ class RateLimiter(Collector):
             if not self._running[ticket.who]:
                 del self._running[ticket.who]
             await outputs.aclose()
-            if deadline is not None:
+            if reservation is not None:
                 prompts = sum(
                     len(request.prompt_token_ids)
-                    for request, seen in zip(requests, begun, strict=True)
+                    for request, seen in zip(requests, tally.begun, strict=True)
                     if seen or not refused
                 )
-                await self._give_back(ticket, reserved - prompts - sum(generated), deadline)
+                unused = reserved - prompts - sum(tally.generated)
+                await self._give_back(ticket, unused, *reservation)
 
     def _start(self, ticket: Ticket) -> None:
         most = ticket.limits.concurrent
@@ -187,8 +204,9 @@ class RateLimiter(Collector):
             )
         self._running[ticket.who] += 1
 
-    async def _reserve(self, ticket: Ticket, cost: int) -> float:
-        """Until when what is reserved can be given back, in seconds of ``now``."""
+    async def _reserve(self, ticket: Ticket, cost: int) -> tuple[Window, float]:
+        """The window it was taken from, and until when it can be given back, in seconds of
+        ``now``."""
         rate = ticket.limits.tokens
         assert rate is not None, "asked for where there is a limit"
         if cost > rate.amount:
@@ -199,7 +217,7 @@ class RateLimiter(Collector):
                 "max_tokens",
             )
         window = await self._take("tokens", ticket, cost)
-        return self._now() + window.rolls_in - _ROLL_MARGIN
+        return window, self._now() + window.rolls_in - _ROLL_MARGIN
 
     async def _take(self, kind: str, ticket: Ticket, cost: int) -> Window:
         rate = getattr(ticket.limits, kind)
@@ -216,13 +234,16 @@ class RateLimiter(Collector):
             )
         return window
 
-    async def _give_back(self, ticket: Ticket, amount: int, deadline: float) -> None:
+    async def _give_back(
+        self, ticket: Ticket, amount: int, taken_from: Window, deadline: float
+    ) -> None:
         """Best effort: a window that has rolled is left alone, it fades by itself."""
-        rate = ticket.limits.tokens
-        if amount <= 0 or rate is None or self._now() >= deadline:
+        if amount <= 0 or self._now() >= deadline:
             return
         # this exchange may be cancelled, what it owes is given back all the same
-        task = asyncio.ensure_future(self._store.give_back("tokens", ticket.who, rate, amount))
+        task = asyncio.ensure_future(
+            self._store.give_back("tokens", ticket.who, taken_from, amount)
+        )
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
         window = ticket.windows["tokens"]

@@ -110,6 +110,8 @@ class Window:
     current: int
     # seconds until the current window becomes the previous one
     rolls_in: float
+    # which of a store's counters, one after the other, these are
+    epoch: int = 0
 
     @property
     def used(self) -> int:

@@ -90,6 +90,8 @@ class RateStore:
         self._memory = _backend(MemoryStorage())
         self._shared = None if url is None else _redis(url, timeout)
         self._probe: asyncio.Task[None] | None = None
+        # grows whenever counting goes on elsewhere
+        self._epoch = 0
         # operations that the shared storage did not do
         self.failures = 0
 
@@ -107,9 +109,9 @@ class RateStore:
         """Count ``cost`` if it fits; whether it did, and the window after that."""
         item = _item(rate)
 
-        async def on(backend: _Backend) -> tuple[bool, Window]:
+        async def on(backend: _Backend, epoch: int) -> tuple[bool, Window]:
             taken = bool(await backend.strategy.hit(item, kind, who, cost=cost))
-            return taken, await _window(backend, item, kind, who, rate)
+            return taken, await _window(backend, item, kind, who, rate, epoch)
 
         return await self._do(on)
 
@@ -117,28 +119,41 @@ class RateStore:
         """The window as it is."""
         item = _item(rate)
 
-        async def on(backend: _Backend) -> Window:
-            return await _window(backend, item, kind, who, rate)
+        async def on(backend: _Backend, epoch: int) -> Window:
+            return await _window(backend, item, kind, who, rate, epoch)
 
         return await self._do(on)
 
-    async def give_back(self, kind: str, who: str, rate: Rate, amount: int) -> None:
-        """Take ``amount`` off the current window, in which it must have been counted."""
-        item = _item(rate)
+    async def give_back(self, kind: str, who: str, window: Window, amount: int) -> None:
+        """Take ``amount`` off the current window, in which it must have been counted.
 
-        async def on(backend: _Backend) -> None:
-            await backend.strategy.hit(item, kind, who, cost=-amount)
+        Args:
+            window: what ``take`` returned. Where counting went on elsewhere since, nothing is given
+                back: other counters would fall below what was taken from them.
+        """
+        if window.epoch != self._epoch:
+            return
+        backend = self._memory
+        if self._shared is not None and self._probe is None:
+            backend = self._shared
+        try:
+            async with asyncio.timeout(self._timeout):
+                await backend.strategy.hit(_item(window.rate), kind, who, cost=-amount)
+        except Exception as error:
+            if backend is self._memory:
+                raise
+            self._lost(error)
+        if backend is self._memory:
+            self._rest()
 
-        await self._do(on)
-
-    async def _do(self, operation: Callable[[_Backend], Awaitable[_T]]) -> _T:
+    async def _do(self, operation: Callable[[_Backend, int], Awaitable[_T]]) -> _T:
         if self._shared is not None and self._probe is None:
             try:
                 async with asyncio.timeout(self._timeout):
-                    return await operation(self._shared)
+                    return await operation(self._shared, self._epoch)
             except Exception as error:
                 self._lost(error)
-        done = await operation(self._memory)
+        done = await operation(self._memory, self._epoch)
         self._rest()
         return done
 
@@ -160,6 +175,7 @@ class RateStore:
             "answers again",
             type(error.__cause__ or error).__name__,
         )
+        self._epoch += 1
         self._probe = asyncio.ensure_future(self._until_back())
 
     async def _until_back(self) -> None:
@@ -176,6 +192,7 @@ class RateStore:
                 break
         _log.warning("rate_limit_storage up=true")
         await self._memory.storage.reset()
+        self._epoch += 1
         self._probe = None
 
     async def close(self) -> None:
@@ -195,7 +212,7 @@ def _item(rate: Rate) -> RateLimitItem:
 
 
 async def _window(
-    backend: _Backend, item: RateLimitItem, kind: str, who: str, rate: Rate
+    backend: _Backend, item: RateLimitItem, kind: str, who: str, rate: Rate, epoch: int
 ) -> Window:
     key = item.key_for(kind, who)
     previous, previous_left, current, current_left = await backend.storage.get_sliding_window(
@@ -203,7 +220,7 @@ async def _window(
     )
     # the library keeps a window's counter for two of its lengths
     rolls_in = max(0.0, current_left - rate.seconds) if current else float(rate.seconds)
-    return Window(rate, previous, previous_left, current, rolls_in)
+    return Window(rate, previous, previous_left, current, rolls_in, epoch)
 
 
 def _backend(storage: Any) -> _Backend:

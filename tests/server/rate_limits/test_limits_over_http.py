@@ -12,14 +12,24 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.null import NullBackend, expected_tokens
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
 from paceline.server.batch_config import BatchConfig
 from paceline.server.keys import ApiKey
 from paceline.server.rate_limits import KeyLimits, Rate, caller_of
-from tests.server.helpers import VOCAB, chat_body, connect, events, metric, say, scrape
+from tests.server.helpers import (
+    VOCAB,
+    chat_body,
+    chat_prompt,
+    connect,
+    events,
+    expected_text,
+    metric,
+    say,
+    scrape,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -225,15 +235,61 @@ async def test_batches_are_nobodys_exchange(tmp_path: Path) -> None:
         assert told(after)["remaining-tokens"] == "500"
 
 
-async def test_what_the_engine_refuses_or_the_caller_leaves_is_given_back() -> None:
-    async with limited(KeyLimits(tokens=Rate(1000, DAY)), step_time=0.02) as http:
-        task = asyncio.ensure_future(http.post(TEXT, json=text_body(400), headers=bearer(ALICE)))
-        await asyncio.sleep(0.3)
+async def generated(http: httpx.AsyncClient, count: int) -> None:
+    """Until the engine has made so many tokens."""
+    async with asyncio.timeout(10.0):
+        while True:
+            metrics = (await http.get("/metrics", headers=bearer(ROOT))).text
+            if metric(metrics, "vllm:generation_tokens_total") >= count:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def left(http: httpx.AsyncClient) -> int:
+    after = await http.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
+    return int(told(after)["remaining-tokens"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"prompt": [[65] * 5, [66] * 5]}])
+async def test_what_the_caller_leaves_is_given_back(fields: dict[str, Any]) -> None:
+    """Less what was made until then, also where nothing of it was sent yet."""
+    async with limited(KeyLimits(tokens=Rate(1000, DAY)), step_time=0.01) as http:
+        body = text_body(400, **fields)
+        task = asyncio.ensure_future(http.post(TEXT, json=body, headers=bearer(ALICE)))
+        await generated(http, 20)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        after = await http.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
-        # the prompt and the tokens that were made are gone
-        assert 900 <= int(told(after)["remaining-tokens"]) <= 990
+        assert 500 <= await left(http) <= 970
+
+
+async def test_a_background_response_that_is_cancelled_is_charged_for_what_it_made() -> None:
+    async with limited(KeyLimits(tokens=Rate(1000, DAY)), step_time=0.01) as http:
+        # one that does not end by itself
+        texts = (f"hi {i}" for i in range(100))
+        text = next(t for t in texts if len(expected_text(chat_prompt(t), 400)[0]) == 400)
+        body = {"input": text, "max_output_tokens": 400, "background": True}
+        made = await http.post("/v1/responses", json=body, headers=bearer(ALICE))
+        await generated(http, 20)
+        path = f"/v1/responses/{made.json()['id']}/cancel"
+        ended = await http.post(path, headers=bearer(ALICE))
+        assert ended.json()["status"] == "cancelled"
+        async with asyncio.timeout(5.0):
+            # 400 and the prompt are reserved until it is over
+            while await left(http) <= 600:
+                await asyncio.sleep(0.01)
+        assert await left(http) < 980
+
+
+async def test_a_whole_answer_that_fails_is_charged_for_what_it_made() -> None:
+    prompt = text_body()["prompt"]
+    said = expected_tokens(prompt, 60, VOCAB)
+    # it ends once this one is to be read
+    poison = next(said[i] for i in range(20, 60) if said[i] not in (*prompt, *said[:i]))
+    async with limited(KeyLimits(tokens=Rate(1000, DAY)), poison_token=poison) as http:
+        body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True}
+        answer = await http.post(TEXT, json=body, headers=bearer(ALICE))
+        assert answer.status_code == 500
+        assert await left(http) == 1000 - len(prompt) - said.index(poison) - 1
 
 
 async def test_a_refusal_by_the_engine_costs_nothing() -> None:

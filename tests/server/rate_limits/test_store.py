@@ -60,8 +60,9 @@ async def test_what_fits_is_counted_and_what_does_not_is_not(store: RateStore) -
 
 
 async def test_what_is_given_back_can_be_taken_again(store: RateStore) -> None:
-    assert (await store.take("tokens", "carol", HUNDRED, 100))[0]
-    await store.give_back("tokens", "carol", HUNDRED, 60)
+    taken, counted = await store.take("tokens", "carol", HUNDRED, 100)
+    assert taken
+    await store.give_back("tokens", "carol", counted, 60)
     taken, window = await store.take("tokens", "carol", HUNDRED, 60)
     assert taken and window.remaining == 0
     assert not (await store.take("tokens", "carol", HUNDRED, 1))[0]
@@ -159,6 +160,45 @@ async def test_without_redis_this_process_counts_and_nobody_hangs(
         # what a Redis that was only stopped had counted is still there
         taken, _ = await store.take("tokens", "alice", HUNDRED, 60)
         assert taken == (gone is lose)
+    finally:
+        await store.close()
+        server.signal(signal.SIGCONT)
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("gone", "back"), [(lose, RedisServer.start), (hang, resume)], ids=["killed", "stopped"]
+)
+async def test_no_counter_is_given_back_what_another_counted(
+    tmp_path: Path, gone: Callable[[RedisServer], None], back: Callable[[RedisServer], None]
+) -> None:
+    server = RedisServer(tmp_path)
+    store = RateStore(server.url, timeout=0.2, probe_every=0.05)
+
+    async def most() -> int:
+        """What may be taken now."""
+        window = await store.look("tokens", "alice", HUNDRED)
+        return window.rate.amount - window.used
+
+    try:
+        _, in_redis = await store.take("tokens", "alice", HUNDRED, 80)
+        gone(server)
+        # Redis does not answer to this very call: neither does it fall on the other's counter
+        await store.give_back("tokens", "alice", in_redis, 70)
+        assert not store.up and await most() == 100
+        await store.give_back("tokens", "alice", in_redis, 70)
+        assert await most() == 100
+        _, in_memory = await store.take("tokens", "alice", HUNDRED, 60)
+        await store.give_back("tokens", "alice", in_memory, 10)
+        assert await most() == 50
+        back(server)
+        async with asyncio.timeout(5.0):
+            while not store.up:
+                await asyncio.sleep(0.02)
+        before = await most()
+        await store.give_back("tokens", "alice", in_memory, 50)
+        await store.give_back("tokens", "alice", in_redis, 70)
+        assert await most() == before <= 100
     finally:
         await store.close()
         server.signal(signal.SIGCONT)

@@ -1,0 +1,96 @@
+"""Which requests an engine works on, told so that it outlives the process.
+
+A crash leaves no time for a message: what was sent last may still sit in a queue of the process.
+What was written to a file stays there. So the engine writes down whose rows it is about to compute,
+and whoever finds it dead reads who may have to do with that.
+
+This module does not know why a process ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from paceline.core.outputs import SchedulerOutput
+from paceline.engine.fanout import request_of
+
+__all__ = ["InFlightFile", "read_in_flight"]
+
+_log = logging.getLogger(__name__)
+
+# plans of which one may still run: as many as an engine plans ahead, usually
+_PLANS: Final = 2
+# bytes of the length before the ids
+_HEAD: Final = 4
+
+
+class InFlightFile:
+    """The engine's end. Used from its thread.
+
+    The file holds a length and the ids, a line each, and is written only when they change: while
+    the same requests decode, a step costs a comparison. Where it cannot be written it is removed,
+    and then everybody may have to do with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._plans: deque[tuple[str, ...]] = deque(maxlen=_PLANS)
+        # beside the steps: requests whose grammars are being compiled
+        self._aside: frozenset[str] = frozenset()
+        self._written: object = None
+        self._fd: int | None = None
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._give_up(error)
+
+    def step(self, plan: SchedulerOutput) -> None:
+        """A plan is about to be executed."""
+        self._plans.append(tuple([row.request_id for row in plan.rows]))
+        self._write()
+
+    def aside(self, request_ids: Iterable[str]) -> None:
+        """All that is worked on beside the steps, from now on."""
+        self._aside = frozenset(request_ids)
+        self._write()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self) -> None:
+        state = (tuple(self._plans), self._aside)
+        if self._fd is None or state == self._written:
+            return
+        ids = {request_of(choice) for plan in self._plans for choice in plan} | self._aside
+        text = "\n".join(ids).encode()
+        try:
+            # in one call: the process may end at any moment
+            os.pwrite(self._fd, len(text).to_bytes(_HEAD) + text, 0)
+        except OSError as error:
+            self._give_up(error)
+        self._written = state
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("in_flight_file_given_up error=%r", error.strerror)
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+
+def read_in_flight(path: Path) -> frozenset[str] | None:
+    """Ids of the requests that an engine works on, or did at its end; None: nobody knows."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if not data:
+        # it never came to a step
+        return frozenset()
+    text = data[_HEAD : _HEAD + int.from_bytes(data[:_HEAD])]
+    return frozenset(text.decode(errors="replace").split("\n")) - {""}
