@@ -97,7 +97,8 @@ def test_broken_strings_take_linear_time(body: bytes) -> None:
 def test_a_line_of_a_batch_is_bounded_like_a_body() -> None:
     body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": []}}
     bomb = json.dumps(body).replace("[]", "[" + "[]," * 300_000 + "[]]").encode()
-    good, bad = read_lines([json.dumps(body).encode(), bomb], ["/v1/completions"])
+    lines = [json.dumps(body).encode(), bomb]
+    good, bad = read_lines(lines, ["/v1/completions"], bounds=Bounds())
     assert good.error is None
     assert bad.error is not None and "at most 500000" in bad.error
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeAlias
 
-from paceline.core.errors import EngineDeadError, EngineDrainingError, EngineLostError
+from paceline.core.errors import EngineDeadError, EngineDrainingError
 from paceline.server.batches.lines import Answer, BatchLine
 from paceline.server.chat import chat_answer
 from paceline.server.completions import completion_answer
@@ -92,7 +92,7 @@ async def answer_line(
         around: entered for every time the line is asked, and left before waiting.
 
     Raises:
-        EngineDeadError, EngineDrainingError, EngineLostError: the line has no answer.
+        EngineDeadError, EngineDrainingError: the line has no answer.
     """
     if line.error is not None:
         message = f"line {line.index + 1}: {line.error}"
@@ -108,7 +108,7 @@ async def answer_line(
                     service, rules or service.rules, line.body, owner, request_id, arrival
                 )
             return Answer(200, body, request_id)
-        except (EngineDeadError, EngineDrainingError, EngineLostError):
+        except (EngineDeadError, EngineDrainingError):
             raise
         except Exception as error:
             reply = reply_to(error, drain_timeout=service.config.drain_timeout)

@@ -344,10 +344,11 @@ class BatchRunner:
                 running.add(line.index)
             try:
                 yield
-            except (EngineDeadError, EngineLostError):
+            except (EngineDeadError, EngineLostError) as error:
                 # the others are told as well, or cancelled before they are
                 self._struck.setdefault(batch.id, set()).update(running)
-                raise
+                # the batch pauses: a line that asked again by itself would be no suspect
+                raise EngineDeadError(str(error)) from error
             finally:
                 running.discard(line.index)
 

@@ -204,7 +204,7 @@ async def test_background_responses_are_charged_too() -> None:
 
 async def test_batches_are_nobodys_exchange(tmp_path: Path) -> None:
     """The request that first needs the runner of batches starts it, and is not charged for it."""
-    limits = KeyLimits(tokens=Rate(100, DAY), concurrent=1)
+    limits = KeyLimits(tokens=Rate(500, DAY), concurrent=1)
     async with limited(limits, batches=BatchConfig(folder=tmp_path / "batches")) as http:
         lines = [
             {"custom_id": str(i), "method": "POST", "url": TEXT, "body": text_body(20)}
@@ -232,7 +232,7 @@ async def test_batches_are_nobodys_exchange(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         assert found["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
         after = await http.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
-        assert told(after)["remaining-tokens"] == "100"
+        assert told(after)["remaining-tokens"] == "500"
 
 
 async def generated(http: httpx.AsyncClient, count: int) -> None:
