@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
+from paceline.server.bounds import check_json_depth
 
 __all__ = ["Fields", "decode_object", "show"]
 
@@ -47,22 +48,8 @@ def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]
         raise InvalidRequestError(f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")
-    _check_depth(value, what)
+    check_json_depth(value, _MAX_DEPTH, what)
     return value
-
-
-def _check_depth(value: dict[str, Any], what: str) -> None:
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            item
-            for container in level
-            for item in (container.values() if type(container) is dict else container)
-            if type(item) is dict or type(item) is list
-        ]
-        if not level:
-            return
-    raise InvalidRequestError(f"{what} is nested deeper than {_MAX_DEPTH} levels")
 
 
 class Fields:

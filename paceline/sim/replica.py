@@ -217,8 +217,8 @@ class Replica:
         return needed + int(cache.watermark * cache.num_blocks) <= stats.num_free_blocks
 
     def _land(self, request: Request) -> None:
-        """Put a received prompt's whole blocks into the prefix cache, where its first plan, made
-        in this very turn of the loop, finds them."""
+        """Put a received prompt's whole blocks into the prefix cache, where its first plan finds
+        them, unless others needed the room before that: what is gone is computed again."""
         kv = self.scheduler.kv
         held = kv.starting_blocks(request)
         missing = request.block_hashes[len(held) : (request.num_tokens - 1) // kv.block_size]
