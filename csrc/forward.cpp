@@ -365,6 +365,8 @@ void Model::run_step(const PacelineStep& step, int member) {
   }
   norm_rows(member, x, rows, final_norm_, head_);
   multiply(member, head_, acts_buffer_.data(), 0, rows, Epilogue::kStore, step.logits, c.vocab, false);
+  team_.each(member, rows, 1,
+             [&](int64_t r) { step.likeliest[r] = kernels_->likeliest(step.logits + r * c.vocab, c.vocab); });
   mark(member, kHead);
 }
 
