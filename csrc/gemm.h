@@ -63,9 +63,21 @@ PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, 
   }
 }
 
+// Ask for the lines that ``finish`` will write: by the time the products are done they are here.
+PL_INLINE void expect(const GemmArgs& g, int rows, int64_t row, int64_t panel) {
+  const bool gated = g.epilogue == Epilogue::kSilu;
+  const int64_t column = panel * (gated ? 16 : kPanel), bytes = gated && g.out_bf16 ? 2 : 4;
+  for (int r = 0; r < rows; ++r) {
+    const uint8_t* out = static_cast<const uint8_t*>(g.out) + ((row + r) * g.out_stride + column) * bytes;
+    prefetch_for_write(out);
+    if (!gated) prefetch_for_write(out + 64);
+  }
+}
+
 // `ahead` and `ahead_step`: the part of the next panel to ask for on the way, in bytes a unit
 template <class D, int R>
 static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_step) {
+  expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t s = g.a_stride;
   (void)ahead, (void)ahead_step;  // few rows: the weights are fetched ahead line by line
@@ -131,6 +143,7 @@ static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* a
 template <int R>
 static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_step) {
   constexpr int64_t group_units = kActGroup / 4;
+  expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t s = g.a_stride, groups = (g.w.columns + kActGroup - 1) / kActGroup;
   const float* scales = g.a_scale + row * (groups + 1);
@@ -184,6 +197,7 @@ static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t
 // 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales
 template <int R>
 static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
+  expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t groups = g.w.columns / kGroup;
   vf out[2 * R];
