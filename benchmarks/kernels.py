@@ -51,7 +51,7 @@ FORMATS = (
 )
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 # rows from which 4-bit weights are computed in int8
-Q4_ROWS = 8
+Q4_ROWS = 6
 
 CONFIG = ModelConfig(
     model_type="llama",

@@ -13,11 +13,11 @@ constexpr float kLog2e = 1.4426950408889634f;
 // rows of activations that stay in the second-level cache while panels stream past
 constexpr int64_t kRowBlock = 208;
 // up to here the 4-bit weights are read, above their int8 copy
-constexpr int64_t kQ4Rows = 8;
+constexpr int64_t kQ4Rows = 6;
 // With so many rows for every member, each takes its own through all products from one attention to the
 // next: nobody waits for anybody, rows stay in the caches of one processor, and reading the weights
 // once a member is hidden behind the products.
-constexpr int64_t kRowsAlone = 12;
+constexpr int64_t kRowsAlone = 6;
 // keys of one query set that are worth a thread of their own
 constexpr int kSplitKeys = 256;
 
@@ -178,7 +178,7 @@ void Model::forward(const PacelineStep& step) {
 }
 
 Model::Share Model::share_of(int member, int64_t rows) {
-  Share share{0, rows, false, acts_buffer_.data(), reinterpret_cast<float*>(scales_.data())};
+  Share share{0, rows, rows, false, acts_buffer_.data(), reinterpret_cast<float*>(scales_.data())};
   const int64_t size = team_.size();
   if (size == 1 || rows < kRowsAlone * size) return share;
   share.begin = rows * member / size;
@@ -191,7 +191,7 @@ Model::Share Model::share_of(int member, int64_t rows) {
 
 void Model::encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
                         int64_t stride, const Linear& next) {
-  const Shape shape = shape_of(next, share.rows);
+  const Shape shape = shape_of(next, share.total);
   const int64_t padded = pad_to(columns, 4);
   each_row(member, share, [&](int64_t r) {
     const int64_t row = share.begin + r, from = chosen ? chosen[row] : row;
@@ -202,7 +202,7 @@ void Model::encode_rows(int member, const Share& share, const float* x, const in
 
 void Model::norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight,
                       const Linear& next) {
-  const Shape shape = shape_of(next, share.rows);
+  const Shape shape = shape_of(next, share.total);
   const int64_t n = config_.hidden, padded = pad_to(n, Acts::kF32 == shape.acts ? 1 : 4);
   float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
   each_row(member, share, [&](int64_t r) {
@@ -214,7 +214,7 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
 void Model::multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                      Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16) {
   const int64_t rows = share.rows;
-  const Shape shape = shape_of(linear, rows);
+  const Shape shape = shape_of(linear, share.total);
   const Matrix& matrix =
       shape.weights == Weights::kI8 && linear.main.kind() == Weights::kQ4 ? linear.batch : linear.main;
   GemmArgs args;
@@ -411,7 +411,7 @@ void Model::attention_only(const PacelineStep& step, float* qkv, float* out) {
   const int64_t stride = pad_to(qkv_rows_, 16);
   if (stride != qkv_rows_) throw std::invalid_argument("unpadded rows only");
   team_.run([&](int member) {
-    rope_and_store(member, {0, step.tokens, false, nullptr, nullptr}, step, layers_[0], 0, qkv);
+    rope_and_store(member, {0, step.tokens, step.tokens, false, nullptr, nullptr}, step, layers_[0], 0, qkv);
     attend(member, step, layers_[0], 0, false, out);
   });
 }

@@ -105,8 +105,9 @@ class Model {
   };
   // Rows that one member works on between two attentions, and where it keeps them in the products' form.
   struct Share {
-    int64_t begin;  // of all rows
+    int64_t begin;  // among all rows
     int64_t rows;
+    int64_t total;  // of the whole team
     bool alone;  // false: these are all rows, and the whole team works on them
     uint8_t* acts;
     float* scales;
