@@ -9,7 +9,7 @@ prompt of 1024 tokens, with logits for every sequence's last token. A step's tim
 
 ``floor`` is the least time that the ceilings allow: the larger of reading all weights once and of
 computing all products at the inner loop's rate, plus reading the step's keys and values once.
-``share`` is floor / median. 4-bit weights are computed as int8 in batches above 8 rows.
+``share`` is floor / median. 4-bit weights are computed as int8 in batches above 6 rows.
 
 Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant.
 """
@@ -51,7 +51,7 @@ FORMATS = (
 )
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 # rows from which 4-bit weights are computed in int8
-Q4_ROWS = 8
+Q4_ROWS = 6
 
 CONFIG = ModelConfig(
     model_type="llama",

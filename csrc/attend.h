@@ -51,12 +51,35 @@ PL_INLINE void find_tiles(const AttendArgs& a, int key, int64_t bytes, Chunk& c)
 }
 
 // Tiles lie scattered over the pool, so hardware prefetchers lose the thread at every one. With few
-// rows, when memory sets the pace, keys are read while the chunk's values are asked for, and values
-// while the next chunk's keys are.
+// rows, when memory sets the pace, all of the next chunk is asked for while this one's scores are
+// computed, a few lines at a time.
+class Ahead {
+ public:
+  // steps: how often `step` will be called
+  PL_INLINE_MEMBER Ahead(const Chunk& c, int64_t tile_bytes, int steps)
+      : tile_(c.next), lines_(int(tile_bytes / 64)), left_(c.next_tiles * lines_),
+        each_(steps > 0 ? (left_ + steps - 1) / steps : 0) {}
+
+  PL_INLINE_MEMBER void step() {
+    for (int i = 0; i < each_ && left_ > 0; ++i, --left_) {
+      prefetch_l2(*tile_ + line_ * 64);
+      if (++line_ == lines_) {
+        line_ = 0;
+        ++tile_;
+      }
+    }
+  }
+
+ private:
+  const uint8_t* const* tile_;
+  int line_ = 0, lines_, left_, each_;
+};
+
 template <class D, int R>
 static void scores(const AttendArgs& a, const Chunk& c, float (*s)[kChunkKeys]) {
   const int units = a.head_dim / D::per_unit;
   int t = 0;
+  Ahead ahead(c, int64_t(a.head_dim) * kTile * (8 / D::per_unit), (c.tiles + 1) / 2 * units);
   if constexpr (R <= 6) {
     for (; t + 2 <= c.tiles; t += 2) {
       vf acc0[R], acc1[R];
@@ -64,8 +87,7 @@ static void scores(const AttendArgs& a, const Chunk& c, float (*s)[kChunkKeys]) 
       for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = zero();
       for (int u = 0; u < units; ++u) {
         const auto k0 = D::weight(c.k[t] + u * 64), k1 = D::weight(c.k[t + 1] + u * 64);
-        prefetch(c.v[t] + u * 64);
-        prefetch(c.v[t + 1] + u * 64);
+        ahead.step();
         PL_UNROLL
         for (int r = 0; r < R; ++r) {
           const auto x = D::value(a.q + r * a.q_stride + 4 * u);
@@ -88,7 +110,7 @@ static void scores(const AttendArgs& a, const Chunk& c, float (*s)[kChunkKeys]) 
       const auto k = D::weight(c.k[t] + u * 64);
       PL_UNROLL
       for (int r = 0; r < R; ++r) acc[r] = D::dot(acc[r], D::value(a.q + r * a.q_stride + 4 * u), k);
-      if constexpr (R <= 6) prefetch(c.v[t] + u * 64);
+      if constexpr (R <= 6) ahead.step();
     }
     PL_UNROLL
     for (int r = 0; r < R; ++r) store(s[r] + t * kTile, acc[r]);
@@ -106,10 +128,6 @@ static void weigh(const AttendArgs& a, const Chunk& c, const uint8_t* p, int64_t
     for (int v = 0; v < V; ++v) acc[r][v] = load(a.out[r] + dim + v * 16);
   for (int t = 0; t < c.tiles; ++t) {
     for (int u = 0; u < per_tile; ++u) {
-      if constexpr (R <= 6) {
-        if (t < c.next_tiles)
-          for (int v = 0; v < V; ++v) prefetch_l2(c.next[t] + (int64_t(u) * a.head_dim + dim) * 4 + v * 64);
-      }
       const uint8_t* row = c.v[t] + (int64_t(u) * a.head_dim + dim) * 4;
       typename D::Weight w[V];
       PL_UNROLL

@@ -14,8 +14,8 @@ struct ChunkI8 {
 
 // scores of T tiles from tile t on
 template <int R, int T>
-static void scores_i8_tiles(const AttendArgs& a, const ChunkI8& c, int t, const float* offset,
-                            float (*s)[kChunkKeys]) {
+static void scores_i8_tiles(const AttendArgs& a, const ChunkI8& c, int t, const float* offset, float (*s)[kChunkKeys],
+                            Ahead& ahead) {
   const int units = a.head_dim / 4;
   vi acc[T][R];
   PL_UNROLL
@@ -23,11 +23,11 @@ static void scores_i8_tiles(const AttendArgs& a, const ChunkI8& c, int t, const 
     PL_UNROLL
     for (int r = 0; r < R; ++r) acc[i][r] = zeroi();
   for (int u = 0; u < units; ++u) {
+    if constexpr (R <= 6) ahead.step();
     vi k[T];
     PL_UNROLL
     for (int i = 0; i < T; ++i) {
       k[i] = loadi(c.tiles.k[t + i] + u * 64);
-      if constexpr (R <= 6) prefetch(c.tiles.v[t + i] + u * 64);
     }
     PL_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -49,9 +49,10 @@ static void scores_i8_tiles(const AttendArgs& a, const ChunkI8& c, int t, const 
 template <int R>
 static void scores_i8(const AttendArgs& a, const ChunkI8& c, const float* offset, float (*s)[kChunkKeys]) {
   int t = 0;
+  Ahead ahead(c.tiles, int64_t(a.head_dim) * kTile * 2 + 2 * kTile * 4, (c.tiles.tiles + 1) / 2 * (a.head_dim / 4));
   if constexpr (R <= 6)
-    for (; t + 2 <= c.tiles.tiles; t += 2) scores_i8_tiles<R, 2>(a, c, t, offset, s);
-  for (; t < c.tiles.tiles; ++t) scores_i8_tiles<R, 1>(a, c, t, offset, s);
+    for (; t + 2 <= c.tiles.tiles; t += 2) scores_i8_tiles<R, 2>(a, c, t, offset, s, ahead);
+  for (; t < c.tiles.tiles; ++t) scores_i8_tiles<R, 1>(a, c, t, offset, s, ahead);
 }
 
 // Probabilities in s, times value scales, to 14-bit integers in two byte planes of 128 keys each.
@@ -90,11 +91,6 @@ static void weigh_i8(const AttendArgs& a, const ChunkI8& c, const uint8_t (*plan
     for (int v = 0; v < V; ++v) upper[r][v] = lower[r][v] = zeroi();
   for (int t = 0; t < c.tiles.tiles; ++t) {
     for (int u = 0; u < kTile / 4; ++u) {
-      if constexpr (R <= 6) {
-        if (t < c.tiles.next_tiles)
-          for (int v = 0; v < V; ++v)
-            prefetch_l2(c.tiles.next[t] + (int64_t(u) * a.head_dim + dim) * 4 + v * 64);
-      }
       const uint8_t* row = c.tiles.v[t] + (int64_t(u) * a.head_dim + dim) * 4;
       vi w[V];
       PL_UNROLL

@@ -13,7 +13,11 @@ constexpr float kLog2e = 1.4426950408889634f;
 // rows of activations that stay in the second-level cache while panels stream past
 constexpr int64_t kRowBlock = 208;
 // up to here the 4-bit weights are read, above their int8 copy
-constexpr int64_t kQ4Rows = 8;
+constexpr int64_t kQ4Rows = 6;
+// With so many rows for every member, each takes its own through all products from one attention to the
+// next: nobody waits for anybody, rows stay in the caches of one processor, and reading the weights
+// once a member is hidden behind the products.
+constexpr int64_t kRowsAlone = 6;
 // keys of one query set that are worth a thread of their own
 constexpr int kSplitKeys = 256;
 
@@ -67,8 +71,10 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
   if (attended > widest) widest = attended;
   x_.reserve(n * size_t(hidden_pad_) * 4);
   xr_.reserve(size_t(sampled) * size_t(hidden_pad_) * 4);
-  acts_buffer_.reserve(n * size_t(pad_to(widest, 64)) * 4);
-  scales_.reserve(n * size_t(2 * (widest / kGroup) + 2) * 4);
+  act_bytes_ = pad_to(widest, 64) * 4;
+  act_scales_ = 2 * (widest / kGroup) + 2;
+  acts_buffer_.reserve(n * size_t(act_bytes_));
+  scales_.reserve(n * size_t(act_scales_) * 4);
   qkv_.reserve(n * size_t(pad_to(qkv_rows_, 16)) * 4);
   queries_.reserve(n * size_t(attended) * 4);
   query_scales_.reserve(n * size_t(c.heads) * 4);
@@ -171,27 +177,50 @@ void Model::forward(const PacelineStep& step) {
   team_.run([&](int member) { run_step(step, member); });
 }
 
-void Model::norm_rows(int member, const float* x, int64_t rows, const std::vector<float>& weight,
-                      const Linear& next) {
-  const Shape shape = shape_of(next, rows);
-  const int64_t n = config_.hidden, padded = pad_to(n, Acts::kF32 == shape.acts ? 1 : 4);
-  float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
-  float* scales = reinterpret_cast<float*>(scales_.data());
-  team_.each(member, rows, row_grain(rows), [&](int64_t r) {
-    kernels_->rms_norm(x + r * hidden_pad_, weight.data(), n, config_.eps, scratch);
-    kernels_->encode(scratch, n, padded, shape.acts, acts_buffer_.data() + r * shape.bytes, scales + r * shape.scales);
+Model::Share Model::share_of(int member, int64_t rows) {
+  Share share{0, rows, rows, false, acts_buffer_.data(), reinterpret_cast<float*>(scales_.data())};
+  const int64_t size = team_.size();
+  if (size == 1 || rows < kRowsAlone * size) return share;
+  share.begin = rows * member / size;
+  share.rows = rows * (member + 1) / size - share.begin;
+  share.alone = true;
+  share.acts += share.begin * act_bytes_;
+  share.scales += share.begin * act_scales_;
+  return share;
+}
+
+void Model::encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
+                        int64_t stride, const Linear& next) {
+  const Shape shape = shape_of(next, share.total);
+  const int64_t padded = pad_to(columns, 4);
+  each_row(member, share, [&](int64_t r) {
+    const int64_t row = share.begin + r, from = chosen ? chosen[row] : row;
+    kernels_->encode(x + from * stride, columns, padded, shape.acts, share.acts + r * shape.bytes,
+                     share.scales + r * shape.scales);
   });
 }
 
-void Model::multiply(int member, const Linear& linear, const uint8_t* acts, int64_t acts_stride, int64_t rows,
+void Model::norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight,
+                      const Linear& next) {
+  const Shape shape = shape_of(next, share.total);
+  const int64_t n = config_.hidden, padded = pad_to(n, Acts::kF32 == shape.acts ? 1 : 4);
+  float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
+  each_row(member, share, [&](int64_t r) {
+    kernels_->rms_norm(x + r * hidden_pad_, weight.data(), n, config_.eps, scratch);
+    kernels_->encode(scratch, n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
+  });
+}
+
+void Model::multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                      Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16) {
-  const Shape shape = shape_of(linear, rows);
+  const int64_t rows = share.rows;
+  const Shape shape = shape_of(linear, share.total);
   const Matrix& matrix =
       shape.weights == Weights::kI8 && linear.main.kind() == Weights::kQ4 ? linear.batch : linear.main;
   GemmArgs args;
-  args.a = acts;
-  args.a_stride = acts_stride ? acts_stride : shape.bytes;
-  args.a_scale = reinterpret_cast<const float*>(scales_.data());
+  args.a = acts ? acts : share.acts;
+  args.a_stride = acts ? acts_stride : shape.bytes;
+  args.a_scale = share.scales;
   args.w = matrix.view();
   args.bias = linear.has_bias ? linear.bias.data() : nullptr;
   args.epilogue = epilogue;
@@ -201,23 +230,30 @@ void Model::multiply(int member, const Linear& linear, const uint8_t* acts, int6
   const auto kernel = kernels_->gemm[int(shape.weights)];
   const int64_t panels = matrix.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0;
+  auto compute = [&](int64_t item) {
+    const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
+    kernel(args, begin, end, item % panels);
+  };
+  if (share.alone) {
+    for (int64_t item = 0; item < panels * blocks; ++item) compute(item);
+    return;
+  }
   // runs of panels long enough to stream, short enough that the last one keeps nobody waiting
   int64_t grain = panels * blocks / (team_.size() * 8);
   grain = grain < 1 ? 1 : grain > 16 ? 16 : grain;
-  team_.each(member, panels * blocks, grain, [&](int64_t item) {
-    const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
-    kernel(args, begin, end, item % panels);
-  });
+  team_.each(member, panels * blocks, grain, compute);
 }
 
-void Model::rope_and_store(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, float* qkv) {
+void Model::rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer,
+                           int64_t layer_index, float* qkv) {
   const PacelineConfig& c = config_;
   const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
   const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
   const float factor = kLog2e / std::sqrt(float(d));
   uint8_t* cache = cache_.data() + layer_index * c.num_blocks * block_bytes_;
   float* query_scales = reinterpret_cast<float*>(query_scales_.data());
-  team_.each(member, n, row_grain(n), [&](int64_t t) {
+  each_row(member, share, [&](int64_t r) {
+    const int64_t t = share.begin + r;
     float* row = qkv + t * stride;
     const int64_t position = step.positions[t];
     const int32_t* table = step.tables + int64_t(sequence_of_[size_t(t)]) * step.table_width;
@@ -309,62 +345,63 @@ void Model::run_step(const PacelineStep& step, int member) {
   float* x = reinterpret_cast<float*>(x_.data());
   float* qkv = reinterpret_cast<float*>(qkv_.data());
   float* attended = reinterpret_cast<float*>(attended_.data());
-  float* scales = reinterpret_cast<float*>(scales_.data());
-  int64_t rows = step.tokens;
+  Share share = share_of(member, step.tokens);
 
   const Matrix& table = c.tied ? head_.main : embedding_.main;
-  team_.each(member, rows, 1, [&](int64_t t) { table.unpack_row(step.token_ids[t], x + t * hidden_pad_); });
+  each_row(member, share, [&](int64_t r) {
+    table.unpack_row(step.token_ids[share.begin + r], x + (share.begin + r) * hidden_pad_);
+  });
   mark(member, kEmbed);
 
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
     const bool last = i + 1 == layers_.size();
-    norm_rows(member, x, rows, layer.attention_norm, layer.qkv);
+    norm_rows(member, share, x + share.begin * hidden_pad_, layer.attention_norm, layer.qkv);
     mark(member, kNorm);
-    multiply(member, layer.qkv, acts_buffer_.data(), 0, rows, Epilogue::kStore, qkv, qkv_stride, false);
+    multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false);
     mark(member, kQkv);
-    rope_and_store(member, step, layer, int64_t(i), qkv);
+    rope_and_store(member, share, step, layer, int64_t(i), qkv);
+    if (share.alone) team_.barrier();
     mark(member, kRope);
     if (last && step.sampled == 0) return;
     attend(member, step, layer, int64_t(i), last, attended);
     mark(member, kAttend);
-    // after the last attention only the sampled rows matter
-    if (last) rows = step.sampled;
-    float* y = last ? reinterpret_cast<float*>(xr_.data()) : x;
-    const Shape shape = shape_of(layer.out, rows);
-    const int64_t width_padded = pad_to(width, 4);
-    team_.each(member, rows, row_grain(rows), [&](int64_t r) {
-      const int64_t from = last ? step.sample_rows[r] : r;
-      if (last) memcpy(y + r * hidden_pad_, x + from * hidden_pad_, size_t(hidden_pad_) * 4);
-      kernels_->encode(attended + from * width, width, width_padded, shape.acts,
-                       acts_buffer_.data() + r * shape.bytes, scales + r * shape.scales);
-    });
-    x = y;
+    if (last) {
+      // from here on only the sampled rows matter
+      share = share_of(member, step.sampled);
+      float* y = reinterpret_cast<float*>(xr_.data());
+      each_row(member, share, [&](int64_t r) {
+        const int64_t to = share.begin + r;
+        memcpy(y + to * hidden_pad_, x + step.sample_rows[to] * hidden_pad_, size_t(hidden_pad_) * 4);
+      });
+      x = y;
+    }
+    float* own = x + share.begin * hidden_pad_;
+    encode_rows(member, share, attended, last ? step.sample_rows : nullptr, width, width, layer.out);
     mark(member, kEncode);
-    multiply(member, layer.out, acts_buffer_.data(), 0, rows, Epilogue::kAdd, x, hidden_pad_, false);
+    multiply(member, share, layer.out, nullptr, 0, Epilogue::kAdd, own, hidden_pad_, false);
     mark(member, kOut);
-    norm_rows(member, x, rows, layer.mlp_norm, layer.gate_up);
+    norm_rows(member, share, own, layer.mlp_norm, layer.gate_up);
     mark(member, kNorm);
     const bool bf16 = weights_ == Weights::kBF16;
-    multiply(member, layer.gate_up, acts_buffer_.data(), 0, rows, Epilogue::kSilu, inner_.data(), inner_stride, bf16);
+    uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
+    multiply(member, share, layer.gate_up, nullptr, 0, Epilogue::kSilu, inner, inner_stride, bf16);
     mark(member, kGateUp);
-    const uint8_t* acts = inner_.data();
-    int64_t acts_stride = inner_stride * (bf16 ? 2 : 4);
-    if (weights_ != Weights::kBF16 && weights_ != Weights::kF32) {
-      const Shape down = shape_of(layer.down, rows);
-      team_.each(member, rows, row_grain(rows), [&](int64_t r) {
-        kernels_->encode(reinterpret_cast<const float*>(inner_.data()) + r * inner_stride, c.inner,
-                         pad_to(c.inner, 4), down.acts, acts_buffer_.data() + r * down.bytes, scales + r * down.scales);
-      });
-      acts = acts_buffer_.data();
-      acts_stride = 0;
+    if (bf16 || weights_ == Weights::kF32) {
+      multiply(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), Epilogue::kAdd, own, hidden_pad_, false);
+    } else {
+      encode_rows(member, share, reinterpret_cast<const float*>(inner_.data()), nullptr, c.inner, inner_stride, layer.down);
       mark(member, kEncode);
+      multiply(member, share, layer.down, nullptr, 0, Epilogue::kAdd, own, hidden_pad_, false);
     }
-    multiply(member, layer.down, acts, acts_stride, rows, Epilogue::kAdd, x, hidden_pad_, false);
     mark(member, kDown);
   }
-  norm_rows(member, x, rows, final_norm_, head_);
-  multiply(member, head_, acts_buffer_.data(), 0, rows, Epilogue::kStore, step.logits, c.vocab, false);
+  norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_);
+  float* logits = step.logits + share.begin * c.vocab;
+  multiply(member, share, head_, nullptr, 0, Epilogue::kStore, logits, c.vocab, false);
+  each_row(member, share, [&](int64_t r) {
+    step.likeliest[share.begin + r] = kernels_->likeliest(logits + r * c.vocab, c.vocab);
+  });
   mark(member, kHead);
 }
 
@@ -374,7 +411,7 @@ void Model::attention_only(const PacelineStep& step, float* qkv, float* out) {
   const int64_t stride = pad_to(qkv_rows_, 16);
   if (stride != qkv_rows_) throw std::invalid_argument("unpadded rows only");
   team_.run([&](int member) {
-    rope_and_store(member, step, layers_[0], 0, qkv);
+    rope_and_store(member, {0, step.tokens, step.tokens, false, nullptr, nullptr}, step, layers_[0], 0, qkv);
     attend(member, step, layers_[0], 0, false, out);
   });
 }

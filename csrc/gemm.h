@@ -63,9 +63,22 @@ PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, 
   }
 }
 
-// `ahead` and `ahead_step`: the part of the next panel to ask for on the way, in bytes a unit
+// Ask for the lines that ``finish`` will write: by the time the products are done they are here.
+PL_INLINE void expect(const GemmArgs& g, int rows, int64_t row, int64_t panel) {
+  const bool gated = g.epilogue == Epilogue::kSilu;
+  const int64_t column = panel * (gated ? 16 : kPanel), bytes = gated && g.out_bf16 ? 2 : 4;
+  for (int r = 0; r < rows; ++r) {
+    const uint8_t* out = static_cast<const uint8_t*>(g.out) + ((row + r) * g.out_stride + column) * bytes;
+    prefetch_for_write(out);
+    if (!gated) prefetch_for_write(out + 64);
+  }
+}
+
+// `ahead` and `ahead_step`: the part of the next panel to ask for on the way, in bytes a unit. A line may
+// be asked for several times.
 template <class D, int R>
 static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_step) {
+  expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t s = g.a_stride;
   (void)ahead, (void)ahead_step;  // few rows: the weights are fetched ahead line by line
@@ -127,10 +140,13 @@ static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* a
   finish(g, acc, R, row, panel);
 }
 
-// int8 weights with a scale an output; activations in groups of 64 with a scale each
+// int8 weights with a scale an output; activations in groups of 64 with a scale each. `ahead_lines` of
+// the next panel are asked for with every group: with a few rows a tile, asking for a line twice costs
+// as much as it gains.
 template <int R>
-static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_step) {
+static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* ahead, int64_t ahead_lines) {
   constexpr int64_t group_units = kActGroup / 4;
+  expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t s = g.a_stride, groups = (g.w.columns + kActGroup - 1) / kActGroup;
   const float* scales = g.a_scale + row * (groups + 1);
@@ -143,15 +159,14 @@ static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t
     vi acc[2 * R];
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
+    if constexpr (R > 2) {
+      for (int64_t i = 0; i < ahead_lines; ++i, ahead += 64) prefetch_l2(ahead);
+    }
     for (int64_t u = left < group_units ? left : group_units; u > 0; --u) {
       const vi w0 = loadi(w), w1 = loadi(w + 64);
       if constexpr (R <= 2) {
         prefetch(w + kAhead);
         prefetch(w + kAhead + 64);
-      } else {
-        prefetch_l2(ahead);
-        prefetch_l2(ahead + 64);
-        ahead += ahead_step;
       }
       PL_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -184,6 +199,7 @@ static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t
 // 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales
 template <int R>
 static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
+  expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t groups = g.w.columns / kGroup;
   vf out[2 * R];
@@ -252,10 +268,14 @@ static void gemm(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
   // equal tiles rather than full ones and a thin rest
   const int64_t count = (end - begin + most - 1) / most;
   const uint8_t* next = g.w.data + (panel + 1) * g.w.panel_bytes;
+  int64_t step = kPanel * 4 / count;
+  if (D::per_unit == 4) {
+    const int64_t parts = count * ((g.w.columns + kActGroup - 1) / kActGroup);
+    step = (g.w.panel_bytes / 64 + parts - 1) / parts;
+  }
   for (int64_t tiles = count; tiles > 0; --tiles) {
     const int rows = int((end - begin + tiles - 1) / tiles);
-    run_tile<D, most>(g, begin, panel, rows, next + (count - tiles) * g.w.panel_bytes / count,
-                           kPanel * 4 / count);
+    run_tile<D, most>(g, begin, panel, rows, next + (count - tiles) * (g.w.panel_bytes / 64) / count * 64, step);
     begin += rows;
   }
 }

@@ -37,6 +37,40 @@ PL_INLINE float largest(const float* x, int64_t n) {
   return hmax(high);
 }
 
+static int32_t likeliest(const float* x, int64_t n) {
+  // the largest of each run of values first, then its place in the run that has it
+  constexpr int64_t run = 256;
+  vf wrong = zero();
+  float top = 0;
+  int64_t at = -1;
+  for (int64_t i = 0; i < n; i += run) {
+    const int64_t end = i + run < n ? i + run : n;
+    int64_t j = i;
+    float most = x[i];
+    if (end - i >= 16) {
+      vf high = load(x + i);
+      for (; j + 16 <= end; j += 16) {
+        const vf v = load(x + j);
+        high = vmax(v, high);
+        // zero, but for infinities and NaN
+        wrong = fma(v, zero(), wrong);
+      }
+      most = hmax(high);
+    }
+    for (; j < end; ++j) {
+      most = x[j] > most ? x[j] : most;
+      if (!(x[j] * 0.0f == 0.0f)) return -1;
+    }
+    if (at < 0 || most > top) {
+      top = most;
+      at = i;
+    }
+  }
+  if (!(hsum(wrong) == 0.0f)) return -1;
+  while (x[at] != top) ++at;
+  return int32_t(at);
+}
+
 // round(x * factor) + offset as bytes
 PL_INLINE void to_bytes(const float* x, int64_t n, float factor, int offset, uint8_t* y) {
   const vf f = set1(factor);
@@ -212,6 +246,7 @@ static const Kernels table = {
     expect_kv,
     store_kv,
     {attend<DotF32>, attend<DotBF16>, attend_i8},
+    likeliest,
     merge_partials,
 };
 

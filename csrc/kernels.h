@@ -106,6 +106,8 @@ struct Kernels {
   // one key and one value head into token `slot` of a tile
   void (*store_kv)(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile);
   void (*attend[3])(const AttendArgs& args);
+  // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
+  int32_t (*likeliest)(const float* x, int64_t n);
   void (*merge_partials)(const float* parts, int count, int64_t stride, int head_dim, float* out);
 };
 

@@ -103,16 +103,37 @@ class Model {
     int64_t bytes;   // of one encoded row
     int64_t scales;  // floats
   };
+  // Rows that one member works on between two attentions, and where it keeps them in the products' form.
+  struct Share {
+    int64_t begin;  // among all rows
+    int64_t rows;
+    int64_t total;  // of the whole team
+    bool alone;  // false: these are all rows, and the whole team works on them
+    uint8_t* acts;
+    float* scales;
+  };
+  Share share_of(int member, int64_t rows);
+  // f(r) for every row r of a share, counted from its first
+  template <class F>
+  void each_row(int member, const Share& share, F&& f) {
+    if (!share.alone) return team_.each(member, share.rows, row_grain(share.rows), f);
+    for (int64_t r = 0; r < share.rows; ++r) f(r);
+  }
   // rows dealt at a time: they take well under a microsecond each
   int64_t row_grain(int64_t rows) const {
     const int64_t grain = rows / (4 * team_.size());
     return grain < 1 ? 1 : grain > 16 ? 16 : grain;
   }
   Shape shape_of(const Linear& linear, int64_t rows) const;
-  void norm_rows(int member, const float* x, int64_t rows, const std::vector<float>& weight, const Linear& next);
-  void multiply(int member, const Linear& linear, const uint8_t* acts, int64_t acts_stride, int64_t rows, Epilogue epilogue,
-                void* out, int64_t out_stride, bool out_bf16);
-  void rope_and_store(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, float* qkv);
+  // x: all rows; `chosen`: which of them the rows of the share are, null: the same
+  void encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
+                   int64_t stride, const Linear& next);
+  // x and out: the share's first row
+  void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next);
+  void multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
+                Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16);
+  void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
+                      float* qkv);
   void attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out);
 
   PacelineConfig config_;
@@ -134,6 +155,8 @@ class Model {
   int64_t tile_bytes_ = 0;
 
   int64_t hidden_pad_, inner_pad_, group_, qkv_rows_;
+  // of one row of acts_buffer_ and scales_, at most
+  int64_t act_bytes_, act_scales_;
   // of the step that runs
   std::vector<int32_t> sequence_of_;
   std::vector<int32_t> sampled_before_;

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 1
+#define PACELINE_ABI 2
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -40,6 +40,7 @@ typedef struct {
   const int32_t* tables;      /* [sequences, table_width] block ids */
   const int32_t* sample_rows; /* [sampled], ascending token rows */
   float* logits;              /* [sampled, vocab] */
+  int32_t* likeliest;         /* [sampled] first of the largest logits, -1 where one is not finite */
 } PacelineStep;
 
 typedef struct PacelineModel PacelineModel;

@@ -15,6 +15,7 @@
 namespace PL_NAMESPACE {
 
 #define PL_INLINE static inline __attribute__((always_inline))
+#define PL_INLINE_MEMBER inline __attribute__((always_inline))
 // register arrays stay in registers only if every loop over them is unrolled
 #define PL_UNROLL _Pragma("GCC unroll 32")
 

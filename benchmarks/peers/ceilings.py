@@ -30,21 +30,22 @@ class Ceilings:
             "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in self.rates.items()},
         }
 
-    def floor_s(self, row: Row, dtype: str) -> float:
-        """The least seconds of a row in SmolLM2-135M's shape: prompts in full steps, a shared
-        prefix once, then a step a token at the mean context. Keys and values in bfloat16."""
+    def floor_s(self, row: Row, formats: str) -> float:
+        """The least seconds of a row in SmolLM2-135M's shape with "weights/KV cache" formats:
+        prompts in full steps, a shared prefix once, then a step a token at the mean context."""
         once = row.shared + row.count * row.own
         steps = -(-once // _STEP_TOKENS)
         length = row.shared + row.own
-        prompt = self._step(dtype, once / steps, row.count / steps, length / 2)
-        decode = self._step(dtype, row.count, row.count, length + row.output / 2)
+        prompt = self._step(formats, once / steps, row.count / steps, length / 2)
+        decode = self._step(formats, row.count, row.count, length + row.output / 2)
         return steps * prompt + (row.output - 1) * decode
 
-    def _step(self, dtype: str, rows: float, sequences: float, context: float) -> float:
+    def _step(self, formats: str, rows: float, sequences: float, context: float) -> float:
+        dtype, kv_dtype = formats.split("/")
         kind = "int8" if dtype == "q4" and rows > kernels.Q4_ROWS else dtype
         return kernels.floor_s(
             dtype,
-            "float32" if dtype == "float32" else "bfloat16",
+            kv_dtype,
             rows,
             sequences,
             context,

@@ -28,16 +28,16 @@ class Paceline:
     """See ``base.Peer``.
 
     Args:
-        dtypes: the variants, as ``--dtype`` takes them.
+        formats: the variants: "weights/KV cache", as ``--dtype`` and ``--kv-dtype`` take them.
         prefix_caching: on, as by default, in all rows; or off in all.
     """
 
     def __init__(
-        self, places: Places, name: str, dtypes: tuple[str, ...], *, prefix_caching: bool = True
+        self, places: Places, name: str, formats: tuple[str, ...], *, prefix_caching: bool = True
     ) -> None:
         self.name = name
         self._prefix_caching = prefix_caching
-        self.variants = dtypes
+        self.variants = formats
         self._places = places
 
     def setup(self) -> None:
@@ -54,8 +54,8 @@ class Paceline:
     def server(self, port: int) -> Command:
         return Command(
             (sys.executable, "-m", "paceline.cli.main", "serve", str(self._places.model),
-             "--host", "127.0.0.1", "--port", str(port), "--compute", "native",
-             "--dtype", self.variants[0], "--threads", str(len(self._places.cpus))),
+             "--host", "127.0.0.1", "--port", str(port),
+             "--threads", str(len(self._places.cpus))),
         )  # fmt: skip
 
 
@@ -95,13 +95,15 @@ def _load() -> tuple[_Engine, dict[str, Any]]:
     from paceline.cli.settings import EngineSettings
     from paceline.cli.wiring import build_core
 
-    model, dtype, prefix_caching, threads = sys.argv[1:]
+    model, formats, prefix_caching, threads = sys.argv[1:]
+    dtype, kv_dtype = formats.split("/")
     core, info = build_core(
         EngineSettings(
             model_name="model",
             model_path=model,
             compute="native",
             dtype=dtype,
+            kv_dtype=kv_dtype,
             block_size=_BLOCK,
             num_blocks=_POOL_TOKENS // _BLOCK,
             max_model_len=_MAX_LENGTH,

@@ -237,6 +237,10 @@ def _build(
                 device=device,
                 num_host_blocks=num_host_blocks,
             )
+    if native:
+        # the library has a team of its own, and OpenMP's would spin on its processors after every
+        # operation of PyTorch's
+        torch.set_num_threads(1)
     runner = ModelRunner(
         decoder,
         store,

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.backends.torch.attention import AttentionBatch
 from paceline.backends.torch.native import NativeModel, checkpoint_tensors
@@ -100,6 +101,10 @@ class NativeStep:
             token_ids.numpy(), positions.numpy(), starts, batch.block_tables, sampled.numpy()
         )
         return torch.from_numpy(logits)
+
+    @property
+    def likeliest(self) -> NDArray[np.int32]:
+        return self._model.likeliest
 
     def close(self) -> None:
         self._model.close()

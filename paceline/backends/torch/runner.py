@@ -99,6 +99,12 @@ class BlockStore(Protocol):
 class StepModel(Protocol):
     """Token ids to logits; ``attention`` is the BlockStore the runner was given with it."""
 
+    @property
+    def likeliest(self) -> NDArray[np.int32] | None:
+        """Of the last ``forward``: the first of the largest logits of each row, -1 where one is not
+        finite; None where the model did not look."""
+        ...
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -248,13 +254,17 @@ class ModelRunner:
             torch.from_numpy(needed).to(self._device),
             self._attention,
         )
+        likeliest = self._decoder.likeliest
         for r, wanted in asked.items():
             gatherer = slots[r].prompt_logprobs
             assert gatherer is not None
             gatherer.add(logits[np.searchsorted(needed, begins[r] + wanted)])
         if asked:
-            logits = logits[np.searchsorted(needed, chosen)]
-        return self._sample(rows, slots, sampling, logits, masks.result() if masks else {})
+            places = np.searchsorted(needed, chosen)
+            logits = logits[places]
+            likeliest = None if likeliest is None else likeliest[places]
+        forbidden = masks.result() if masks else {}
+        return self._sample(rows, slots, sampling, logits, likeliest, forbidden)
 
     def _start_masks(
         self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot], sampling: Sequence[int]
@@ -322,6 +332,7 @@ class ModelRunner:
         slots: Sequence[_Slot],
         sampling: Sequence[int],
         logits: torch.Tensor,
+        likeliest: NDArray[np.int32] | None,
         masks: Masks,
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
         for r, failure in masks.items():
@@ -343,7 +354,7 @@ class ModelRunner:
             mask = masks.get(r)
             forbidden = None if isinstance(mask, str) else mask
             sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
-        samples = sample(logits, sample_rows)
+        samples = sample(logits, sample_rows, likeliest)
         for i, r in enumerate(sampling):
             slot = slots[r]
             if slot.error is not None:

@@ -143,10 +143,23 @@ class Samples:
     logprobs: list[TokenLogprobs | None]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
-    """Choose a token for each row of logits [rows, vocab], which are left as they are."""
-    # one pass; NaN and infinities survive a sum, and opposite infinities make NaN
-    finite: list[bool] = torch.isfinite(logits.sum(-1, dtype=torch.float32)).tolist()
+def sample(
+    logits: torch.Tensor,
+    rows: Sequence[SampleRow],
+    likeliest: NDArray[np.int32] | None = None,
+) -> Samples:
+    """Choose a token for each row of logits [rows, vocab], which are left as they are.
+
+    Args:
+        likeliest: [rows], the first of each row's largest logits, -1 where one is not finite; None:
+            look for them.
+    """
+    finite: list[bool]
+    if likeliest is None:
+        # one pass; NaN and infinities survive a sum, and opposite infinities make NaN
+        finite = torch.isfinite(logits.sum(-1, dtype=torch.float32)).tolist()
+    else:
+        finite = (likeliest >= 0).tolist()
     special = [
         index
         for index, row in enumerate(rows)
@@ -158,7 +171,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
             or row.forbids_ending
         )
     ]
-    token_ids = [0] * len(rows) if len(special) == len(rows) else _argmax(logits).tolist()
+    token_ids: list[int]
+    if likeliest is not None:
+        token_ids = likeliest.tolist()
+    elif len(special) == len(rows):
+        token_ids = [0] * len(rows)
+    else:
+        token_ids = _argmax(logits).tolist()
     for start in range(0, len(special), _ROWS):
         chunk = special[start : start + _ROWS]
         chosen = _sample_special(logits[chunk].float(), [rows[index] for index in chunk])

@@ -152,6 +152,54 @@ def test_mixed_batch_and_sampled_rows(dtype: str, threads: int) -> None:
 
 
 @native
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("rows", [11, 12, 18, 45])
+def test_members_with_rows_of_their_own(dtype: str, rows: int) -> None:
+    """Enough rows for each of two or three members to take some through whole layers by itself; in
+    the last step fewer are sampled than computed."""
+    config = FAMILIES["biases"]
+    weights = random_weights(config, 11)
+    texts = np.random.default_rng(12).integers(0, config.vocab_size, (rows, 6))
+    results = []
+    for threads in (1, 2, 3):
+        model = _make(config, weights, dtype, threads=threads, num_blocks=rows)
+        cache_bytes(model)[:] = 0xFF
+        tables = np.arange(rows)[::-1, None]
+        starts = np.arange(rows + 1)
+        sampled = np.arange(0, rows, 3)
+        model.forward(
+            texts[:, :5].ravel(), np.tile(np.arange(5), rows), 5 * starts, tables, starts[:0]
+        )
+        out = model.forward(texts[:, 5], np.full(rows, 5), starts, tables, sampled)
+        np.testing.assert_array_equal(model.likeliest, out.argmax(-1))
+        results.append(out.copy())
+        for place, row in zip(sampled[:3], out, strict=False):
+            assert _error(row, logits(config, weights, texts[place])[-1]) < BOUNDS[dtype]
+    for other in results[1:]:
+        assert _error(other, results[0].astype(np.float64)) < BOUNDS[dtype] / 3
+
+
+@native
+@pytest.mark.parametrize("isa", variants())
+def test_likeliest_is_the_first_of_the_largest(isa: str) -> None:
+    config = tiny_config(vocab_size=700, tie_word_embeddings=False)
+    weights = random_weights(config, 13)
+    head = weights["lm_head.weight"]
+    # rows alike have logits alike: ties
+    head[400:] = head[:300]
+    ids = np.random.default_rng(14).integers(0, 700, 40)
+    model = _make(config, weights, "float32", isa=isa)
+    out = _whole(model, ids, [0, 1, 2])
+    assert model.likeliest.tolist() == out.argmax(-1).tolist()
+    assert max(model.likeliest) < 400
+    for wrong in (np.nan, np.inf):
+        head[699] = wrong
+        model = _make(config, weights, "float32", isa=isa)
+        _whole(model, ids, [0, 1, 2])
+        assert model.likeliest.tolist() == [-1] * 40
+
+
+@native
 def test_copied_blocks_serve_another_sequence() -> None:
     config = FAMILIES["llama"]
     weights = random_weights(config, 9)

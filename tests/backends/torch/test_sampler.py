@@ -105,6 +105,21 @@ class TestGreedy:
         expected = [row.tolist().index(max(row.tolist())) for row in logits]
         assert sample(logits, rows).token_ids == expected
 
+    def test_a_model_that_looked_is_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> NoReturn:
+            raise AssertionError("looked for again")
+
+        logits = make_logits(4)
+        known = logits.argmax(-1).numpy().astype(np.int32)
+        known[2] = -1
+        rows = [make_row(), make_row(temperature=1.0), make_row(), make_row()]
+        drawn = sample(logits, rows).token_ids
+        monkeypatch.setattr(torch, "isfinite", fail)
+        samples = sample(logits, rows, known)
+        assert samples.finite == [True, True, False, True]
+        assert samples.token_ids[0] == known[0] and samples.token_ids[3] == known[3]
+        assert samples.token_ids[1] == drawn[1]
+
     def test_does_nothing_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object) -> NoReturn:
             raise AssertionError("called for a greedy batch")

@@ -69,12 +69,13 @@ def test_commands_say_precision_threads_and_prefix_caching(places: Places) -> No
         same = [peer.worker(peer.variants[0], prefix_caching=on) for on in (False, True)]
         assert same[0] == same[1]
     assert ("VLLM_CPU_OMP_THREADS_BIND", "0,3") in VllmCpu(places).server(5).env
-    ours = Paceline(places, "paceline", ("int8", "q4"))
-    without = Paceline(places, "without", ("int8",), prefix_caching=False)
+    ours = Paceline(places, "paceline", ("int8/int8", "q4/bfloat16"))
+    without = Paceline(places, "without", ("int8/bfloat16",), prefix_caching=False)
     assert ours.worker("int8", prefix_caching=False) == ours.worker("int8", prefix_caching=True)
     assert ours.worker("int8", prefix_caching=True) != without.worker("int8", prefix_caching=True)
     argv = ours.server(77).argv
-    assert argv[argv.index("--dtype") + 1] == "int8" and argv[argv.index("--port") + 1] == "77"
+    assert "--dtype" not in argv, "it is served as it comes"
+    assert argv[argv.index("--port") + 1] == "77"
     for peer in (vino, Transformers(places)):
         with pytest.raises(Unavailable):
             peer.server(5)
@@ -83,16 +84,16 @@ def test_commands_say_precision_threads_and_prefix_caching(places: Places) -> No
 def test_the_floor_of_a_row_by_hand() -> None:
     # reading limits everything: 1 byte a second, products free
     slow_read = Ceilings({256: 1.0}, {"int8": 1e30, "bfloat16": 1e30, "q4": 1e30})
-    one = slow_read.floor_s(parse_row("1x128x1"), "bfloat16")
+    one = slow_read.floor_s(parse_row("1x128x1"), "bfloat16/bfloat16")
     per_token = 2 * 30 * 3 * 64 * 2
     weights = 2 * 134_479_872
     assert one == pytest.approx(weights + 64 * per_token, rel=1e-3)
-    two = slow_read.floor_s(parse_row("1x128x2"), "bfloat16")
+    two = slow_read.floor_s(parse_row("1x128x2"), "bfloat16/bfloat16")
     assert two - one == pytest.approx(weights + 129 * per_token, rel=1e-3)
     # products limit everything: the shared prefix is computed once
     slow_products = Ceilings({256: 1e30}, {"bfloat16": 1.0, "int8": 1.0, "q4": 1.0})
-    shared = slow_products.floor_s(parse_row("prefix-4x1000+24x1"), "bfloat16")
-    alone = slow_products.floor_s(parse_row("4x1024x1"), "bfloat16")
+    shared = slow_products.floor_s(parse_row("prefix-4x1000+24x1"), "bfloat16/bfloat16")
+    alone = slow_products.floor_s(parse_row("4x1024x1"), "bfloat16/bfloat16")
     assert alone / shared == pytest.approx(4096 / 1096, rel=0.01)
 
 

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 __all__ = ["ABI", "Config", "Step", "check", "library", "unavailable_reason", "variants"]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 1
+ABI: Final = 2
 _PATTERN: Final = "_lib*.so"
 
 
@@ -61,6 +61,7 @@ class Step(ctypes.Structure):
         ("tables", c_void_p),
         ("sample_rows", c_void_p),
         ("logits", c_void_p),
+        ("likeliest", c_void_p),
     )
 
 

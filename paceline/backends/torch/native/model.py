@@ -98,6 +98,10 @@ class NativeModel:
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self._vocab = config.vocab_size
         self._logits = np.empty((0, self._vocab), dtype=np.float32)
+        self._most_likely = np.empty(0, dtype=np.int32)
+        # of the last step's logits: the first of the largest of each row, -1 where one is not
+        # finite, [R]; a view that the next step overwrites
+        self.likeliest = self._most_likely
         window = config.sliding_window if config.sliding_layers else None
         sliding = bytes(layer in config.sliding_layers for layer in range(config.num_hidden_layers))
         values = Config(
@@ -203,6 +207,7 @@ class NativeModel:
             )
         if len(self._logits) < len(rows):
             self._logits = np.empty((len(rows), self._vocab), dtype=np.float32)
+            self._most_likely = np.empty(len(rows), dtype=np.int32)
         step = Step(
             tokens=len(tokens),
             sequences=sequences,
@@ -214,8 +219,10 @@ class NativeModel:
             tables=tables.ctypes.data,
             sample_rows=rows.ctypes.data,
             logits=self._logits.ctypes.data,
+            likeliest=self._most_likely.ctypes.data,
         )
         check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
+        self.likeliest = self._most_likely[: len(rows)]
         return self._logits[: len(rows)]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
