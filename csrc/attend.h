@@ -80,26 +80,24 @@ static void scores(const AttendArgs& a, const Chunk& c, float (*s)[kChunkKeys]) 
   const int units = a.head_dim / D::per_unit;
   int t = 0;
   Ahead ahead(c, int64_t(a.head_dim) * kTile * (8 / D::per_unit), (c.tiles + 1) / 2 * units);
-  if constexpr (R <= 6) {
-    for (; t + 2 <= c.tiles; t += 2) {
-      vf acc0[R], acc1[R];
-      PL_UNROLL
-      for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = zero();
-      for (int u = 0; u < units; ++u) {
-        const auto k0 = D::weight(c.k[t] + u * 64), k1 = D::weight(c.k[t + 1] + u * 64);
-        ahead.step();
-        PL_UNROLL
-        for (int r = 0; r < R; ++r) {
-          const auto x = D::value(a.q + r * a.q_stride + 4 * u);
-          acc0[r] = D::dot(acc0[r], x, k0);
-          acc1[r] = D::dot(acc1[r], x, k1);
-        }
-      }
+  for (; t + 2 <= c.tiles; t += 2) {
+    vf acc0[R], acc1[R];
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = zero();
+    for (int u = 0; u < units; ++u) {
+      const auto k0 = D::weight(c.k[t] + u * 64), k1 = D::weight(c.k[t + 1] + u * 64);
+      if constexpr (R <= 6) ahead.step();
       PL_UNROLL
       for (int r = 0; r < R; ++r) {
-        store(s[r] + t * kTile, acc0[r]);
-        store(s[r] + (t + 1) * kTile, acc1[r]);
+        const auto x = D::value(a.q + r * a.q_stride + 4 * u);
+        acc0[r] = D::dot(acc0[r], x, k0);
+        acc1[r] = D::dot(acc1[r], x, k1);
       }
+    }
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      store(s[r] + t * kTile, acc0[r]);
+      store(s[r] + (t + 1) * kTile, acc1[r]);
     }
   }
   for (; t < c.tiles; ++t) {

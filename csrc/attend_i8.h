@@ -50,8 +50,7 @@ template <int R>
 static void scores_i8(const AttendArgs& a, const ChunkI8& c, const float* offset, float (*s)[kChunkKeys]) {
   int t = 0;
   Ahead ahead(c.tiles, int64_t(a.head_dim) * kTile * 2 + 2 * kTile * 4, (c.tiles.tiles + 1) / 2 * (a.head_dim / 4));
-  if constexpr (R <= 6)
-    for (; t + 2 <= c.tiles.tiles; t += 2) scores_i8_tiles<R, 2>(a, c, t, offset, s, ahead);
+  for (; t + 2 <= c.tiles.tiles; t += 2) scores_i8_tiles<R, 2>(a, c, t, offset, s, ahead);
   for (; t < c.tiles.tiles; ++t) scores_i8_tiles<R, 1>(a, c, t, offset, s, ahead);
 }
 

@@ -14,9 +14,10 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr int64_t kRowBlock = 208;
 // up to here the 4-bit weights are read, above their int8 copy
 constexpr int64_t kQ4Rows = 6;
-// With so many rows for every member, each takes its own through all products from one attention to the
-// next: nobody waits for anybody, rows stay in the caches of one processor, and reading the weights
-// once a member is hidden behind the products.
+// With so many rows for each of two members, each takes its own through all products from one attention
+// to the next: nobody waits for anybody, rows stay in the caches of one processor, and reading the
+// weights once a member is hidden behind the products. Every further member reads them once more, so
+// the rows it takes grow with the members.
 constexpr int64_t kRowsAlone = 6;
 // keys of one query set that are worth a thread of their own
 constexpr int kSplitKeys = 256;
@@ -180,7 +181,7 @@ void Model::forward(const PacelineStep& step) {
 Model::Share Model::share_of(int member, int64_t rows) {
   Share share{0, rows, rows, false, acts_buffer_.data(), reinterpret_cast<float*>(scales_.data())};
   const int64_t size = team_.size();
-  if (size == 1 || rows < kRowsAlone * size) return share;
+  if (size == 1 || rows < kRowsAlone * size * size / 2) return share;
   share.begin = rows * member / size;
   share.rows = rows * (member + 1) / size - share.begin;
   share.alone = true;

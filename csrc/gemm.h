@@ -265,6 +265,7 @@ static void run_tile_q4(const GemmArgs& g, int64_t row, int64_t panel, int rows)
 template <class D>
 static void gemm(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
   constexpr int most = D::per_unit == 4 ? kTileRowsI8 : kTileRows;
+  if (begin == end) return;
   // equal tiles rather than full ones and a thin rest
   const int64_t count = (end - begin + most - 1) / most;
   const uint8_t* next = g.w.data + (panel + 1) * g.w.panel_bytes;

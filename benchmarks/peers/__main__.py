@@ -16,8 +16,8 @@ count nowhere, ``paceline-bf16`` bfloat16 alone. In the
 than a minute for a row is not asked again in later rounds.
 
 Online. Each HTTP server, ours as ``paceline serve`` comes, gets the same Poisson streams of
-requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same means
-where ../shared/traces is absent), whether it keeps up or not. ``within`` is the share of all
+requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same
+means where ../shared/traces is absent), whether it keeps up or not. ``within`` is the share of all
 requests whose first token came within 1 s and the others at 100 ms a token on average. Rates rise;
 a server that kept less than 5 % within is not asked at higher ones.
 

@@ -153,7 +153,7 @@ def test_mixed_batch_and_sampled_rows(dtype: str, threads: int) -> None:
 
 @native
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("rows", [11, 12, 18, 45])
+@pytest.mark.parametrize("rows", [11, 12, 27, 45])
 def test_members_with_rows_of_their_own(dtype: str, rows: int) -> None:
     """Enough rows for each of two or three members to take some through whole layers by itself; in
     the last step fewer are sampled than computed."""
