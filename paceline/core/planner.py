@@ -120,7 +120,8 @@ class Planner:
         if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.ordinary and others:
             self._preempt(survey.best_effort[-1], now)
             others -= 1
-        preempted = self._run(draft, survey.ordinary, others, now)
+        # a light tenant's prompt is not cut short by prompts that came before it
+        preempted = self._run(draft, survey.ordinary, others + survey.favoured_waiting, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
@@ -157,6 +158,16 @@ class Planner:
         if draft.background_cost:
             self._budget.charge(draft.background_cost)
         return held_by
+
+    def could_favour(self, head: Request | None) -> bool:
+        """Whether the first that waits is a light tenant's, and there is a place and memory."""
+        return (
+            head is not None
+            and head.favoured
+            and not head.num_pending_tokens
+            and len(self.running) < self._config.max_num_seqs
+            and self._kv.shortfall(head, beside_others=bool(self.running)) == 0
+        )
 
     # ------------------------------------------------------------------ those running
 
@@ -228,7 +239,7 @@ class Planner:
             num_tokens = total - computed
             if num_tokens > 1:
                 reserved = len(running) - index - 1 + others
-                num_tokens = min(num_tokens, draft.budget - reserved)
+                num_tokens = max(1, min(num_tokens, draft.budget - reserved))
                 if request.slo.best_effort:
                     num_tokens = min(num_tokens, draft.fitting(request, self._step_time))
             new_block_ids: tuple[int, ...] = ()

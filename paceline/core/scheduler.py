@@ -64,6 +64,10 @@ _new = tuple.__new__
 _FULL = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
 # of a step's time by its prediction: few steps take less
 _EARLY = 0.1
+# share of the fixed part in the time of the largest step; where tenants are kept apart, steps are
+# shorter, since whoever comes must not wait long for the end of another's
+_OVERHEAD = 0.03
+_APART_OVERHEAD = 0.1
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
 
@@ -95,6 +99,7 @@ class Scheduler:
                 work=work,
                 best_effort_step_s=config.best_effort_step_s,
                 background_share=config.background_share,
+                overhead=_APART_OVERHEAD if self.policy.keeps_tenants_apart else _OVERHEAD,
             )
         # most policies do not count what was served: not asking them saves a call for every token
         self._policy_listens = getattr(type(self.policy), "served", None) is not FcfsPolicy.served
@@ -249,8 +254,7 @@ class Scheduler:
         survey = Survey.of(running)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
-            pressing = survey.wide if head is None else [*survey.wide, head]
-            survey.favoured = sum(r.num_uncomputed_tokens for r in pressing if r.favoured)
+            survey.favour(head if self._planner.could_favour(head) else None)
         if self._planner.lateness.relegate_running(running, survey.wide, starts):
             survey = Survey.of(running)
         allowance = self.budget.allow(survey, starts)

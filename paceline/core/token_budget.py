@@ -124,7 +124,7 @@ class AdaptiveTokenBudget:
         tile: int = 32,
         floor: int = 32,
         quantile: float = 0.9,
-        overhead: float = 0.03,
+        overhead: float,
     ) -> None:
         self._model = model
         self._most = max_num_batched_tokens
