@@ -18,6 +18,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
+from paceline.core.deadlines import Deadlines
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import Request
 from paceline.core.step_time import StepTimeModel
@@ -62,17 +63,26 @@ class Lateness:
         self._group: Callable[[Request], str] = lambda _: ""
         if policy.keeps_tenants_apart:
             self._group = attrgetter("tenant")
+        self._deadlines = Deadlines(
+            waiting=waiting,
+            step_time=step_time,
+            work=work,
+            budget=budget,
+            group=self._group,
+        )
         self.num_relegated = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether not even computing nothing else would meet its TTFT target any more."""
+        """Whether not even computing nothing else would meet its TTFT target any more; of a
+        best-effort request, its deadline."""
         slo = request.slo
+        if slo.best_effort:
+            return self._enabled and self._deadlines.is_hopeless(request, now)
         return (
             slo.ttft is not None
-            and not slo.best_effort
             and not request.favoured
             and self._enabled
             and request.first_token_time is None
@@ -83,10 +93,12 @@ class Lateness:
         )
 
     def relegate(self, request: Request) -> None:
-        """Make it best effort, with an order to match; the caller has it in no ordered place."""
-        request.slo = replace(request.slo, best_effort=True)
+        """Make it best effort, with an order to match; the caller has it in no ordered place. What
+        is that already comes last among its kind."""
+        if not request.slo.best_effort:
+            request.slo = replace(request.slo, best_effort=True)
+            request.order = (self._policy.later(request.order[0]), request.order[1])
         request.relegated = True
-        request.order = (self._policy.later(request.order[0]), request.order[1])
         self.num_relegated += 1
 
     def relegate_running(self, running: list[Request], wide: Iterable[Request], now: float) -> bool:
@@ -100,6 +112,19 @@ class Lateness:
                 self.relegate(request)
                 insort(running, request, key=_ORDER)
         return found
+
+    def keep_deadlines(self, survey: Survey, starts: float) -> None:
+        """Let those best-effort requests go that cannot all be done in time."""
+        if not self._enabled:
+            return
+        for loser in self._deadlines.look(survey, starts):
+            if loser in self._waiting:
+                self._waiting.remove(loser)
+                self.relegate(loser)
+                self._waiting.push(loser)
+            else:
+                # where it stands in the order does not change
+                self.relegate(loser)
 
     def triage(self, survey: Survey, starts: float) -> None:
         """Let those go who cannot all be on time, if a step that begins at ``starts`` is next."""

@@ -67,7 +67,7 @@ _EARLY = 0.1
 # share of the fixed part in the time of the largest step; where tenants are kept apart, steps are
 # shorter, since whoever comes must not wait long for the end of another's
 _OVERHEAD = 0.03
-_APART_OVERHEAD = 0.1
+_APART_OVERHEAD = 0.15
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
 
@@ -108,7 +108,7 @@ class Scheduler:
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
         self._shares = TenantShares()
-        self._waiting = WaitingRoom(self.policy.make_queue, self.kv)
+        self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later)
         self._forks = Forks()
         self._planner = Planner(
             config,
