@@ -30,10 +30,8 @@ __all__ = ["Deadlines"]
 # of those that wait and run, the earliest: what is due later is looked at later
 _MAX_LOOKED_AT: Final = 128
 _STEPS_BETWEEN_LOOKS: Final = 8
-# of predicted lengths: whoever is left out stays out, so work is taken to be short
-_SURELY: Final = 0.25
-# of predicted lengths where it does no harm to be careful
-_LIKELY: Final = 0.7
+# of predicted lengths: who is left out would be late rather than not
+_QUANTILE: Final = 0.5
 # deadlines press if somebody would be late if all took so many times as long as predicted
 _HASTE: Final = 2.0
 
@@ -66,7 +64,7 @@ class Deadlines:
         deadline = request.slo.deadline
         if deadline is None or request.relegated or not self._step_time.ready:
             return False
-        seconds = self._work.surely_left(request, _SURELY) * self._step_seconds(1)
+        seconds = self._left(request) * self._step_seconds(1)
         if request.num_uncomputed_tokens > 1:
             seconds += self._work.prompt_seconds(request.num_uncomputed_tokens)
         return now + seconds > request.arrival_time + deadline
@@ -88,44 +86,49 @@ class Deadlines:
         if not self._step_time.ready:
             return []
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
-        first = [
-            entry[2] for entry in islice(merge(running, self._waiting.promised), _MAX_LOOKED_AT)
-        ]
+        first = list(islice(merge(running, self._waiting.promised), _MAX_LOOKED_AT))
         per_token = self._budget.seconds_per_token(Survey())
         per_row = self._step_time.row_seconds(0)
-        together = self._step_seconds(max(1, survey.num_running))
-
-        def seconds(request: Request) -> float:
-            # of the machine's time
-            left = self._work.surely_left(request, _SURELY)
-            return request.num_uncomputed_tokens * per_token + left * per_row
-
-        def due(request: Request) -> float:
-            # its steps come one after another, however little of each it takes
-            deadline = request.slo.deadline
-            assert deadline is not None, "it has one"
-            left = self._work.surely_left(request, _SURELY)
-            return request.arrival_time + deadline - left * (together - per_row)
-
-        left_out = triage(first, now, seconds, self._group, due)
-        gone = {request.request_id for request in left_out}
+        # a step of rows alone, and one filled up with prompts; how long these last
+        short = self._step_seconds(max(1, survey.num_running))
+        beside = self._step_time.predict(survey.base) if survey.ordinary else 0.0
+        full = beside + self._budget.full_step_seconds
+        filling = self._waiting.num_prompt_tokens * per_token
+        # by request: seconds of the machine's time, and when it must have been given these: tokens
+        # come one a step, and what is between them is not its own
+        jobs: dict[str, tuple[float, float]] = {}
         end = now
-        pressing = False
-        for request in first:
-            if request.request_id in gone:
-                continue
-            num_output = request.num_tokens - request.num_prompt_tokens
-            if request.predicted_output <= num_output:
-                request.predicted_output = self._work.expected_tokens(request, _LIKELY)
-            left = request.predicted_output - num_output
-            end += _HASTE * (request.num_uncomputed_tokens * per_token + left * per_row)
-            deadline = request.slo.deadline
-            assert deadline is not None, "it has one"
-            if end + left * together > request.arrival_time + deadline:
-                pressing = True
+        late = False
+        for due, _, request in first:
+            left = self._left(request)
+            own = left * per_row
+            between = max(0.0, min(left * full, left * short + filling) - own)
+            own += request.num_uncomputed_tokens * per_token
+            jobs[request.request_id] = own, due - between
+            end += own
+            late = late or end > due - between
+        left_out: list[Request] = []
+        if late:
+            left_out = triage(
+                [entry[2] for entry in first],
+                now,
+                lambda request: jobs[request.request_id][0],
+                self._group,
+                lambda request: jobs[request.request_id][1],
+            )
+        for loser in left_out:
+            del jobs[loser.request_id]
+        end = now
+        self._waiting.pressing = False
+        for own, latest in jobs.values():
+            end += _HASTE * own
+            if end > latest:
+                self._waiting.pressing = True
                 break
-        self._waiting.pressing = pressing
         return left_out
+
+    def _left(self, request: Request) -> int:
+        return self._work.surely_left(request, _QUANTILE)
 
     def _step_seconds(self, num_rows: int) -> float:
         return self._step_time.predict(StepShape(0, 0.0, num_rows, 0))

@@ -133,7 +133,7 @@ class Planner:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, Band.ORDINARY)
             draft.budget += others
-        if self._step_time.ready and not draft.wide_tokens:
+        if self._step_time.ready:
             # or whoever comes next would wait for a long step of work without hurry
             own = self._step_time.predict(draft.shape) if draft.rows else 0.0
             draft.seconds = min(draft.seconds, own + self._budget.best_effort_seconds)
@@ -461,6 +461,10 @@ class Planner:
         insort(self.running, request, key=_ORDER)
         if not request.slo.best_effort:
             self._guard.add(request)
+            hurries = request.slo.ttft is not None and self._step_time.ready
+            if hurries and self._config.adaptive_token_budget:
+                # its prompt is not kept waiting for best-effort rows, as of those that run
+                draft.seconds = 0.0
         draft.new.append(
             NewRequest(
                 request_id=request.request_id,

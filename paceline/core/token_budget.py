@@ -63,6 +63,11 @@ class TokenBudget(Protocol):
         """Of a step in which all is best effort."""
         ...
 
+    @property
+    def full_step_seconds(self) -> float:
+        """Of the longest step in which all is best effort."""
+        ...
+
     def allow(self, running: Survey, now: float) -> Allowance:
         """What the next step may spend."""
         ...
@@ -82,6 +87,10 @@ class FixedTokenBudget:
     @property
     def best_effort_seconds(self) -> float:
         return math.inf
+
+    @property
+    def full_step_seconds(self) -> float:
+        return self._model.predict(StepShape().plus(0, max(2, self._allowance.tokens)))
 
     def __init__(self, model: StepTimeModel, max_num_batched_tokens: int) -> None:
         self._model = model
@@ -163,6 +172,11 @@ class AdaptiveTokenBudget:
         """As asked for; where a single row takes so long already, whoever arrives waits for that
         whatever is done, and twice as long lets rows share it."""
         return max(self._best_effort_step_s, 2.0 * self._model.predict(StepShape(0, 0.0, 1, 0)))
+
+    @property
+    def full_step_seconds(self) -> float:
+        longest = self._model.predict(StepShape().plus(0, max(2, self._knee())))
+        return min(longest, self.best_effort_seconds)
 
     def charge(self, seconds: float) -> None:
         self._credit -= seconds

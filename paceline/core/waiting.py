@@ -171,6 +171,11 @@ class WaitingRoom:
         bands = Band.BACKGROUND if Band.ORDINARY < band < Band.BACKGROUND else band + 1
         return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all members."""
+        return sum(self._num_tokens)
+
     def prefetch(self) -> None:
         """Fetch the swapped blocks of the first, if it has any and there is room."""
         head = self.first()
