@@ -93,11 +93,10 @@ class Lateness:
         )
 
     def relegate(self, request: Request) -> None:
-        """Make it best effort, with an order to match; the caller has it in no ordered place. What
-        is that already comes last among its kind."""
-        if not request.slo.best_effort:
-            request.slo = replace(request.slo, best_effort=True)
-            request.order = (self._policy.later(request.order[0]), request.order[1])
+        """Make it best effort, or less if it is that, with an order to match; the caller has it in
+        no ordered place."""
+        request.slo = replace(request.slo, best_effort=True)
+        request.order = (self._policy.later(request.order[0]), request.order[1])
         request.relegated = True
         self.num_relegated += 1
 
@@ -113,18 +112,21 @@ class Lateness:
                 insort(running, request, key=_ORDER)
         return found
 
-    def keep_deadlines(self, survey: Survey, starts: float) -> None:
-        """Let those best-effort requests go that cannot all be done in time."""
-        if not self._enabled:
-            return
-        for loser in self._deadlines.look(survey, starts):
+    def keep_deadlines(self, running: list[Request], survey: Survey, starts: float) -> bool:
+        """Let those best-effort requests go that cannot all be done in time. Returns whether any of
+        ``running`` were among them; it stays in order."""
+        found = False
+        for loser in self._deadlines.look(survey, starts) if self._enabled else ():
             if loser in self._waiting:
                 self._waiting.remove(loser)
                 self.relegate(loser)
                 self._waiting.push(loser)
             else:
-                # where it stands in the order does not change
+                found = True
+                running.remove(loser)
                 self.relegate(loser)
+                insort(running, loser, key=_ORDER)
+        return found
 
     def triage(self, survey: Survey, starts: float) -> None:
         """Let those go who cannot all be on time, if a step that begins at ``starts`` is next."""

@@ -111,7 +111,6 @@ class Planner:
             What holds the head of the queue up; None if nothing does.
         """
         self._guard = PaceGuard(survey, self._step_time)
-        self.lateness.keep_deadlines(survey, starts)
         if not held and self._waiting:
             self.lateness.triage(survey, starts)
             if self._displace(now):

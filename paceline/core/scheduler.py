@@ -252,11 +252,13 @@ class Scheduler:
         # steps run one after another, so this one starts when those planned before it have ended
         starts = max(now, self._busy_until) if self._in_flight else now
         survey = Survey.of(running)
+        lateness = self._planner.lateness
+        moved = lateness.relegate_running(running, survey.wide, starts)
+        if lateness.keep_deadlines(running, survey, starts) or moved:
+            survey = Survey.of(running)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
             survey.favour(head if self._planner.could_favour(head) else None)
-        if self._planner.lateness.relegate_running(running, survey.wide, starts):
-            survey = Survey.of(running)
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
         draft = Draft(allowance)
