@@ -111,6 +111,8 @@ class Planner:
             What holds the head of the queue up; None if nothing does.
         """
         self._guard = PaceGuard(survey, self._step_time)
+        # a light tenant's prompt is not cut short by prompts that came before it
+        reserved = survey.favoured_waiting
         if not held and self._waiting:
             self.lateness.triage(survey, starts)
             if self._displace(now):
@@ -123,8 +125,7 @@ class Planner:
         if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.ordinary and others:
             self._preempt(survey.best_effort[-1], now)
             others -= 1
-        # a light tenant's prompt is not cut short by prompts that came before it
-        preempted = self._run(draft, survey.ordinary, others + survey.favoured_waiting, now)
+        preempted = self._run(draft, survey.ordinary, others + reserved, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY

@@ -64,10 +64,6 @@ _new = tuple.__new__
 _FULL = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
 # of a step's time by its prediction: few steps take less
 _EARLY = 0.1
-# share of the fixed part in the time of the largest step; where tenants are kept apart, steps are
-# shorter, since whoever comes must not wait long for the end of another's
-_OVERHEAD = 0.03
-_APART_OVERHEAD = 0.15
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
 
@@ -99,7 +95,6 @@ class Scheduler:
                 work=work,
                 best_effort_step_s=config.best_effort_step_s,
                 background_share=config.background_share,
-                overhead=_APART_OVERHEAD if self.policy.keeps_tenants_apart else _OVERHEAD,
             )
         # most policies do not count what was served: not asking them saves a call for every token
         self._policy_listens = getattr(type(self.policy), "served", None) is not FcfsPolicy.served
@@ -259,6 +254,7 @@ class Scheduler:
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
             survey.favour(head if self._planner.could_favour(head) else None)
+            survey.shared = self._shares.are_several
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
         draft = Draft(allowance)

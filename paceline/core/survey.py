@@ -27,6 +27,7 @@ class Survey:
         "num_running",
         "ordinary",
         "paced",
+        "shared",
         "targets",
         "tightest",
         "urgent",
@@ -51,6 +52,8 @@ class Survey:
         # prompt tokens that must not wait for the pace of others, and those of them that wait
         self.favoured = 0
         self.favoured_waiting = 0
+        # tenants that are kept apart share the engine lately
+        self.shared = False
         # an ordinary wide one has a TTFT target
         self.urgent = False
 

@@ -37,9 +37,7 @@ def trained() -> StepTimeModel:
 
 def budget_of(model: StepTimeModel, **options: Any) -> AdaptiveTokenBudget:
     work = WorkEstimator(model, LengthHistory())
-    return AdaptiveTokenBudget(
-        model, 512, work=work, **({"best_effort_step_s": 0.05, "overhead": 0.03} | options)
-    )
+    return AdaptiveTokenBudget(model, 512, work=work, **({"best_effort_step_s": 0.05} | options))
 
 
 def running(tpot: float | None, first_token: float = 0.0, num_output: int = 1) -> Request:
