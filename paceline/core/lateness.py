@@ -2,9 +2,9 @@
 
 They become best effort: still served, when nobody else needs the step. A favoured request never
 does, or a light tenant's late one would wait for all of a flood. Two ways to find them: one whose
-prompt
-alone takes longer than is left is late whatever happens; and of those that wait, the fewest whose
-leaving out lets the others be on time (``triage``).
+prompt alone takes longer than is left is late whatever happens; and of those that wait, the fewest
+whose leaving out lets the others be on time (``triage``). Best-effort requests with a deadline that
+they cannot meet fall back one band more (``deadlines``).
 
 This module does not know what else fills a step.
 """

@@ -11,7 +11,7 @@ running request that is one token behind costs one token. In order:
    is empty, one of those not yet served gives its blocks up.
 3. Waiting requests, in the policy's order, if nobody was preempted. A head that does not fit may be
    passed by a bounded number of others, a bounded number of times.
-4. Best-effort requests come last in both: 2 and 3 again for them, with what is left.
+4. Best-effort requests come last in both: 2 and 3 again for them, band by band, with what is left.
 
 Counters move when a step is planned, not when it ran, so ``schedule`` may be called again before
 ``update``: a request whose last token is still unknown is planned by position, and the backend uses

@@ -5,7 +5,8 @@ step-time model:
 
 * The knee: steps are made no larger than it takes for the fixed part of a step's time to be a small
   share. Beyond that a larger step computes no more tokens a second, and every token in it, and
-  every request that arrives meanwhile, waits for its end.
+  every request that arrives meanwhile, waits for its end. While tenants that are kept apart share
+  the engine, the share is larger and steps are shorter.
 * The slack of those running (the dynamic chunk of Niyama, arXiv 2503.22562): the next token of a
   paced request is due at a known time, so a step may take until the earliest of these, and no
   longer. Requests that are ahead of their schedule thereby lend their time to prompts that wait.

@@ -3,8 +3,8 @@
 When more requests wait than can all be on time, serving them in order makes nearly all late: each
 is started just when it is past saving. Moore and Hodgson's rule (1968) instead keeps the most
 requests on time: go through them in order, add up their work, and whenever one would be late, leave
-out the largest so far. Here those left out become best effort. Where groups must not pay for one
-another, it is the largest of the late one's own group.
+out the largest so far. Those left out become best effort, or less if they are that. Where groups
+must not pay for one another, it is the largest of the late one's own group.
 
 This module does not know the queue, memory or time.
 """
