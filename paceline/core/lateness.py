@@ -79,11 +79,12 @@ class Lateness:
         """Whether not even computing nothing else would meet its TTFT target any more; of a
         best-effort request, its deadline."""
         slo = request.slo
+        if request.favoured:
+            return False
         if slo.best_effort:
             return self._enabled and self._deadlines.is_hopeless(request, now)
         return (
             slo.ttft is not None
-            and not request.favoured
             and self._enabled
             and request.first_token_time is None
             and not request.num_pending_tokens
@@ -117,6 +118,8 @@ class Lateness:
         ``running`` were among them; it stays in order."""
         found = False
         for loser in self._deadlines.look(survey, starts) if self._enabled else ():
+            if loser.favoured:
+                continue
             if loser in self._waiting:
                 self._waiting.remove(loser)
                 self.relegate(loser)

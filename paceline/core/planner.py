@@ -123,7 +123,7 @@ class Planner:
         running = self.running
         others = len(survey.best_effort)
         if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.ordinary and others:
-            self._preempt(survey.best_effort[-1], now)
+            self._preempt(max(survey.best_effort, key=lambda r: (r.band, r.order)), now)
             others -= 1
         preempted = self._run(draft, survey.ordinary, others + reserved, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
@@ -279,15 +279,10 @@ class Planner:
     def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
         """Who gives blocks up for ``running[index]``: nobody who has a row already."""
         candidates = running[index:]
-        slo = running[index].slo
-        if not slo.background:
-            served = {request.request_id for request in draft.requests}
-            candidates += [
-                r
-                for r in self.running
-                if (r.slo.background if slo.best_effort else r.slo.best_effort)
-                and r.request_id not in served
-            ]
+        band = running[index].band
+        if band is not Band.BACKGROUND:
+            taken = {request.request_id for request in [*draft.requests, *candidates]}
+            candidates += [r for r in self.running if r.band > band and r.request_id not in taken]
         return self._preemption.victim(candidates, self._policy.expendable)
 
     def _preempt(self, request: Request, now: float) -> None:
