@@ -40,9 +40,9 @@ def step_seconds(shape: StepShape) -> float:
 
 
 def measure(running: int, waiting: int, policy: str, *, everything: bool = False) -> list[float]:
-    """Seconds of schedule + update, step by step. ``everything``: a third each of the requests have
-    targets, have none, and are best effort; steps are timed, so that all that predicts is at work;
-    swapping and the valve are on."""
+    """Seconds of schedule + update, step by step. ``everything``: a quarter each of the requests
+    have targets, have none, and are best effort without and with a deadline; steps are timed, so
+    that all that predicts is at work; swapping and the valve are on."""
     rng = random.Random(0)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -60,7 +60,12 @@ def measure(running: int, waiting: int, policy: str, *, everything: bool = False
         ),
     )
     now = 0.0
-    kinds = (Slo(ttft=60.0, tpot=0.05), Slo(), Slo(best_effort=True))
+    kinds = (
+        Slo(ttft=60.0, tpot=0.05),
+        Slo(),
+        Slo(best_effort=True),
+        Slo(best_effort=True, deadline=30.0),
+    )
     num_added = 0
 
     def add() -> None:
@@ -71,7 +76,7 @@ def measure(running: int, waiting: int, policy: str, *, everything: bool = False
                 prompt_token_ids=[rng.randrange(50_000) for _ in range(256)],
                 sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
                 arrival_time=now if everything else float(num_added),
-                slo=kinds[num_added % 3] if everything else NO_SLO,
+                slo=kinds[num_added % len(kinds)] if everything else NO_SLO,
             )
         )
         num_added += 1

@@ -2,9 +2,9 @@
 
 They become best effort: still served, when nobody else needs the step. A favoured request never
 does, or a light tenant's late one would wait for all of a flood. Two ways to find them: one whose
-prompt
-alone takes longer than is left is late whatever happens; and of those that wait, the fewest whose
-leaving out lets the others be on time (``triage``).
+prompt alone takes longer than is left is late whatever happens; and of those that wait, the fewest
+whose leaving out lets the others be on time (``triage``). Best-effort requests with a deadline that
+they cannot meet fall back one band more (``deadlines``).
 
 This module does not know what else fills a step.
 """
@@ -18,6 +18,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
+from paceline.core.deadlines import Deadlines
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import Request
 from paceline.core.step_time import StepTimeModel
@@ -62,18 +63,28 @@ class Lateness:
         self._group: Callable[[Request], str] = lambda _: ""
         if policy.keeps_tenants_apart:
             self._group = attrgetter("tenant")
+        self._deadlines = Deadlines(
+            waiting=waiting,
+            step_time=step_time,
+            work=work,
+            budget=budget,
+            group=self._group,
+        )
         self.num_relegated = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether not even computing nothing else would meet its TTFT target any more."""
+        """Whether not even computing nothing else would meet its TTFT target any more; of a
+        best-effort request, its deadline."""
         slo = request.slo
+        if request.favoured:
+            return False
+        if slo.best_effort:
+            return self._enabled and self._deadlines.is_hopeless(request, now)
         return (
             slo.ttft is not None
-            and not slo.best_effort
-            and not request.favoured
             and self._enabled
             and request.first_token_time is None
             and not request.num_pending_tokens
@@ -83,10 +94,11 @@ class Lateness:
         )
 
     def relegate(self, request: Request) -> None:
-        """Make it best effort, with an order to match; the caller has it in no ordered place."""
+        """Make it best effort, or less if it is that, with an order to match; the caller has it in
+        no ordered place."""
         request.slo = replace(request.slo, best_effort=True)
-        request.relegated = True
         request.order = (self._policy.later(request.order[0]), request.order[1])
+        request.relegated = True
         self.num_relegated += 1
 
     def relegate_running(self, running: list[Request], wide: Iterable[Request], now: float) -> bool:
@@ -99,6 +111,24 @@ class Lateness:
                 running.remove(request)
                 self.relegate(request)
                 insort(running, request, key=_ORDER)
+        return found
+
+    def keep_deadlines(self, running: list[Request], survey: Survey, starts: float) -> bool:
+        """Let those best-effort requests go that cannot all be done in time. Returns whether any of
+        ``running`` were among them; it stays in order."""
+        found = False
+        for loser in self._deadlines.look(survey, starts) if self._enabled else ():
+            if loser.favoured:
+                continue
+            if loser in self._waiting:
+                self._waiting.remove(loser)
+                self.relegate(loser)
+                self._waiting.push(loser)
+            else:
+                found = True
+                running.remove(loser)
+                self.relegate(loser)
+                insort(running, loser, key=_ORDER)
         return found
 
     def triage(self, survey: Survey, starts: float) -> None:

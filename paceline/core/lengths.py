@@ -61,17 +61,18 @@ class LengthHistory:
 
         Always in ``(num_output, max_tokens]``, and ``max_tokens`` while nothing is known.
         """
-        known = self._quantile(label, num_output, max_tokens, q)
+        known = self.known(label, num_output, max_tokens, q)
         return max_tokens if known is None else known
 
     def expect(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int:
         """Like ``predict``, but where nothing is known, or nothing so long was ever seen, twice
         what there is: few callers who allow thousands of tokens get them, and memory kept for all
         who might would lie idle."""
-        known = self._quantile(label, num_output, max_tokens, q)
+        known = self.known(label, num_output, max_tokens, q)
         return min(max_tokens, max(_PRIOR, 2 * num_output)) if known is None else known
 
-    def _quantile(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int | None:
+    def known(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int | None:
+        """Like ``predict``, but None while nothing is known, or nothing so long was ever seen."""
         window = self._labels.get(label)
         if window is None or len(window.values) < self._min_samples:
             window = self._all

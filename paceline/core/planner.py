@@ -24,7 +24,7 @@ from paceline.core.pace import PaceGuard
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.preemption import Preemption
 from paceline.core.pressure import Pressure
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.step_time import StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import TokenBudget
@@ -39,6 +39,9 @@ _ORDER = attrgetter("order")
 _new = tuple.__new__
 # tokens for which there must be room to let a best-effort request in
 _TILE = 16
+# best-effort requests by band, lowest and highest: who gets rows and is let in together, in order
+_BANDS = ((Band.PROMISED, Band.RELEGATED), (Band.BACKGROUND, Band.BACKGROUND))
+_PRESSED = tuple((band, band) for band in Band if band is not Band.ORDINARY)
 # requests found to be late and passed over in one step at most
 _MAX_RELEGATED = 64
 
@@ -108,6 +111,8 @@ class Planner:
             What holds the head of the queue up; None if nothing does.
         """
         self._guard = PaceGuard(survey, self._step_time)
+        # a light tenant's prompt is not cut short by prompts that came before it
+        reserved = survey.favoured_waiting
         if not held and self._waiting:
             self.lateness.triage(survey, starts)
             if self._displace(now):
@@ -118,33 +123,33 @@ class Planner:
         running = self.running
         others = len(survey.best_effort)
         if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.ordinary and others:
-            self._preempt(survey.best_effort[-1], now)
+            self._preempt(max(survey.best_effort, key=lambda r: (r.band, r.order)), now)
             others -= 1
-        preempted = self._run(draft, survey.ordinary, others, now)
+        preempted = self._run(draft, survey.ordinary, others + reserved, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
         if held_by is None and self._waiting:
             draft.budget -= others
-            held_by = self._let_in(draft, now, pressure, best_effort=False)
+            held_by = self._let_in(draft, now, pressure, Band.ORDINARY)
             draft.budget += others
-        for background in (False, True) if others or self._waiting else ():
+        if self._step_time.ready:
+            # or whoever comes next would wait for a long step of work without hurry
+            own = self._step_time.predict(draft.shape) if draft.rows else 0.0
+            draft.seconds = min(draft.seconds, own + self._budget.best_effort_seconds)
+        bands = _PRESSED if self._waiting.pressing else _BANDS
+        for low, high in bands if others or self._waiting else ():
             # those that ran before: whoever was let in just now has a row
             rest = [r for r in survey.best_effort if r.status is RequestStatus.RUNNING]
-            those = [r for r in rest if r.slo.background is background]
-            left = 0 if background else len(rest) - len(those)
+            those = [r for r in rest if low <= r.band <= high]
+            left = sum(r.band > high for r in rest)
             late = self._run(draft, those, left, now) if those else False
             if held_by is None and late and running:
                 held_by = Reason.MEMORY
             head = self._waiting.peek(best_effort=True)
-            if held_by is None and head is not None and head.slo.background <= background:
-                if self._step_time.ready and all(r.slo.best_effort for r in draft.requests):
-                    # or whoever comes next would wait for a long step of work without hurry
-                    draft.seconds = min(draft.seconds, self._budget.best_effort_seconds)
+            if held_by is None and head is not None and head.band <= high:
                 draft.budget -= left
-                held_by = self._let_in(
-                    draft, now, pressure, best_effort=True, background=background
-                )
+                held_by = self._let_in(draft, now, pressure, high)
                 draft.budget += left
         if not draft.rows and not draft.narrow:
             # no wide row could be had after all (memory): do not waste the step
@@ -157,6 +162,16 @@ class Planner:
         if draft.background_cost:
             self._budget.charge(draft.background_cost)
         return held_by
+
+    def could_favour(self, head: Request | None) -> bool:
+        """Whether the first that waits is a light tenant's, and there is a place and memory."""
+        return (
+            head is not None
+            and head.favoured
+            and not head.num_pending_tokens
+            and len(self.running) < self._config.max_num_seqs
+            and self._kv.shortfall(head, beside_others=bool(self.running)) == 0
+        )
 
     # ------------------------------------------------------------------ those running
 
@@ -228,7 +243,7 @@ class Planner:
             num_tokens = total - computed
             if num_tokens > 1:
                 reserved = len(running) - index - 1 + others
-                num_tokens = min(num_tokens, draft.budget - reserved)
+                num_tokens = max(1, min(num_tokens, draft.budget - reserved))
                 if request.slo.best_effort:
                     num_tokens = min(num_tokens, draft.fitting(request, self._step_time))
             new_block_ids: tuple[int, ...] = ()
@@ -264,15 +279,10 @@ class Planner:
     def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
         """Who gives blocks up for ``running[index]``: nobody who has a row already."""
         candidates = running[index:]
-        slo = running[index].slo
-        if not slo.background:
-            served = {request.request_id for request in draft.requests}
-            candidates += [
-                r
-                for r in self.running
-                if (r.slo.background if slo.best_effort else r.slo.best_effort)
-                and r.request_id not in served
-            ]
+        band = running[index].band
+        if band is not Band.BACKGROUND:
+            taken = {request.request_id for request in [*draft.requests, *candidates]}
+            candidates += [r for r in self.running if r.band > band and r.request_id not in taken]
         return self._preemption.victim(candidates, self._policy.expendable)
 
     def _preempt(self, request: Request, now: float) -> None:
@@ -308,25 +318,17 @@ class Planner:
 
     # ------------------------------------------------------------------ those waiting
 
-    def _let_in(
-        self,
-        draft: Draft,
-        now: float,
-        pressure: Pressure,
-        *,
-        best_effort: bool,
-        background: bool = False,
-    ) -> Reason | None:
-        """Admit in order until something is short, and return what; without ``best_effort``, only
-        up to the first that is, and with it, without ``background``, only up to the first that
-        nobody waits for."""
+    def _let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
+        """Admit in order until something is short, and return what: ordinary requests, or of best
+        effort, up to the first beyond band ``last``."""
+        best_effort = last is not Band.ORDINARY
         passed: list[Request] = []
         head: Request | None = None
         tried = num_late = 0
         outlook: MemoryOutlook | None = None
         held_by: Reason | None = None
         while (request := self._next(draft, pressure, best_effort, passed)) is not None:
-            if best_effort and request.slo.background and not background:
+            if best_effort and request.band > last:
                 break
             if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
@@ -454,6 +456,10 @@ class Planner:
         insort(self.running, request, key=_ORDER)
         if not request.slo.best_effort:
             self._guard.add(request)
+            hurries = request.slo.ttft is not None and self._step_time.ready
+            if hurries and self._config.adaptive_token_budget:
+                # its prompt is not kept waiting for best-effort rows, as of those that run
+                draft.seconds = 0.0
         draft.new.append(
             NewRequest(
                 request_id=request.request_id,

@@ -24,6 +24,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_LOGPROBS",
     "MAX_STOP_TOKENS",
+    "Band",
     "FinishReason",
     "Request",
     "RequestStatus",
@@ -43,6 +44,19 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Band(enum.IntEnum):
+    """What a request has to lose by waiting; whoever has more goes first."""
+
+    # the targets of whoever is not best effort
+    ORDINARY = 0
+    # best effort: what was promised beside that
+    PROMISED = 1
+    # targets that it has missed, or cannot meet any more
+    RELEGATED = 2
+    # best effort without any target: nobody waits for it
+    BACKGROUND = 3
 
 
 class FinishReason(enum.Enum):
@@ -268,6 +282,16 @@ class Request:
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.stop_ids = self.sampling.eos_token_ids | self.sampling.stop_token_ids
+
+    @property
+    def band(self) -> Band:
+        """What it has to lose by waiting."""
+        slo = self.slo
+        if not slo.best_effort:
+            return Band.ORDINARY
+        if self.relegated:
+            return Band.RELEGATED
+        return Band.BACKGROUND if slo.background else Band.PROMISED
 
     @property
     def num_uncomputed_tokens(self) -> int:

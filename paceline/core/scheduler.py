@@ -11,7 +11,7 @@ running request that is one token behind costs one token. In order:
    is empty, one of those not yet served gives its blocks up.
 3. Waiting requests, in the policy's order, if nobody was preempted. A head that does not fit may be
    passed by a bounded number of others, a bounded number of times.
-4. Best-effort requests come last in both: 2 and 3 again for them, with what is left.
+4. Best-effort requests come last in both: 2 and 3 again for them, band by band, with what is left.
 
 Counters move when a step is planned, not when it ran, so ``schedule`` may be called again before
 ``update``: a request whose last token is still unknown is planned by position, and the backend uses
@@ -103,7 +103,7 @@ class Scheduler:
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
         self._shares = TenantShares()
-        self._waiting = WaitingRoom(self.policy.make_queue, self.kv)
+        self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later)
         self._forks = Forks()
         self._planner = Planner(
             config,
@@ -247,12 +247,14 @@ class Scheduler:
         # steps run one after another, so this one starts when those planned before it have ended
         starts = max(now, self._busy_until) if self._in_flight else now
         survey = Survey.of(running)
+        lateness = self._planner.lateness
+        moved = lateness.relegate_running(running, survey.wide, starts)
+        if lateness.keep_deadlines(running, survey, starts) or moved:
+            survey = Survey.of(running)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
-            pressing = survey.wide if head is None else [*survey.wide, head]
-            survey.favoured = sum(r.num_uncomputed_tokens for r in pressing if r.favoured)
-        if self._planner.lateness.relegate_running(running, survey.wide, starts):
-            survey = Survey.of(running)
+            survey.favour(head if self._planner.could_favour(head) else None)
+            survey.shared = self._shares.are_several
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
         draft = Draft(allowance)

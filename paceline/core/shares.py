@@ -1,34 +1,50 @@
-"""Whose requests there are, and who has far fewer than others.
+"""Whose requests there are and were lately, and who has far fewer than others.
 
 This module does not know the policy, or what runs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import Final
 
 __all__ = ["TenantShares"]
 
 # of an equal share: a tenant with no more than this is light
 _LIGHT: Final = 0.5
+# requests that are lately
+_LATELY: Final = 256
 
 
 class TenantShares:
-    """Counts unfinished requests by tenant."""
+    """Counts requests by tenant: the unfinished, and the last that came."""
 
     def __init__(self) -> None:
         self._unfinished: Counter[str] = Counter()
+        self._last: deque[str] = deque()
+        self._lately: Counter[str] = Counter()
 
     def came(self, tenant: str) -> None:
         """One more."""
         self._unfinished[tenant] += 1
+        self._last.append(tenant)
+        self._lately[tenant] += 1
+        if len(self._last) > _LATELY:
+            first = self._last.popleft()
+            self._lately[first] -= 1
+            if not self._lately[first]:
+                del self._lately[first]
 
     def went(self, tenant: str) -> None:
         """One less."""
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:
             del self._unfinished[tenant]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one tenant asked for something lately."""
+        return len(self._lately) > 1
 
     def is_light(self, tenant: str) -> bool:
         """Whether a tenant with one more request would have at most half an equal share of all."""

@@ -21,11 +21,13 @@ class Survey:
     __slots__ = (
         "best_effort",
         "favoured",
+        "favoured_waiting",
         "narrow_keys",
         "narrow_rows",
         "num_running",
         "ordinary",
         "paced",
+        "shared",
         "targets",
         "tightest",
         "urgent",
@@ -47,8 +49,11 @@ class Survey:
         self.tightest = math.inf
         # TPOT targets of ordinary ones
         self.targets: list[float] = []
-        # prompt tokens that must not wait for the pace of others
+        # prompt tokens that must not wait for the pace of others, and those of them that wait
         self.favoured = 0
+        self.favoured_waiting = 0
+        # tenants that are kept apart share the engine lately
+        self.shared = False
         # an ordinary wide one has a TTFT target
         self.urgent = False
 
@@ -88,6 +93,14 @@ class Survey:
         survey.narrow_rows, survey.narrow_keys = rows, keys
         survey.num_running = len(ordinary) + len(best_effort)
         return survey
+
+    def favour(self, head: Request | None) -> None:
+        """Count what light tenants lack: of those running, and of ``head``, which waits and can be
+        let in."""
+        self.favoured = sum(r.num_uncomputed_tokens for r in self.wide if r.favoured)
+        if head is not None:
+            self.favoured_waiting = head.num_uncomputed_tokens
+            self.favoured += self.favoured_waiting
 
     @property
     def base(self) -> StepShape:

@@ -5,7 +5,8 @@ step-time model:
 
 * The knee: steps are made no larger than it takes for the fixed part of a step's time to be a small
   share. Beyond that a larger step computes no more tokens a second, and every token in it, and
-  every request that arrives meanwhile, waits for its end.
+  every request that arrives meanwhile, waits for its end. While tenants that are kept apart share
+  the engine, the share is larger and steps are shorter.
 * The slack of those running (the dynamic chunk of Niyama, arXiv 2503.22562): the next token of a
   paced request is due at a known time, so a step may take until the earliest of these, and no
   longer. Requests that are ahead of their schedule thereby lend their time to prompts that wait.
@@ -63,6 +64,11 @@ class TokenBudget(Protocol):
         """Of a step in which all is best effort."""
         ...
 
+    @property
+    def full_step_seconds(self) -> float:
+        """Of the longest step in which all is best effort."""
+        ...
+
     def allow(self, running: Survey, now: float) -> Allowance:
         """What the next step may spend."""
         ...
@@ -82,6 +88,10 @@ class FixedTokenBudget:
     @property
     def best_effort_seconds(self) -> float:
         return math.inf
+
+    @property
+    def full_step_seconds(self) -> float:
+        return self._model.predict(StepShape().plus(0, max(2, self._allowance.tokens)))
 
     def __init__(self, model: StepTimeModel, max_num_batched_tokens: int) -> None:
         self._model = model
@@ -111,6 +121,8 @@ class AdaptiveTokenBudget:
             requests would starve.
         quantile: of actual / predicted time that must fit; 0.9 is late once in ten steps.
         overhead: share of the fixed part in the time of the largest step.
+        shared_overhead: the same while tenants that are kept apart share the engine: whoever comes
+            waits for the end of another's step.
     """
 
     def __init__(
@@ -125,6 +137,7 @@ class AdaptiveTokenBudget:
         floor: int = 32,
         quantile: float = 0.9,
         overhead: float = 0.03,
+        shared_overhead: float = 0.15,
     ) -> None:
         self._model = model
         self._most = max_num_batched_tokens
@@ -135,9 +148,10 @@ class AdaptiveTokenBudget:
         self._credit = 0.0
         # since ordinary requests run without a pause
         self._steps_beside = 0
-        self._overhead = overhead
+        # of one tenant, and of several that are kept apart
+        self._overheads = (overhead, shared_overhead)
         self._known_at = -1
-        self._tiles = 1
+        self._tiles = [1, 1]
         self._tile = tile
         self._floor = floor
         self._quantile = quantile
@@ -160,9 +174,16 @@ class AdaptiveTokenBudget:
 
     @property
     def best_effort_seconds(self) -> float:
-        """As asked for; where a single row takes so long already, whoever arrives waits for that
-        whatever is done, and twice as long lets rows share it."""
-        return max(self._best_effort_step_s, 2.0 * self._model.predict(StepShape(0, 0.0, 1, 0)))
+        """As asked for; where a single row, or the fixed part of a step with prompts, takes so long
+        already, whoever arrives waits for that whatever is done, and twice as long lets others
+        share it."""
+        row = self._model.predict(StepShape(0, 0.0, 1, 0))
+        return max(self._best_effort_step_s, 2.0 * max(row, self._tiles_seconds()[0]))
+
+    @property
+    def full_step_seconds(self) -> float:
+        longest = self._model.predict(StepShape().plus(0, max(2, self._knee(shared=False))))
+        return min(longest, self.best_effort_seconds)
 
     def charge(self, seconds: float) -> None:
         self._credit -= seconds
@@ -181,11 +202,11 @@ class AdaptiveTokenBudget:
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
             allowed = 0.0 if running.urgent else math.inf
-            return Allowance(self._total(self._knee(), running), allowed)
+            return Allowance(self._total(self._knee(running.shared), running), allowed)
         else:
             allowed = spare / max(1.0, self._model.quantile(self._quantile))
         wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
-        tokens = self._total(self._within(running.base, wide_start, allowed), running)
+        tokens = self._total(self._within(running, wide_start, allowed), running)
         return Allowance(tokens, 0.0 if running.urgent else allowed)
 
     def _spare(self, request: Request, now: float) -> float:
@@ -210,29 +231,33 @@ class AdaptiveTokenBudget:
 
     def seconds_per_token(self, running: Survey) -> float:
         base = running.base
-        tokens = self._knee()
+        tokens = self._knee(running.shared)
         if running.paced:
-            tokens = max(self._floor, self._within(base, 0, _PACE * running.tightest))
+            tokens = max(self._floor, self._within(running, 0, _PACE * running.tightest))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
-    def _knee(self) -> int:
+    def _knee(self, shared: bool) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
         if self._known_at != self._model.num_observations // _REFIT:
             self._known_at = self._model.num_observations // _REFIT
-            tile = self._tile
-            one, two = (self._model.predict(StepShape().plus(0, n * tile)) for n in (1, 2))
-            each = two - one
+            fixed, each = self._tiles_seconds()
             # fixed <= overhead * (fixed + each * tiles)
-            most = max(1, self._most // tile)
-            fixed = max(0.0, one - each)
-            wanted = fixed * (1.0 / self._overhead - 1.0)
-            self._tiles = most if wanted >= each * most else max(1, math.ceil(wanted / each))
-        return min(self._most, self._tiles * self._tile)
+            most = max(1, self._most // self._tile)
+            for index, overhead in enumerate(self._overheads):
+                wanted = fixed * (1.0 / overhead - 1.0)
+                enough = wanted < each * most
+                self._tiles[index] = max(1, math.ceil(wanted / each)) if enough else most
+        return min(self._most, self._tiles[shared] * self._tile)
 
-    def _within(self, base: StepShape, wide_start: int, allowed: float) -> int:
+    def _tiles_seconds(self) -> tuple[float, float]:
+        """Of a step with prompts: what it takes whatever their size, and for each tile."""
+        one, two = (self._model.predict(StepShape().plus(0, n * self._tile)) for n in (1, 2))
+        return max(0.0, one - (two - one)), two - one
+
+    def _within(self, running: Survey, wide_start: int, allowed: float) -> int:
         """Tokens of the largest chunk that is predicted to take ``allowed`` seconds at most."""
-        tile = self._tile
-        low, high = 0, self._knee() // tile
+        tile, base = self._tile, running.base
+        low, high = 0, self._knee(running.shared) // tile
         while low < high:
             middle = (low + high + 1) // 2
             if self._model.predict(base.plus(wide_start, middle * tile)) <= allowed:

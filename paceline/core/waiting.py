@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.queues import WaitingQueue
-from paceline.core.request import Request
+from paceline.core.request import Band, Request
 from paceline.core.waits import WaitClocks
 
 __all__ = ["WaitingRoom"]
@@ -30,10 +30,12 @@ def _is_targeted(request: Request) -> bool:
     )
 
 
-def _band(request: Request) -> int:
-    """0: ordinary; 1: best effort; 2: best effort that nobody waits for."""
-    slo = request.slo
-    return slo.best_effort + slo.background
+def _promise(request: Request, band: Band) -> tuple[float, int, Request] | None:
+    # unlike any other: requests themselves are never compared
+    deadline = request.slo.deadline
+    if deadline is None or band is not Band.PROMISED:
+        return None
+    return request.arrival_time + deadline, request.order[1], request
 
 
 class WaitingRoom:
@@ -41,12 +43,22 @@ class WaitingRoom:
     event are elsewhere (``forks``).
 
     Args:
-        make_queue: the policy's; called twice. Nobody else may change the queues.
+        make_queue: the policy's; called once for each band. Nobody else may change the queues.
+        later: the policy's.
     """
 
-    def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
-        # see ``_band``
-        self._queues = (make_queue(), make_queue(), make_queue())
+    def __init__(
+        self,
+        make_queue: Callable[[], WaitingQueue],
+        kv: KVCacheManager,
+        later: Callable[[float], float],
+    ) -> None:
+        # by band
+        self._queues = tuple(make_queue() for _ in Band)
+        self._later = later
+        # best-effort requests with a deadline would miss it if order alone decided between them and
+        # those that have missed already; set by ``deadlines``
+        self.pressing = False
         self.clocks = WaitClocks()
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
@@ -55,7 +67,10 @@ class WaitingRoom:
         self._targeted: dict[str, list[Request]] = {}
         # arrivals and departures of these
         self.num_changes = 0
-        self._num_tokens = [0, 0, 0]
+        # members of the band PROMISED with a deadline, the earliest first: (deadline, order of
+        # arrival, request)
+        self.promised: list[tuple[float, int, Request]] = []
+        self._num_tokens = [0] * len(Band)
         self._size = 0
 
     def __len__(self) -> int:
@@ -65,7 +80,7 @@ class WaitingRoom:
         return chain(*self._queues)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._queues[_band(request)]
+        return request in self._queues[request.band]
 
     @property
     def ordinary(self) -> WaitingQueue:
@@ -88,7 +103,7 @@ class WaitingRoom:
 
     def push(self, request: Request) -> None:
         """Put a request at its place; one that was taken goes on waiting."""
-        band = _band(request)
+        band = request.band
         self._size += 1
         self._num_tokens[band] += request.num_prompt_tokens
         if request.block_ids:
@@ -96,13 +111,24 @@ class WaitingRoom:
         if _is_targeted(request):
             self.num_changes += 1
             insort(self._targeted.setdefault(request.tenant, []), request, key=_ORDER)
+        if (promise := _promise(request, band)) is not None:
+            insort(self.promised, promise)
         self._queues[band].push(request)
 
     def peek(self, *, best_effort: bool) -> Request | None:
-        """The first of its kind; of best-effort requests, those that nobody waits for come last."""
+        """The first of its kind. Of best-effort requests, those that nobody waits for come last;
+        among the others order decides, but while deadlines press, those that have missed what they
+        were promised count as best effort once more."""
+        ordinary, promised, relegated, background = self._queues
         if not best_effort:
-            return self._queues[0].peek()
-        return self._queues[1].peek() or self._queues[2].peek()
+            return ordinary.peek()
+        first, second = promised.peek(), relegated.peek()
+        if first is None or second is None:
+            return first or second or background.peek()
+        key, number = second.order
+        if self.pressing:
+            key = self._later(key)
+        return second if (key, number) < first.order else first
 
     def first(self) -> Request | None:
         """The first of all: best effort only if nobody else waits."""
@@ -110,18 +136,19 @@ class WaitingRoom:
 
     def take(self, head: Request) -> None:
         """Take out what ``peek`` or ``first`` has just shown."""
-        taken = self._queues[_band(head)].pop()
+        taken = self._queues[head.band].pop()
         assert taken is head, "somebody else came first"
         self._uncount(head)
 
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands. It may come back as best effort."""
-        self._queues[_band(request)].remove(request)
+        self._queues[request.band].remove(request)
         self._uncount(request)
 
     def _uncount(self, request: Request) -> None:
+        band = request.band
         self._size -= 1
-        self._num_tokens[_band(request)] -= request.num_prompt_tokens
+        self._num_tokens[band] -= request.num_prompt_tokens
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
@@ -129,6 +156,8 @@ class WaitingRoom:
             del own[bisect_left(own, request.order, key=_ORDER)]
             if not own:
                 del self._targeted[request.tenant]
+        if (promise := _promise(request, band)) is not None:
+            del self.promised[bisect_left(self.promised, promise)]
 
     @property
     def targeted(self) -> Mapping[str, Sequence[Request]]:
@@ -138,8 +167,14 @@ class WaitingRoom:
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, prompt tokens) taken to be served before a newcomer: all of them, less best
         effort unless it is that itself."""
-        bands = _band(request) + 1
+        band = request.band
+        bands = Band.BACKGROUND if Band.ORDINARY < band < Band.BACKGROUND else band + 1
         return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all members."""
+        return sum(self._num_tokens)
 
     def prefetch(self) -> None:
         """Fetch the swapped blocks of the first, if it has any and there is room."""
@@ -169,7 +204,9 @@ class WaitingRoom:
         for tenant, own in self._targeted.items():
             assert own and all(request.tenant == tenant for request in own)
             assert own == sorted(own, key=_ORDER)
+        promises = [_promise(request, request.band) for request in members]
+        assert sorted(filter(None, promises)) == self.promised
         for band, queue in enumerate(self._queues):
-            assert all(_band(request) == band for request in queue)
+            assert all(request.band == band for request in queue)
             assert sum(request.num_prompt_tokens for request in queue) == self._num_tokens[band]
             queue.check_integrity()

@@ -39,6 +39,12 @@ class WorkEstimator:
         num_output = request.num_tokens - request.num_prompt_tokens
         return self._lengths.expect(label_of(request), num_output, request.sampling.max_tokens, q)
 
+    def surely_left(self, request: Request, q: float) -> int:
+        """Output tokens still to come by a q-quantile; one where nothing is known."""
+        num_output = request.num_tokens - request.num_prompt_tokens
+        known = self._lengths.known(label_of(request), num_output, request.sampling.max_tokens, q)
+        return 1 if known is None else known - num_output
+
     def prompt_seconds(self, num_tokens: int) -> float:
         """Seconds to compute that many prompt tokens in one step of their own."""
         if not self._step_time.ready:

@@ -183,6 +183,29 @@ def test_the_vtc_bound_holds_between_backlogged_tenants(
     driver.run()
 
 
+def test_a_tenant_saves_up_one_step_and_no_more_while_it_is_idle() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400, enable_prefix_caching=False)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    # a good deal more than one step's 64 tokens is spent on one of them
+    for index in range(40):
+        driver.add(make_request(f"heavy{index}", 30, 2, tenant="heavy"))
+    for _ in range(40):
+        driver.step()
+    spent = policy.counter("heavy")
+    assert spent > 200
+    names = []
+    for index in range(6):
+        names.append(f"light{index}")
+        driver.add(make_request(names[-1], 30, 2, arrival=driver.now, tenant="light"))
+    assert spent - PROMPT_WEIGHT * 64 <= policy.counter("light") < spent
+    driver.run()
+    admitted = [new.request_id for plan in driver.plans for new in plan.new_requests]
+    first = admitted.index("light0")
+    assert admitted[first : first + 2] == names[:2], "the second has not to wait for the first"
+    assert set(admitted[first + 2 : first + 5]) - set(names), "but it does not push others aside"
+
+
 # ---------------------------------------------------------------- phase-aligned
 
 

@@ -81,6 +81,22 @@ def test_level_3_preempts_best_effort_for_the_others() -> None:
     assert tight.finished["batch"].num_preemptions >= 1
 
 
+def test_what_nobody_waits_for_is_preempted_before_what_has_a_deadline() -> None:
+    tight = driver()
+    promised = Slo(slo_class="batch", best_effort=True, deadline=9000.0)
+    # the deadline is late in the order, and still comes first
+    tight.add(make_request("night", range(1, 61), 40, slo=BATCH))
+    tight.add(make_request("promised", range(100, 160), 40, arrival=1.0, slo=promised))
+    tight.step()
+    tight.add(make_request("paid", range(200, 290), 40))
+    tight.step()
+    tight.step()
+    assert tight.scheduler.stats().pressure_level >= 3
+    running = {request.request_id for request in tight.scheduler._planner.running}
+    assert running == {"paid", "promised"}
+    tight.run()
+
+
 def test_level_4_refuses_while_others_wait() -> None:
     tight = driver(max_num_seqs=2)
     tight.add(make_request("a", range(1, 121), 40), make_request("b", range(200, 290), 40))

@@ -9,9 +9,11 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.shares import TenantShares
+from paceline.core.step_time import StepShape
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
+from tests.driving import Driver, make_request
 
 
 def test_light_is_at_most_half_an_equal_share() -> None:
@@ -32,6 +34,67 @@ def test_light_is_at_most_half_an_equal_share() -> None:
     assert not shares.is_light("a"), "nobody else is there any more"
 
 
+def test_several_tenants_lately() -> None:
+    shares = TenantShares()
+    shares.came("a")
+    assert not shares.are_several
+    shares.came("b")
+    shares.went("b")
+    assert shares.are_several, "it was there lately"
+    for _ in range(300):
+        shares.came("a")
+        shares.went("a")
+    assert not shares.are_several, "it has not come for long"
+
+
+def seconds(shape: StepShape) -> float:
+    """20 ms a step and 1 ms a prompt token."""
+    return 0.02 + 1e-3 * shape.wide_tokens
+
+
+def trained(policy: str) -> Driver:
+    driver = Driver(
+        seconds=seconds,
+        policy=policy,
+        num_blocks=4000,
+        max_num_batched_tokens=2048,
+        max_model_len=4096,
+        enable_prefix_caching=False,
+    )
+    for index in range(120):
+        shape = StepShape(0, 0.0, index % 5, 0)
+        if index % 2:
+            shape = shape.plus(0, 32 * (1 + index % 16))
+        driver.scheduler.step_time.observe(shape, seconds(shape))
+    return driver
+
+
+def test_steps_are_shorter_while_tenants_that_are_kept_apart_share_the_engine() -> None:
+    def longest(policy: str, *tenants: str) -> int:
+        driver = trained(policy)
+        for number, tenant in enumerate(tenants):
+            driver.add(make_request(f"r{number}", 2000, 2, tenant=tenant))
+        driver.run()
+        return max(row.num_tokens for plan in driver.plans for row in plan.rows)
+
+    # 20 ms are 3 % of 667 ms, and 15 % of 133 ms
+    assert longest("fair", "a", "a") == longest("deadline", "a", "b") > 600
+    assert longest("fair", "a", "b") < 200
+
+
+def test_a_light_tenants_prompt_is_not_cut_short_by_those_that_run() -> None:
+    driver = trained("fair")
+    for number in range(4):
+        driver.add(make_request(f"heavy{number}", 1500, 50, tenant="heavy"))
+    driver.step()
+    assert driver.plans[-1].rows[-1].request_id == "heavy0"
+    driver.add(make_request("light", 900, 4, arrival=driver.now, tenant="light"))
+    driver.step()
+    rows = {row.request_id: row.num_tokens for row in driver.plans[-1].rows}
+    assert rows["light"] == 900
+    assert sum(rows.values()) - 900 <= 4, "a token each for the others"
+
+
 class Steps:
     """Seconds of a step on a small CPU."""
 
@@ -43,15 +106,15 @@ class Steps:
         return 0.006 + 0.0005 * wide + 0.0008 * len(plan.rows)
 
 
-def p99(policy: str, heavy: float) -> tuple[float, int]:
-    """The light tenant's p99 TTFT beside a flood of so many requests a second, and how many of its
-    requests were on time."""
-    rng = random.Random(5)
+def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
+    """The light tenant's p99 TTFT beside a flood of so many requests a second, and the share of its
+    requests that were on time."""
+    rng = random.Random(seed)
 
     def stream(rate: float, tenant: str) -> list[Arrival]:
         return [
             Arrival(
-                rng.uniform(0.0, 60.0),
+                rng.uniform(0.0, 70.0),
                 rng.randint(20, 700),
                 rng.randint(20, 120),
                 tenant=tenant,
@@ -59,7 +122,7 @@ def p99(policy: str, heavy: float) -> tuple[float, int]:
                 ttft=1.0,
                 tpot=0.1,
             )
-            for _ in range(round(60 * rate))
+            for _ in range(round(70 * rate))
         ]
 
     arrivals = sorted([*stream(0.5, "light"), *stream(heavy, "heavy")], key=lambda a: a.at)
@@ -69,17 +132,23 @@ def p99(policy: str, heavy: float) -> tuple[float, int]:
     )
     served: list[Served] = []
     Simulator(Pool.single(config, Steps()), served.append).run(arrivals)
-    ttfts = sorted(s.ttft for s in served if s.arrival.tenant == "light" and s.ttft is not None)
-    assert len(ttfts) == 30
-    return ttfts[-1], sum(ttft <= 1.0 for ttft in ttfts)
+    ttfts = sorted(
+        s.ttft
+        for s in served
+        # before that, step times are not known
+        if s.arrival.tenant == "light" and s.arrival.at >= 10.0 and s.ttft is not None
+    )
+    assert len(ttfts) >= 25
+    return ttfts[-1], sum(ttft <= 1.0 for ttft in ttfts) / len(ttfts)
 
 
 @pytest.mark.parametrize("heavy", [4.0, 10.0])
-def test_a_flood_neither_delays_nor_relegates_a_light_tenant(heavy: float) -> None:
-    alone, _ = p99("fair", 0.0)
-    beside, on_time = p99("fair", heavy)
-    assert beside <= 2.5 * alone
-    assert on_time >= 27
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_a_flood_neither_delays_nor_relegates_a_light_tenant(heavy: float, seed: int) -> None:
+    alone, _ = p99("fair", 0.0, seed)
+    beside, on_time = p99("fair", heavy, seed)
+    assert beside <= 1.5 * alone
+    assert on_time >= 0.95
 
 
 def test_without_fairness_it_does() -> None:

@@ -20,9 +20,11 @@ class FairPolicy(FcfsPolicy):
     """The waiting tenant with the least weighted tokens served goes first (VTC, OSDI'24, arXiv
     2401.00588). Only uncached prompt tokens count, so sharing a prefix is rewarded, not charged.
 
-    A tenant that comes back from idle is lifted to the least counter among those waiting: it cannot
-    save up. Two tenants that both always have requests waiting then differ by at most
-    ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``.
+    A tenant that comes back from idle is lifted to the least counter among those waiting, less what
+    one step may compute: so much, and no more, can be saved up, so that the second request of one
+    that asks for little need not wait because the first was large. Two tenants that both always
+    have requests waiting then differ by at most ``2 * max(PROMPT_WEIGHT * longest prompt,
+    OUTPUT_WEIGHT * tokens the cache holds)``, and what one of them had saved up.
 
     Wins: a light tenant is served at once whatever a heavy one floods. Loses: order of arrival
     across tenants, and some prefix hits.
@@ -33,6 +35,7 @@ class FairPolicy(FcfsPolicy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._counters: dict[str, float] = {}
+        self._saved = PROMPT_WEIGHT * context.config.max_num_batched_tokens
 
     def key(self, request: Request) -> float:
         # ahead of whatever else runs by then
@@ -71,4 +74,4 @@ class FairPolicy(FcfsPolicy):
     def _lift(self, tenant: str, waiting: Iterator[str]) -> None:
         least = min((self.counter(other) for other in waiting), default=None)
         if least is not None:
-            self._counters[tenant] = max(self.counter(tenant), least)
+            self._counters[tenant] = max(self.counter(tenant), least - self._saved)

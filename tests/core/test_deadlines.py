@@ -1,0 +1,205 @@
+"""Best-effort work with a deadline: before what is late already when it must, the fewest left out,
+and nothing starves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.core.request import Band, Request
+from paceline.core.slo import Slo
+from paceline.core.step_time import StepShape
+from tests.driving import Driver, make_request
+
+
+def seconds(shape: StepShape) -> float:
+    """10 ms a step, 1 ms a prompt token, 1 ms a row."""
+    return 0.01 + 0.001 * shape.wide_tokens + 0.001 * shape.narrow_rows
+
+
+class Machine(Driver):
+    """A driver whose clock moves by what its steps take, trained."""
+
+    def __init__(self, **config: Any) -> None:
+        settings: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 640,
+            "max_model_len": 8192,
+            "policy": "deadline",
+            "best_effort_step_s": 0.4,
+        }
+        super().__init__(
+            seconds=seconds,
+            num_blocks=8000,
+            enable_prefix_caching=False,
+            **(settings | config),
+        )
+        for index in range(400):
+            shape = StepShape(0, 0.0, index % 5, 50 * (index % 5))
+            if index % 2:
+                shape = shape.plus(0, 32 * (1 + index % 16))
+            self.scheduler.step_time.observe(shape, seconds(shape))
+
+    def step(self) -> bool:
+        before = self.now
+        planned = len(self.plans)
+        moved = super().step()
+        # the driver's own clock goes a second a step
+        self.now = before
+        if len(self.plans) > planned:
+            self.now += seconds(StepShape.of(self.plans[-1].rows))
+        return moved
+
+    def until_done(self) -> dict[str, float]:
+        """When each request ended, in that order."""
+        ends: dict[str, float] = {}
+        while self.scheduler.has_unfinished:
+            self.step()
+            for request_id in self.finished:
+                ends.setdefault(request_id, self.now)
+        return ends
+
+    def batch(self, name: str, num_tokens: int, deadline: float) -> Request:
+        return make_request(
+            name,
+            num_tokens,
+            2,
+            arrival=self.now,
+            slo=Slo(slo_class="batch", best_effort=True, deadline=deadline),
+        )
+
+    def late(self, name: str, num_tokens: int) -> Request:
+        """A request whose first token was due before it could be started."""
+        return make_request(name, num_tokens, 2, arrival=self.now, slo=Slo(ttft=0.05))
+
+
+def relegated(machine: Driver, request_id: str) -> bool:
+    timeline = machine.finished[request_id].timeline
+    assert timeline is not None
+    return timeline.relegated
+
+
+def test_bands() -> None:
+    machine = Machine()
+    batch, chat = machine.batch("batch", 80, 9.0), machine.late("chat", 600)
+    assert (batch.band, chat.band) == (Band.PROMISED, Band.ORDINARY)
+    assert make_request("night", 8, slo=Slo(best_effort=True)).band is Band.BACKGROUND
+    machine.add(batch, chat)
+    machine.step()
+    assert chat.band is Band.RELEGATED
+    assert batch.band is Band.PROMISED
+
+
+@pytest.mark.parametrize(("deadline", "first"), [(80.0, "late"), (8.0, "batch")])
+def test_what_is_late_already_goes_first_only_while_deadlines_do_not_press(
+    deadline: float, first: str
+) -> None:
+    machine = Machine(max_num_seqs=1)
+    # 0.6 s of work each: eight of either, and all of the late ones would make the others late
+    machine.add(*(machine.late(f"late{i}", 600) for i in range(8)))
+    machine.add(*(machine.batch(f"batch{i}", 600, deadline) for i in range(8)))
+    ends = machine.until_done()
+    order = list(ends)
+    assert order[0].startswith(first)
+    assert all(end <= deadline for name, end in ends.items() if name.startswith("batch"))
+
+
+def test_a_pressing_deadline_comes_before_the_rows_of_what_is_late() -> None:
+    machine = Machine(max_num_seqs=8)
+    machine.add(*(machine.late(f"late{i}", 600) for i in range(2)))
+    while not any(new.request_id == "late0" for plan in machine.plans for new in plan.new_requests):
+        machine.step()
+    machine.add(machine.batch("batch", 600, 1.6))
+    ends = machine.until_done()
+    assert next(iter(ends)) == "batch"
+    assert ends["batch"] <= 1.7
+
+
+def test_when_not_all_can_be_done_in_time_the_fewest_are_late() -> None:
+    machine = Machine()
+    # 0.6 s each for the large, 0.1 s for the small; about 5 s until all are due
+    for index in range(24):
+        machine.add(machine.batch(f"b{index}", 600 if index % 2 else 100, 5.0))
+    ends = machine.until_done()
+    assert len(ends) == 24, "left out is not lost"
+    in_time = {name for name, end in ends.items() if end <= 5.0}
+    left_out = {name for name in ends if relegated(machine, name)}
+    assert left_out == {name for name in ends if name not in in_time and int(name[1:]) % 2}
+    # in order, the large ones first, it would be eight
+    assert len(in_time) >= 15
+
+
+def test_a_deadline_out_of_reach_holds_nobody_up() -> None:
+    def ends(*, relegate_late: bool) -> dict[str, float]:
+        machine = Machine(max_num_seqs=1, relegate_late=relegate_late)
+        # the first would take 6 s, in 3; its place in the order is before the second's
+        machine.add(machine.batch("hopeless", 6000, 3.0), machine.batch("fine", 600, 3.2))
+        return machine.until_done()
+
+    assert list(ends(relegate_late=True)) == ["fine", "hopeless"]
+    assert ends(relegate_late=True)["fine"] < 3.2
+    assert list(ends(relegate_late=False)) == ["hopeless", "fine"]
+
+
+def test_what_is_late_does_not_starve_behind_deadlines() -> None:
+    machine = Machine(max_num_seqs=1, best_effort_delay_s=5.0)
+    machine.add(machine.late("late", 600))
+    came = machine.now
+    for number in range(200):
+        if "late" in machine.finished:
+            break
+        # more than can be served, each with little time
+        while sum(r.band is Band.PROMISED for r in machine.scheduler._waiting) < 4:
+            name = f"b{number}-{len(machine.scheduler._requests)}-{machine.now:.3f}"
+            machine.add(machine.batch(name, 600, 2.0))
+        machine.step()
+    assert "late" in machine.finished
+    # as if it had come so much later, twice: as best effort, and beside deadlines
+    assert 5.0 <= machine.now - came <= 2 * 5.0 + 5.0
+
+
+def test_tenants_that_are_kept_apart_are_not_left_out_for_one_another() -> None:
+    def missed(policy: str) -> set[str]:
+        machine = Machine(max_num_seqs=2, policy=policy)
+        one = machine.batch("one", 1000, 4.0)
+        one.tenant = "light"
+        machine.add(one)
+        for index in range(12):
+            flood = machine.batch(f"b{index}", 500, 4.0 + 0.01 * index)
+            flood.tenant = "heavy"
+            machine.add(flood)
+        ends = machine.until_done()
+        return {name for name in ends if relegated(machine, name)}
+
+    assert "one" in missed("deadline"), "it is the largest"
+    assert "one" not in missed("fair")
+
+
+def test_best_effort_prompts_lengthen_the_steps_of_others_by_a_short_step() -> None:
+    machine = Machine(max_num_batched_tokens=5120, best_effort_step_s=0.2)
+    machine.add(make_request("chat", 4, 100, arrival=machine.now, slo=Slo(tpot=3.0)))
+    for _ in range(10):
+        machine.step()
+    before = len(machine.plans)
+    machine.add(machine.batch("batch", 4000, 500.0))
+    machine.until_done()
+    steps = [
+        seconds(StepShape.of(plan.rows))
+        for plan in machine.plans[before:]
+        if any(row.request_id == "batch" and row.num_tokens > 1 for row in plan.rows)
+    ]
+    # its own 11 ms, and 200 more in tiles of 16 tokens: the target would allow for 3 s
+    assert 10 <= len(steps) <= 40
+    assert max(steps) <= 0.011 + 0.2 + 0.001
+
+
+def test_a_new_prompt_with_a_target_shares_its_step_with_no_best_effort_prompt() -> None:
+    machine = Machine(max_num_batched_tokens=5120, best_effort_step_s=0.4)
+    machine.add(machine.batch("batch", 4000, 500.0))
+    machine.step()
+    machine.add(make_request("chat", 80, 4, arrival=machine.now, slo=Slo(ttft=30.0)))
+    before = len(machine.plans)
+    machine.step()
+    rows = {row.request_id: row.num_tokens for row in machine.plans[before].rows}
+    assert rows == {"chat": 80}

@@ -1,0 +1,104 @@
+"""Three kinds of callers beyond what one replica can serve: what is kept must not collapse."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from functools import cache
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.outputs import SchedulerOutput
+from paceline.sim.arrival import Arrival, Served
+from paceline.sim.replica import ReplicaConfig
+from paceline.sim.simulator import Pool, Simulator
+
+SECONDS = 25.0
+# requests a second that one replica just serves in time, and more than it can
+WITHIN, BEYOND = 8.0, 12.0
+# seconds: first token, each token after it, the whole
+TARGETS = {
+    "interactive": (1.0, 0.1, None),
+    "standard": (3.0, 0.15, None),
+    "batch": (None, None, 30.0),
+}
+
+
+class Steps:
+    """Seconds of a step as two cores take for a model of 135M parameters."""
+
+    def another(self, seed: int) -> Steps:
+        return self
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        wide = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        narrow = [row.start for row in plan.rows if row.num_tokens == 1]
+        return 0.005 + 0.00046 * wide + 0.00055 * len(narrow) + 1e-6 * sum(narrow)
+
+
+def arrivals(rate: float, begin: float, seed: int) -> list[Arrival]:
+    rng = random.Random(seed)
+    times = sorted(begin + rng.uniform(0.0, SECONDS) for _ in range(round(rate * SECONDS)))
+    made = []
+    for at in times:
+        name = rng.choice(sorted(TARGETS))
+        ttft, tpot, deadline = TARGETS[name]
+        prompt, output = (
+            min(1000, max(4, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+            for mean, sigma in ((310.0, 0.8), (60.0, 0.7))
+        )
+        made.append(
+            Arrival(at, prompt, output, slo_class=name, ttft=ttft, tpot=tpot, deadline=deadline)
+        )
+    return made
+
+
+def kept(served: Served) -> bool:
+    ttft, tpot, deadline = TARGETS[served.arrival.slo_class]
+    assert served.ttft is not None and served.e2e is not None
+    return (
+        (ttft is None or served.ttft <= ttft)
+        and (tpot is None or (served.tpot or 0.0) <= tpot)
+        and (deadline is None or served.e2e <= deadline)
+    )
+
+
+@cache
+def run(seed: int) -> tuple[float, float, dict[str, float]]:
+    """Requests kept a second within capacity and, on the same replica later, beyond it; of the
+    latter, the share of each class."""
+    first, second = arrivals(WITHIN, 0.0, seed), arrivals(BEYOND, 100.0, seed + 1)
+    config = ReplicaConfig(
+        scheduler=SchedulerConfig(
+            max_model_len=4096,
+            policy="deadline",
+            pressure_threshold=0.88,
+            background_share=0.1,
+        ),
+        cache=CacheConfig(block_size=16, num_blocks=6000, enable_prefix_caching=False),
+    )
+    served: list[Served] = []
+    Simulator(Pool.single(config, Steps()), served.append).run([*first, *second])
+    assert len(served) == len(first) + len(second), "nothing that was accepted is lost"
+    within = sum(kept(s) for s in served if s.arrival.at < 100.0) / SECONDS
+    asked, good = Counter[str](), Counter[str]()
+    for s in served:
+        if s.arrival.at >= 100.0:
+            asked[s.arrival.slo_class] += 1
+            good[s.arrival.slo_class] += kept(s)
+    shares = {name: good[name] / asked[name] for name in TARGETS}
+    return within, good.total() / SECONDS, shares
+
+
+def test_beyond_capacity_as_much_is_kept_as_within_it() -> None:
+    for seed in (1, 3, 5):
+        within, beyond, _ = run(seed)
+        assert within >= 0.85 * WITHIN, "it was not within capacity"
+        assert beyond >= within
+
+
+def test_batch_work_is_done_in_time_once_the_others_ebb_and_costs_them_nothing() -> None:
+    for seed in (1, 3, 5):
+        _, _, shares = run(seed)
+        assert shares["batch"] >= 0.5
+        assert min(shares["interactive"], shares["standard"]) >= 0.65
