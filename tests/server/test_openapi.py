@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
-from paceline.server.keys import ApiKey
+from paceline.server.keys import OPEN_PATHS, ApiKey
 from paceline.server.openapi.requests import EXAMPLES, request_schemas
 from paceline.server.protocol import RequestRules
 
@@ -59,7 +59,10 @@ async def test_every_operation_has_an_answer_and_its_faults(document: dict[str, 
             assert response["content"], (method, path, status)
             assert "X-Request-Id" in response["headers"], (method, path, status)
         if "requestBody" in operation:
-            assert {"400", "413", "429", "503"} <= set(responses), (method, path)
+            assert {"400", "413", "429"} <= set(responses), (method, path)
+        # told by the connection, or to a name that the server does not answer to
+        assert {"408", "431", "503"} <= set(responses), (method, path)
+        assert ("421" in responses) == (path not in OPEN_PATHS), (method, path)
 
 
 async def test_no_name_leads_nowhere(document: dict[str, Any]) -> None:
@@ -144,7 +147,8 @@ async def test_it_knows_the_bounds_of_this_server(engine: LocalEngineClient) -> 
 
 async def test_errors_are_what_it_says(engine: LocalEngineClient) -> None:
     keys = (ApiKey.of("u", "user", "user-key-1"), ApiKey.of("a", "admin", "admin-key-1"))
-    app = create_app(engine, ServerConfig(api_keys=keys, max_body_bytes=200))
+    hosts = ("test", "testserver")
+    app = create_app(engine, ServerConfig(api_keys=keys, max_body_bytes=200, allowed_hosts=hosts))
     document = app.openapi()
     user = {"Authorization": "Bearer user-key-1"}
     async with connect(app) as http:
@@ -157,12 +161,15 @@ async def test_errors_are_what_it_says(engine: LocalEngineClient) -> None:
             ("POST", "/v1/messages", {"messages": []}, {}, 401),
             ("POST", "/v1/embeddings", {"input": "x"}, user, 400),
             ("GET", "/v1/responses/{response_id}", None, user, 404),
+            ("GET", "/v1/models", None, {"Host": "else.example"}, 421),
+            ("POST", "/v1/messages", {}, {"Host": "else.example"}, 421),
         ):
             answer = await http.request(method, path, json=body, headers=headers)
             assert answer.status_code == status, answer.text
             responses = document["paths"][path][method.lower()]["responses"]
             content = responses[str(status)]["content"]["application/json"]
             check(document, content["schema"], answer.json())
+            assert answer.headers["x-request-id"]
 
 
 async def test_allow_names_every_method_of_a_path(http: httpx.AsyncClient) -> None:
