@@ -152,7 +152,10 @@ class Scheduler:
             request.predicted_ttft = self._predict_ttft(request)
             request.forecast_bias = self.forecast.bias
             waiting = len(self._waiting) + len(self._forks)
-            self._admission.check(waiting, request.predicted_ttft, self.valve.level)
+            own = 0
+            if self.policy.keeps_tenants_apart and self._admission.is_crowded(waiting):
+                own = self._num_waiting_of(request.tenant)
+            self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
             self._admission.limit(request, self._num_added)
             self.kv.hash_prompt(request)
         request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
@@ -172,6 +175,10 @@ class Scheduler:
             self._waiting.enter(request, request.arrival_time)
         else:
             self._forks.add(parent, request)
+
+    def _num_waiting_of(self, tenant: str) -> int:
+        running = sum([r.tenant == tenant for r in self._planner.running])
+        return self._shares.unfinished(tenant) - running
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End requests now and free their blocks; unknown ids are ignored."""

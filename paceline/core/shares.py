@@ -30,6 +30,10 @@ class TenantShares:
         if not self._unfinished[tenant]:
             del self._unfinished[tenant]
 
+    def unfinished(self, tenant: str) -> int:
+        """How many requests of a tenant there are."""
+        return self._unfinished[tenant]
+
     def is_light(self, tenant: str) -> bool:
         """Whether a tenant with one more request would have at most half an equal share of all."""
         own = self._unfinished[tenant] + 1

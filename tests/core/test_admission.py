@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -36,6 +38,49 @@ def test_the_queue_is_bounded() -> None:
     driver.run()
     assert set(driver.finished) == {"a", "b", "c"}
     assert dict(driver.scheduler.stats().refused) == {"queue-full": 1}
+
+
+def flood(driver: Driver, tenant: str, count: int) -> Counter[str]:
+    """``count`` requests at once; how many were taken and why others were not."""
+    outcomes: Counter[str] = Counter()
+    for index in range(count):
+        try:
+            driver.add(make_request(f"{tenant}{driver.now}{index}", 4, 2, tenant=tenant))
+            outcomes["taken"] += 1
+        except QueueFullError as error:
+            assert error.reason == "queue-full" or "requests of this tenant wait" in str(error)
+            outcomes[error.reason] += 1
+    return outcomes
+
+
+def test_one_tenants_flood_leaves_places_to_others() -> None:
+    """Of 80 places it takes 70; then 8.75 of the remaining 10; then there is 1 for a third."""
+    driver = Driver(max_num_seqs=2, max_num_waiting=80, policy="fair")
+    driver.add(make_request("r0", 4, tenant="a"), make_request("r1", 4, tenant="a"))
+    driver.step()
+    assert driver.scheduler.stats().num_running == 2, "who runs takes no place in the queue"
+    assert flood(driver, "a", 100) == {"taken": 70, "queue-share": 30}
+    assert flood(driver, "b", 100) == {"taken": 9, "queue-share": 91}
+    assert flood(driver, "c", 3) == {"taken": 1, "queue-full": 2}
+    driver.run()
+    # nobody waits: all of it is there again
+    assert flood(driver, "b", 71) == {"taken": 70, "queue-share": 1}
+    driver.run()
+    assert len(driver.finished) == 152
+
+
+def test_a_short_queue_is_not_cut_to_nothing() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=2, policy="fair")
+    driver.add(make_request("r", 4, tenant="a"))
+    driver.step()
+    assert flood(driver, "a", 3) == {"taken": 2, "queue-full": 1}
+    driver.run()
+
+
+def test_other_policies_know_no_tenants() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=80, policy="fcfs")
+    assert flood(driver, "a", 81) == {"taken": 80, "queue-full": 1}
+    driver.run()
 
 
 def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> None:
