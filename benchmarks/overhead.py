@@ -60,7 +60,7 @@ _GROUPS = (
     ("/tokenizers/", "tokenise"),
     ("/server/prompts", "tokenise"),
     ("/engine/chat_template", "tokenise"),
-    ("/engine/template_sandbox", "tokenise"),
+    ("/engine/template_", "tokenise"),
     ("/engine/", "engine client"),
     ("/zmq/", "engine client"),
     ("/server/", "build answers"),
