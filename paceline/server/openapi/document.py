@@ -43,6 +43,32 @@ _DESCRIPTIONS: Final = {
     "507": "no room for more files",
 }
 _RETRY: Final = frozenset({"429", "503"})
+# whose id goes where: (method, path of what answers with an id) -> name in the paths, operations
+_LINKS: Final = {
+    ("post", "/v1/responses"): (
+        "response_id",
+        (
+            ("get", "/v1/responses/{response_id}"),
+            ("post", "/v1/responses/{response_id}/cancel"),
+            ("delete", "/v1/responses/{response_id}"),
+        ),
+    ),
+    ("post", "/v1/files"): (
+        "file_id",
+        (
+            ("get", "/v1/files/{file_id}"),
+            ("get", "/v1/files/{file_id}/content"),
+            ("delete", "/v1/files/{file_id}"),
+        ),
+    ),
+    ("post", "/v1/batches"): (
+        "batch_id",
+        (
+            ("get", "/v1/batches/{batch_id}"),
+            ("post", "/v1/batches/{batch_id}/cancel"),
+        ),
+    ),
+}
 # told before there is a request whose path could be looked at (``connections.py``)
 _OF_THE_CONNECTION: Final = frozenset({"408", "431"})
 
@@ -59,11 +85,34 @@ def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             _describe(operation, method.upper(), path, requests.get(path))
+    _link(document["paths"])
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     schemas |= shared_schemas(rules) | answer_schemas()
     components["securitySchemes"] = _SECURITY
     return document
+
+
+def _link(paths: dict[str, Any]) -> None:
+    """Say whose id an answer has, so that a program can go on from there."""
+
+    def link(method: str, path: str, **fills: Any) -> dict[str, Any]:
+        return {"operationId": paths[path][method]["operationId"], **fills}
+
+    for (method, path), (name, targets) in _LINKS.items():
+        paths[path][method]["responses"]["200"]["links"] = {
+            paths[target][verb]["operationId"]: link(
+                verb, target, parameters={name: "$response.body#/id"}
+            )
+            for verb, target in targets
+        }
+    body = {
+        "input_file_id": "$response.body#/id",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    links = paths["/v1/files"]["post"]["responses"]["200"]["links"]
+    links["batch"] = link("post", "/v1/batches", requestBody=body)
 
 
 def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | None) -> None:
@@ -127,7 +176,8 @@ def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
     if method == "POST" and path not in OPEN_PATHS:
         # a limit of the key
         found.append("429")
-    if "{" in path:
+    if "{" in path or path in ("/v1/files", "/v1/batches"):
+        # of lists, what ``after`` names
         found.append("404")
     if path.startswith(("/v1/files", "/v1/batches")):
         found += ["400", "409", "501"]
