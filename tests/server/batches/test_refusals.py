@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,33 @@ async def test_without_a_folder(tmp_path: Path) -> None:
         assert answer.status_code == 503 and str(tmp_path) not in answer.text
     taken.close()
     await client.close()
+
+
+_FIELD = b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n"
+_OPENED = _FIELD + b"--b\r\nContent-Disposition: form-data; name=file; filename=x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"-" * 2**23,
+        b"\r\n" * 2**22,
+        _OPENED + b"-" * 2**23 + b"\r\n--b--\r\n",
+        _OPENED + b"\r\n--" * 2**21 + b"\r\n--b--\r\n",
+        _FIELD * 100_000,
+        b"--b\r\n" + b"A: b\r\n" * 2**20,
+        b'--b\r\nContent-Disposition: form-data; name="' + b"\\" * 2**23 + b'"\r\n\r\n',
+        _OPENED + b"x\r\n--b--\r\n" + b"\r\n" * 2**22,
+    ],
+    ids=["dashes", "lines", "file", "nearly", "fields", "headers", "quotes", "after"],
+)
+async def test_hostile_forms_take_little_time(tmp_path: Path, body: bytes) -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for start in range(0, len(body), 2**16):
+            yield body[start : start + 2**16]
+
+    async with running(tmp_path) as server:
+        began = time.process_time()
+        answer = await server.http.post("/v1/files", content=pieces(), headers=MULTIPART)
+        assert answer.status_code in (200, 400), answer.text
+        assert time.process_time() - began < 8
