@@ -1,8 +1,8 @@
 """``POST /v1/embeddings``: checked like any other request, and then refused with the reason.
 
 Models are run as decoders here: backends answer with tokens, never with hidden states. Few of them
-were trained to be compared by their hidden states anyway; of the others, a vector would look like an
-embedding and rank like noise.
+were trained to be compared by their hidden states anyway; of the others, a vector would look like
+an embedding and rank like noise.
 """
 
 from __future__ import annotations
