@@ -3,10 +3,15 @@
 Method: one live server on the default model, and four people who each read an answer as it comes,
 think for a while (seeded, exponential) and ask again: prompts of 16 to 96 random ids, 48 tokens of
 output. They do the same in turns with nothing else on the server (A) and beside a batch of
-thousands of lines that was given to ``/v1/batches`` (B): A B A B, other prompts each pair. TPOT is
-a request's mean time per token after the first, by the client's clock; the figure is the ratio of
-the 99th percentiles over all of B and all of A. The same is done with requests that name no target.
-What the batch gets done meanwhile is printed beside what it gets done alone.
+thousands of lines that was given to ``/v1/batches`` (B): A B A B. In a pair, lengths and pauses are
+the same; the tokens of prompts and of lines are new every time, or the second of a pair would find
+the first one's in the prefix cache and have less to do. TPOT is a request's mean time per token
+after the first, by the client's clock; the figure is the ratio of the 99th percentiles over all of
+B and all of A. The same is done with requests that name no target; the worse of both counts. What
+the batch gets done meanwhile is printed beside what it gets done alone.
+
+The client shares the processors with the server, in A as in B, and has four streams to read; it
+does nothing else while they run.
 
 The target is a ratio of 1.2 at most. Prints a table and, last, one JSON line. QUICK=1 takes fewer
 and shorter rounds.
@@ -88,9 +93,9 @@ def upload(server: Server, content: bytes) -> str:
 class Background:
     """A batch that runs until it is ended."""
 
-    def __init__(self, server: Server, file_id: str) -> None:
+    def __init__(self, server: Server, vocab_size: int, seed: int) -> None:
         body = {
-            "input_file_id": file_id,
+            "input_file_id": upload(server, batch_lines(LINES, vocab_size, seed)),
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }
@@ -113,15 +118,17 @@ class Background:
             time.sleep(0.05)
 
 
-def play(server: Server, vocab_size: int, seed: int, slo: str) -> list[Timing]:
-    """What each of the people asks, one after another."""
+def play(server: Server, vocab_size: int, seed: int, slo: str, half: str) -> list[Timing]:
+    """What each of the people asks, one after another. Lengths and pauses come from ``seed``, the
+    tokens of prompts from all."""
 
     async def one(person: int) -> list[Timing]:
         rng = random.Random(f"{seed} {person}")
+        tokens = random.Random(f"{seed} {person} {slo} {half}")
         timings = []
         for _ in range(REQUESTS):
             await asyncio.sleep(rng.expovariate(1.0 / THINKING))
-            prompt = [rng.randrange(100, vocab_size) for _ in range(rng.randint(16, 96))]
+            prompt = [tokens.randrange(100, vocab_size) for _ in range(rng.randint(16, 96))]
             timings.append(
                 await complete(
                     server.port,
@@ -157,17 +164,17 @@ def figures(timings: Sequence[Timing]) -> dict[str, float]:
     }
 
 
-def measure(server: Server, file_id: str, vocab: int, slo: str) -> dict[str, Any]:
+def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
     """A B A B for one class of requests."""
     alone: list[Timing] = []
     beside: list[Timing] = []
     lines, seconds = 0, 0.0
     for number in range(ROUNDS):
-        alone += play(server, vocab, number, slo)
-        batch = Background(server, file_id)
+        alone += play(server, vocab, number, slo, "alone")
+        batch = Background(server, vocab, 1 + ROUNDS * CLASSES.index(slo) + number)
         time.sleep(_WARM)
         before, began = batch.done(), time.monotonic()
-        beside += play(server, vocab, number, slo)
+        beside += play(server, vocab, number, slo, "beside")
         lines += batch.done() - before
         seconds += time.monotonic() - began
         batch.end()
@@ -200,18 +207,17 @@ def main() -> int:
         peer = Ours("background", places, ("--batch-dir", folder))
         server = Server(peer, free_port(), places.folder("logs") / "background.log", vocab)
         try:
-            file_id = upload(server, batch_lines(LINES, vocab, 1))
-            batch = Background(server, file_id)
+            batch = Background(server, vocab, 0)
             time.sleep(_WARM)
             before = batch.done()
             time.sleep(_ALONE)
             pace = (batch.done() - before) / _ALONE
             batch.end()
             print(f"the batch alone does {pace:.2f} lines/s\n", flush=True)
-            results = {slo: measure(server, file_id, vocab, slo) for slo in CLASSES}
+            results = {slo: measure(server, vocab, slo) for slo in CLASSES}
         finally:
             server.close()
-    ratio = results["interactive"]["tpot_p99_ratio"]
+    ratio = max(result["tpot_p99_ratio"] for result in results.values())
     print(
         json.dumps(
             {

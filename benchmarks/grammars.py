@@ -420,7 +420,7 @@ def main() -> int:
     door = at_the_door(compiles, tokenizer)
     results["door"] = {status: len(keywords) for status, keywords in door.items()}
     results["validity"] = outputs = validity()
-    print(json.dumps({"benchmark": "grammars", "vocab": tokenizer.vocab_size, **results}))
+    print(json.dumps({"bench": "grammars", "vocab": tokenizer.vocab_size, **results}))
     return 1 if outputs["invalid"] or outputs["failed"] or door["passed over"] else 0
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.options import bounded_int, byte_count
+from paceline.cli.arguments import bounded_int, byte_count
 
 if TYPE_CHECKING:
     from paceline.server.batch_config import BatchConfig

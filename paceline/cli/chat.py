@@ -7,14 +7,8 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import (
-    Parser,
-    add_engine_options,
-    add_model_argument,
-    bounded_float,
-    bounded_int,
-    engine_settings,
-)
+from paceline.cli.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.options import add_engine_options, add_model_argument, engine_settings
 from paceline.core.errors import NeverFitsError, RequestError, RequestFailedError
 
 if TYPE_CHECKING:

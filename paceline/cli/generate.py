@@ -11,13 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from paceline.cli.options import (
-    Parser,
-    add_engine_options,
-    add_model_argument,
-    bounded_int,
-    engine_settings,
-)
+from paceline.cli.arguments import Parser, bounded_int
+from paceline.cli.options import add_engine_options, add_model_argument, engine_settings
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

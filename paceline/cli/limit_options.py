@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.cli.options import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

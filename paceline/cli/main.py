@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from paceline import __version__
 from paceline.cli import chat, generate, plan, pull, serve, simulate, top
-from paceline.cli.options import Parser
+from paceline.cli.arguments import Parser
 from paceline.core.errors import EngineError, PacelineError
 
 __all__ = ["build_parser", "main"]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.cli import plan_fleet
-from paceline.cli.options import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.core.errors import ConfigError
 
 __all__ = ["add_parser"]

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.cli.options import Parser, bounded_float, bounded_int
+from paceline.cli.arguments import Parser, bounded_float, bounded_int
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paceline.cli.options import DEFAULT_MODEL, Parser, resolve_path
+from paceline.cli.arguments import Parser
+from paceline.cli.options import DEFAULT_MODEL, resolve_path
 
 __all__ = ["add_parser"]
 

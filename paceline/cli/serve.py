@@ -14,17 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.cli.batch_options import add_batch_options, batch_config
 from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
-    Parser,
     add_admission_options,
     add_engine_options,
     add_model_argument,
-    bounded_float,
-    bounded_int,
-    byte_count,
     engine_settings,
 )
 from paceline.core.errors import InvalidRequestError

@@ -8,11 +8,19 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import Parser, bounded_float, bounded_int
+from paceline.cli.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.plugins import load_policy, policy_names
+from paceline.cli.scheduling_options import (
+    ADMISSION,
+    SCHEDULING,
+    add_flags,
+    default_settings,
+    given_settings,
+)
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +46,8 @@ profile:FOLDER[,PREFIX], fixed:SECONDS[,SECONDS_PER_TOKEN].
 _NUM_BLOCKS = 8192
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 32_768
+# as ``paceline serve`` has them; of policies there may be several to compare
+_FLAGS = tuple(flag for flag in (*SCHEDULING, *ADMISSION) if flag.name != "--scheduling-policy")
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -77,15 +87,16 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         type=bounded_float(1e-6),
         default=25.0,
         metavar="GB/S",
-        help="of the link that prompts' keys and values then move over (default 25)",
+        help="of the link that keys and values move over, to decoding replicas and to host memory "
+        "(--swap-space) (default 25)",
     )
-    group = parser.add_argument_group("engine (default: the recorded one's, else paceline serve's)")
-    group.add_argument("--max-num-seqs", type=bounded_int(1), metavar="N")
-    group.add_argument("--max-num-batched-tokens", type=bounded_int(1), metavar="N")
+    group = parser.add_argument_group(
+        "engine (default: the recorded one's, else paceline serve's, without --swap-space)"
+    )
+    add_flags(group, _FLAGS, None)
     group.add_argument("--max-model-len", type=bounded_int(1), metavar="N")
     group.add_argument("--num-blocks", type=bounded_int(1), metavar="N", help="of the KV cache")
     group.add_argument("--block-size", type=bounded_int(1), metavar="N", help="tokens per KV block")
-    group.add_argument("--pipeline-depth", type=bounded_int(1), metavar="N")
     group.add_argument("--no-enable-prefix-caching", action="store_true")
     group.add_argument(
         "--max-tokens",
@@ -300,37 +311,62 @@ def _pool(point: _Point) -> Pool:
 
 
 def _config(point: _Point, source: Source) -> ReplicaConfig:
-    """The recorded engine's settings, or the defaults, with what the flags change."""
+    """The recorded engine's settings, or ``paceline serve``'s, with what the flags change."""
     from paceline.core.config import CacheConfig, SchedulerConfig
-    from paceline.core.policies import POLICIES
     from paceline.sim.replica import ReplicaConfig
 
     args = point.args
+    if point.policy is not None:
+        if point.policy not in policy_names():
+            known = ", ".join(sorted(policy_names()))
+            raise ConfigError(f"unknown policy {point.policy!r}; known: {known}")
+        load_policy(point.policy)
     config = source.config
     if config is None:
         block_size = args.block_size or _BLOCK_SIZE
+        served = default_settings((*SCHEDULING, *ADMISSION))
         config = ReplicaConfig(
-            scheduler=SchedulerConfig(max_model_len=_MAX_MODEL_LEN),
+            scheduler=SchedulerConfig(max_model_len=_MAX_MODEL_LEN, **_of(SchedulerConfig, served)),
             cache=CacheConfig(
-                block_size=block_size, num_blocks=source.num_blocks(block_size) or _NUM_BLOCKS
+                block_size=block_size,
+                num_blocks=source.num_blocks(block_size) or _NUM_BLOCKS,
+                **_of(CacheConfig, served),
             ),
         )
-    if point.policy is not None and point.policy not in POLICIES:
-        raise ConfigError(f"unknown policy {point.policy!r}; known: {', '.join(sorted(POLICIES))}")
-    scheduler = {"policy": point.policy}
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-        scheduler[name] = getattr(args, name)
-    cache = {"num_blocks": args.num_blocks, "block_size": args.block_size}
+    given = given_settings(args, _FLAGS)
+    if point.policy is not None:
+        given["policy"] = point.policy
+    for name in ("max_model_len", "num_blocks", "block_size"):
+        if getattr(args, name) is not None:
+            given[name] = getattr(args, name)
     if args.no_enable_prefix_caching:
-        cache["enable_prefix_caching"] = False
+        given["enable_prefix_caching"] = False
+    if args.swap_space is not None:
+        given |= _host_memory(args, source, args.block_size or config.cache.block_size)
     return replace(
         config,
-        scheduler=replace(config.scheduler, **_given(scheduler)),
-        cache=replace(config.cache, **_given(cache)),
-        pipeline_depth=args.pipeline_depth or config.pipeline_depth,
+        scheduler=replace(config.scheduler, **_of(SchedulerConfig, given)),
+        cache=replace(config.cache, **_of(CacheConfig, given)),
+        pipeline_depth=given.get("pipeline_depth", config.pipeline_depth),
         max_tokens=args.max_tokens,
     )
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _host_memory(args: argparse.Namespace, source: Source, block_size: int) -> dict[str, Any]:
+    per_token = source.kv_bytes_per_token
+    if per_token is None:
+        raise ConfigError(
+            f"--swap-space: {args.step_times} does not say how many bytes of keys and values a "
+            "token has; use roofline or profile step times"
+        )
+    block_bytes = per_token * block_size
+    return {
+        "num_host_blocks": int(args.swap_space / block_bytes),
+        "swap_block_seconds": block_bytes / (1e9 * args.kv_bandwidth),
+    }
+
+
+def _of(config: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that are fields of ``config``."""
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in values.items() if name in names}

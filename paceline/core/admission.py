@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
@@ -25,6 +25,8 @@ __all__ = ["Admission", "Expired", "check_door"]
 
 # advised wait where nothing was measured yet
 _RETRY_SECONDS = 1.0
+# waiting requests of one tenant for every place that is left in the queue, at most
+_PER_PLACE: Final = 7
 
 
 class Expired(NamedTuple):
@@ -44,11 +46,26 @@ class Admission:
         # by QueueFullError.reason
         self.refused: Counter[str] = Counter()
 
-    def check(self, num_waiting: int, predicted: float | None, pressure: Pressure) -> None:
+    def is_crowded(self, num_waiting: int) -> bool:
+        """Whether it matters for ``check`` whose requests wait."""
+        limit = self._config.max_num_waiting
+        return limit is not None and num_waiting >= _PER_PLACE * (limit - num_waiting)
+
+    def check(
+        self, num_waiting: int, predicted: float | None, pressure: Pressure, num_own: int = 0
+    ) -> None:
         """Return if one more request may be queued.
+
+        Where tenants are kept apart, one of them may have no more requests in the queue than
+        ``_PER_PLACE`` times the places that are left: alone seven eighths of all, two floods seven
+        fifteenths each, and whoever comes then finds a place. It is the dynamic threshold of shared
+        packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998); nobody who waits is dropped
+        for it, and it needs no number of tenants.
 
         Args:
             num_waiting: requests that wait already.
+            num_own: those of them that are the newcomer's tenant's; 0 where tenants are not kept
+                apart.
             predicted: seconds to the first token of this one; None: not known.
             pressure: the valve's level.
 
@@ -62,6 +79,17 @@ class Admission:
                 f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}",
                 predicted,
             )
+        if num_own and self.is_crowded(num_waiting):
+            limit = config.max_num_waiting
+            assert limit is not None, "only then it is crowded"
+            left = limit - num_waiting
+            if num_own >= _PER_PLACE * left:
+                raise self._refusal(
+                    "queue-share",
+                    f"{num_own} requests of this tenant wait already, and the {left} places "
+                    f"left of {limit} are for others",
+                    predicted,
+                )
         longest = config.max_predicted_wait_s
         if longest is not None and predicted is not None and predicted > longest:
             raise self._refusal(

@@ -72,7 +72,8 @@ class UnknownModelError(RequestError):
 class QueueFullError(RequestError):
     """Not now; ``retry_after`` is the advised wait in seconds.
 
-    ``reason`` is for programs: "queue-full", "predicted-wait", "pressure" or "expired".
+    ``reason`` is for programs: "queue-full", "queue-share", "predicted-wait", "pressure" or
+    "expired".
     """
 
     def __init__(self, message: str, retry_after: float, reason: str = "queue-full") -> None:

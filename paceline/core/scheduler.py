@@ -148,14 +148,17 @@ class Scheduler:
             QueueFullError: it cannot be served soon, see ``Admission.check``.
         """
         check_door(request, self._requests, self.config, self.cache)
+        request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         if request.fork_of is None:
             request.predicted_ttft = self._predict_ttft(request)
             request.forecast_bias = self.forecast.bias
             waiting = len(self._waiting) + len(self._forks)
-            self._admission.check(waiting, request.predicted_ttft, self.valve.level)
+            own = 0
+            if self.policy.keeps_tenants_apart and self._admission.is_crowded(waiting):
+                own = self._num_waiting_of(request.tenant)
+            self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
             self._admission.limit(request, self._num_added)
             self.kv.hash_prompt(request)
-        request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
@@ -172,6 +175,10 @@ class Scheduler:
             self._waiting.enter(request, request.arrival_time)
         else:
             self._forks.add(parent, request)
+
+    def _num_waiting_of(self, tenant: str) -> int:
+        running = sum([r.tenant == tenant for r in self._planner.running])
+        return self._shares.unfinished(tenant) - running
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
         """End requests now and free their blocks; unknown ids are ignored."""
@@ -202,7 +209,10 @@ class Scheduler:
             self._tokens_running = sum(
                 max(0, r.num_uncomputed_tokens - 1) for r in running if not r.slo.best_effort
             )
-        requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
+        requests_ahead, tokens_ahead = 0, 0
+        if not request.favoured:
+            # the others wait for a favoured one, not it for them
+            requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
         return self.forecast.seconds(
             request.num_prompt_tokens,
             tokens_ahead=self._tokens_running + tokens_ahead,

@@ -46,6 +46,10 @@ class TenantShares:
         """Whether more than one tenant asked for something lately."""
         return len(self._lately) > 1
 
+    def unfinished(self, tenant: str) -> int:
+        """How many requests of a tenant there are."""
+        return self._unfinished[tenant]
+
     def is_light(self, tenant: str) -> bool:
         """Whether a tenant with one more request would have at most half an equal share of all."""
         own = self._unfinished[tenant] + 1

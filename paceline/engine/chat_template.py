@@ -20,12 +20,8 @@ from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from paceline.core.errors import InvalidRequestError
-from paceline.engine.template_sandbox import (
-    TemplateLimitError,
-    TemplateSandbox,
-    current_meter,
-    metered,
-)
+from paceline.engine.template_meter import TemplateLimitError, current_meter, metered
+from paceline.engine.template_sandbox import TemplateSandbox
 
 __all__ = ["RESERVED_NAMES", "ChatTemplate"]
 

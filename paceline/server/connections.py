@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from http import HTTPStatus
 from typing import Any, Final
+from uuid import uuid4
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from paceline.server.bounds import Bounds
+from paceline.server.errors import Reply, error_body
 from paceline.server.slow_readers import WatchedProtocol
 
 __all__ = ["Connection", "allow_open_files"]
@@ -22,10 +25,8 @@ _OTHER_FILES: Final = 256
 
 # bytes a second; slower is nobody who wants an answer
 _MIN_RATE: Final = 4096
-_TOO_MANY: Final = (
-    b'{"error":{"message":"the server has as many connections as it takes","type":'
-    b'"Service Unavailable","param":null,"code":503}}'
-)
+# seconds that a caller is told to wait for a connection of somebody else to end
+_RETRY_SECONDS: Final = 1
 
 
 class Connection(WatchedProtocol):
@@ -52,7 +53,8 @@ class Connection(WatchedProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         if len(self.connections) > self._bounds.max_connections:
             _log.warning("connection_refused open=%d", len(self.connections) - 1)
-            self._refuse(503, "Service Unavailable", _TOO_MANY)
+            most = self._bounds.max_connections
+            self._refuse(503, f"the server has as many connections as it takes: {most}")
             return
         self._start_clock()
 
@@ -70,7 +72,8 @@ class Connection(WatchedProtocol):
         self._in_head = False
         if len(self.headers) > self._bounds.max_headers:
             # nothing was started for it yet, and nothing will be
-            self._refuse(431, "Request Header Fields Too Large")
+            most = self._bounds.max_headers
+            self._refuse(431, f"a request may have {most} headers, got {len(self.headers)}")
             raise _RefusedError
         super().on_headers_complete()
 
@@ -87,11 +90,12 @@ class Connection(WatchedProtocol):
         if self._in_head and not self._refused:
             self._head_bytes += len(data)
             if self._head_bytes > self._bounds.max_head_bytes:
-                self._refuse(431, "Request Header Fields Too Large")
+                most = self._bounds.max_head_bytes
+                self._refuse(431, f"request line and headers may have {most} bytes together")
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:
-            super().send_400_response(msg)
+            self._refuse(400, "this is no HTTP request")
 
     def _start_clock(self) -> None:
         self._arrived()
@@ -124,9 +128,14 @@ class Connection(WatchedProtocol):
             # it never said a word; or it was answered before it was through
             self.transport.close()
             return
-        self._refuse(408, "Request Timeout")
+        self._refuse(
+            408,
+            f"the request did not arrive within {self._bounds.receive_timeout:g} s, and one more "
+            f"for every {_MIN_RATE} bytes",
+        )
 
-    def _refuse(self, status: int, phrase: str, body: bytes = b"") -> None:
+    def _refuse(self, status: int, message: str) -> None:
+        """The last answer of this connection, to what never becomes a request."""
         self._refused = True
         if self.transport.is_closing():
             return
@@ -137,10 +146,17 @@ class Connection(WatchedProtocol):
             # in the middle of another answer there is no place for this one
             self.transport.close()
             return
-        self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n%b" % (status, phrase.encode(), len(body), body)
-        )
+        body = error_body(Reply(status, message))
+        head = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: {uuid4().hex}",
+            "connection: close",
+        ]
+        if status == 503:
+            head.append(f"retry-after: {_RETRY_SECONDS}")
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
 
 

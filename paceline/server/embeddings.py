@@ -1,8 +1,8 @@
 """``POST /v1/embeddings``: checked like any other request, and then refused with the reason.
 
-The models served here are decoders trained to predict the next token. Their hidden states were not
-trained to be compared, and backends answer with tokens, never with hidden states; a vector all the
-same would be one that looks like an embedding and ranks like noise.
+Models are run as decoders here: backends answer with tokens, never with hidden states. Few of them
+were trained to be compared by their hidden states anyway; of the others, a vector would look like
+an embedding and rank like noise.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ __all__ = [
     "anthropic_error_body",
     "error_body",
     "error_response",
+    "refusal",
     "reply_to",
 ]
 
@@ -179,6 +180,15 @@ def error_response(reply: Reply, body: bytes | None = None) -> Response:
         media_type="application/json",
         headers=headers,
     )
+
+
+def refusal(error: HttpError, path: str, request_id: str) -> Response:
+    """The answer to what is refused before its route is known, in the shape of that route."""
+    reply = reply_to(error, drain_timeout=0.0)
+    body = None
+    if path.startswith("/v1/messages"):
+        body = anthropic_error_body(reply, request_id)
+    return error_response(reply, body)
 
 
 def _seconds(wait: float) -> int:

@@ -23,9 +23,7 @@ from paceline.server.config import ServerConfig
 from paceline.server.errors import (
     ClientDisconnectedError,
     HttpError,
-    anthropic_error_body,
-    error_response,
-    reply_to,
+    refusal,
 )
 from paceline.server.fields import decode_object, show
 from paceline.server.keys import OPEN_PATHS
@@ -136,11 +134,7 @@ class ExchangeMiddleware:
                 error.status,
                 (scope.get("client") or ("",))[0],
             )
-            reply = reply_to(error, drain_timeout=0.0)
-            body = None
-            if scope["path"].startswith("/v1/messages"):
-                body = anthropic_error_body(reply, scope["state"]["request_id"])
-            return error_response(reply, body)
+            return refusal(error, scope["path"], scope["state"]["request_id"])
         if key is not None:
             scope["state"]["principal"] = key.name
             scope["state"]["speaks_for_others"] = key.scope == "admin"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -18,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.server.config import ServerConfig
-from paceline.server.errors import HttpError, error_response, reply_to
+from paceline.server.errors import HttpError, refusal
 from paceline.server.keys import OPEN_PATHS
 
 __all__ = ["add_web_middleware", "refuse_other_origins"]
@@ -105,6 +106,10 @@ class _AllowedHosts:
         if name in self._names or (self._ends and name.endswith(self._ends)):
             await self._app(scope, receive, send)
             return
-        _log.info("refused host status=421 client=%s", (scope.get("client") or ("",))[0])
+        request_id = uuid4().hex
+        client = (scope.get("client") or ("",))[0]
+        _log.info("refused id=%s status=421 client=%s", request_id, client)
         error = HttpError(421, "this server does not answer to the name that was asked for")
-        await error_response(reply_to(error, drain_timeout=0.0))(scope, receive, send)
+        answer = refusal(error, scope["path"], request_id)
+        answer.headers["x-request-id"] = request_id
+        await answer(scope, receive, send)

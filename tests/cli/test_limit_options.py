@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.arguments import Parser
 from paceline.cli.limit_options import add_limit_options, limit_settings
-from paceline.cli.options import Parser
 from paceline.core.errors import ConfigError
 from paceline.server import ServerConfig
 from paceline.server.bounds import Bounds

@@ -7,14 +7,11 @@ from dataclasses import fields, replace
 
 import pytest
 
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.cli.options import (
-    Parser,
     add_admission_options,
     add_engine_options,
     add_model_argument,
-    bounded_float,
-    bounded_int,
-    byte_count,
     engine_settings,
 )
 from paceline.cli.serve import slo_class

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.cli.main import main
+from paceline.cli import simulate
+from paceline.cli.main import build_parser, main
+from paceline.cli.options import engine_settings
+from paceline.cli.scheduling_options import ADMISSION, SCHEDULING
+from paceline.core.config import SchedulerConfig
+from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.sim.step_times.spec import open_step_times
 from tests.engine.test_recorder import run as record
 
@@ -61,6 +67,107 @@ def test_flags_change_the_outcome(capsys: pytest.CaptureFixture[str], flags: tup
     assert other["ttft"] != plain["ttft"]
 
 
+TIGHT = ("--num-blocks", "60", "--max-num-seqs", "8")
+LATE = (
+    "synthetic:rate=60,prompt=lognormal(200,1),output=lognormal(60,1),n=80,"
+    "classes=chat(1,ttft=1,tpot=30ms)"
+)
+MIXED = (
+    "synthetic:rate=30,prompt=lognormal(200,1),output=lognormal(60,1),n=80,"
+    "classes=chat(1,priority=1)+night(1)+batch(2)"
+)
+# ten tokens a step, and nobody with 30 ms a token has time for one more
+STEEP = ("--step-times", "fixed:0.02,0.001")
+SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swap-space", "1GiB")
+
+
+# what makes each flag of the scheduler matter, and another value of it
+@pytest.mark.parametrize(
+    ("workload", "setting", "flags"),
+    [
+        (WORKLOAD, TIGHT, ("--watermark", "0.6")),
+        (WORKLOAD, TIGHT, ("--bypass-window", "0")),
+        (WORKLOAD, TIGHT, ("--max-bypasses", "0")),
+        (WORKLOAD, TIGHT, ("--no-future-memory-check",)),
+        (WORKLOAD, TIGHT, ("--pressure-threshold", "0.3")),
+        (LATE, STEEP, ("--no-adaptive-token-budget",)),
+        (WORKLOAD, (), ("--plan-lead-ms", "15")),
+        (WORKLOAD, ("--policy", "phase-aligned"), ("--coalesce-window-ms", "500")),
+        (WORKLOAD, ("--policy", "phase-aligned"), ("--coalesce-size", "1")),
+        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-queue", "3")),
+        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-wait", "0.5")),
+        (WORKLOAD, ("--max-num-seqs", "2"), ("--queue-timeout", "0.5")),
+        (LATE, (), ("--no-relegate-late",)),
+        (LATE, (*STEEP, "--no-relegate-late"), ("--no-pace-admission",)),
+        (MIXED, ("--policy", "priority", "--max-num-seqs", "2"), ("--priority-ageing", "0.1")),
+        (MIXED, ("--max-num-seqs", "4"), ("--best-effort-delay", "0")),
+        (MIXED, (), ("--best-effort-step-ms", "500")),
+        (MIXED, (), ("--background-share", "0")),
+        (WORKLOAD, SWAPS, ("--preemption", "recompute")),
+        (WORKLOAD, SWAPS, ("--swap-space", "1MiB")),
+        (WORKLOAD, SWAPS, ("--kv-bandwidth", "0.01")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_flags_of_the_scheduler_change_the_outcome(
+    capsys: pytest.CaptureFixture[str],
+    workload: str,
+    setting: tuple[str, ...],
+    flags: tuple[str, ...],
+) -> None:
+    base = ("simulate", "--workload", workload, "--step-times", "fixed:0.02,0.0001", *setting)
+    (plain,) = runs(capsys, *base)
+    (other,) = runs(capsys, *base, *flags)
+    assert (other["e2e"], other["ttft"]) != (plain["e2e"], plain["ttft"])
+
+
+def test_it_has_every_flag_of_a_server_that_changes_what_is_decided() -> None:
+    subparsers = build_parser()._subparsers
+    assert subparsers is not None
+    commands = subparsers._group_actions[0].choices
+    assert isinstance(commands, dict)
+    groups = {group.title: group for group in commands["serve"]._action_groups}
+    served = {
+        action.option_strings[0]
+        for title in ("scheduling", "admission")
+        for action in groups[title]._group_actions
+    }
+    assert served == {flag.name for flag in (*SCHEDULING, *ADMISSION)}
+    here = set(commands["simulate"]._option_string_actions)
+    assert served - here == {"--scheduling-policy"}, "several are compared with --policy"
+    fields_set = {flag.field for flag in (*SCHEDULING, *ADMISSION)}
+    assert {field.name for field in fields(SchedulerConfig)} - fields_set == {"max_model_len"}
+
+
+def test_without_a_recording_it_is_what_serve_would_start() -> None:
+    args = build_parser().parse_args([*FIXED])
+    config = simulate._config(simulate._Point(args, None), open_step_times("fixed:0.02"))
+    serve = build_parser().parse_args(["serve", "--backend", "null"])
+    settings = engine_settings(serve)
+    for name in (field.name for field in fields(SchedulerConfig)):
+        if name != "max_model_len":
+            assert getattr(config.scheduler, name) == getattr(settings, name), name
+    assert config.cache.watermark == settings.watermark
+    assert config.pipeline_depth == settings.pipeline_depth
+
+
+def test_policies_of_other_packages_are_simulated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Entry:
+        name, value = "theirs", "theirs:Policy"
+
+        def load(self) -> type[FcfsPolicy]:
+            return FcfsPolicy
+
+    monkeypatch.setattr("paceline.cli.plugins.entry_points", lambda group: [Entry()])
+    try:
+        first, second = runs(capsys, *FIXED, "--policy", "fcfs,theirs")
+    finally:
+        POLICIES.pop("theirs", None)
+    assert second["policy"] == "theirs" and first["ttft"] == second["ttft"]
+
+
 def test_routers_differ(capsys: pytest.CaptureFixture[str]) -> None:
     means = {
         router: runs(capsys, *FIXED, "--replicas", "3", "--router", router)[0]["e2e"]["mean"]
@@ -111,6 +218,7 @@ def test_a_recording_brings_its_engine(capsys: pytest.CaptureFixture[str], tmp_p
         (("--step-times", "fixed:1", "--policy", "fcfs,magic"), "unknown policy 'magic'"),
         (("--step-times", "fixed:1", "--router", "magic"), "unknown router 'magic'"),
         (("--step-times", "fixed:1", "--decode-replicas", "1"), "does not say how many bytes"),
+        (("--step-times", "fixed:1", "--swap-space", "1GiB"), "does not say how many bytes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -123,7 +231,7 @@ def test_what_makes_no_sense_is_refused(
 
 def test_loads_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = runs(capsys, *FIXED, "--speedup", "1,4")
-    assert (slow["name"], fast["name"]) == ("fcfs", "fcfs x4")
+    assert (slow["name"], fast["name"]) == ("deadline", "deadline x4")
     assert fast["offered_rate"] == pytest.approx(4 * slow["offered_rate"])
     assert fast["ttft"]["mean"] > slow["ttft"]["mean"]
     assert main([*FIXED, "--speedup", "0"]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -38,6 +40,49 @@ def test_the_queue_is_bounded() -> None:
     assert dict(driver.scheduler.stats().refused) == {"queue-full": 1}
 
 
+def flood(driver: Driver, tenant: str, count: int) -> Counter[str]:
+    """``count`` requests at once; how many were taken and why others were not."""
+    outcomes: Counter[str] = Counter()
+    for index in range(count):
+        try:
+            driver.add(make_request(f"{tenant}{driver.now}{index}", 4, 2, tenant=tenant))
+            outcomes["taken"] += 1
+        except QueueFullError as error:
+            assert error.reason != "queue-share" or "requests of this tenant wait" in str(error)
+            outcomes[error.reason] += 1
+    return outcomes
+
+
+def test_one_tenants_flood_leaves_places_to_others() -> None:
+    """Of 80 places it takes 70; then 8.75 of the remaining 10; then there is 1 for a third."""
+    driver = Driver(max_num_seqs=2, max_num_waiting=80, policy="fair")
+    driver.add(make_request("r0", 4, tenant="a"), make_request("r1", 4, tenant="a"))
+    driver.step()
+    assert driver.scheduler.stats().num_running == 2, "who runs takes no place in the queue"
+    assert flood(driver, "a", 100) == {"taken": 70, "queue-share": 30}
+    assert flood(driver, "b", 100) == {"taken": 9, "queue-share": 91}
+    assert flood(driver, "c", 3) == {"taken": 1, "queue-full": 2}
+    driver.run()
+    # nobody waits: all of it is there again
+    assert flood(driver, "b", 71) == {"taken": 70, "queue-share": 1}
+    driver.run()
+    assert len(driver.finished) == 152
+
+
+def test_a_short_queue_is_not_cut_to_nothing() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=2, policy="fair")
+    driver.add(make_request("r", 4, tenant="a"))
+    driver.step()
+    assert flood(driver, "a", 3) == {"taken": 2, "queue-full": 1}
+    driver.run()
+
+
+def test_other_policies_know_no_tenants() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=80, policy="fcfs")
+    assert flood(driver, "a", 81) == {"taken": 80, "queue-full": 1}
+    driver.run()
+
+
 def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> None:
     driver = warm(max_num_seqs=1, max_predicted_wait_s=30.0)
     driver.add(make_request("a", 4, 20))
@@ -51,6 +96,26 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
     assert error.value.reason == "predicted-wait"
     driver.run()
+
+
+@pytest.mark.parametrize("policy", ["fair", "deadline"])
+def test_a_flood_makes_only_itself_wait(policy: str) -> None:
+    """The light tenant is not told of a wait that it will not have."""
+    driver = warm(max_num_seqs=1, max_predicted_wait_s=60.0, policy=policy)
+    driver.add(make_request("a", 4, 20, tenant="a"))
+    driver.step()
+    assert flood(driver, "a", 50)["predicted-wait"] > 20
+    if policy == "fair":
+        asked = driver.now
+        driver.add(make_request("b", 4, 2, tenant="b", arrival=asked))
+        driver.run()
+        started = driver.finished["b"].first_scheduled_time
+        assert started is not None and started - asked < 60.0, "what was promised is kept"
+        assert driver.now - asked > 60.0, "others did wait so long"
+    else:
+        with pytest.raises(QueueFullError, match="limit is 60 s"):
+            driver.add(make_request("b", 4, 2, tenant="b"))
+        driver.run()
 
 
 def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:

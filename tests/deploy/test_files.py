@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.checkpoints.resolve import default_cache_dir
+from paceline.cli.batch_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.server.keys import OPEN_PATHS
 
@@ -66,7 +68,8 @@ def test_the_commands_are_the_servers(arguments: list[str]) -> None:
 
 def test_who_stops_a_server_waits_for_its_drain() -> None:
     pod = load("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > flags(CONTAINER["args"]).drain_timeout
+    pause = float(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > flags(CONTAINER["args"]).drain_timeout + pause
     service = COMPOSE["services"]["paceline"]
     grace = float(service["stop_grace_period"].removesuffix("s"))
     assert grace > flags(service["command"]).drain_timeout
@@ -145,6 +148,31 @@ def test_volumes_are_mounted_and_there() -> None:
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), volume
+
+
+@pytest.mark.parametrize("kept", ["models", "batches"])
+def test_what_a_server_keeps_is_on_a_volume(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes to a container's own file system, and all of it is gone with the container."""
+    monkeypatch.setenv("HOME", "/home/paceline")
+    for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "PACELINE_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    for arguments, mounted in (
+        (CONTAINER["args"], [mount["mountPath"] for mount in CONTAINER["volumeMounts"]]),
+        (
+            COMPOSE["services"]["paceline"]["command"],
+            [volume.split(":")[1] for volume in COMPOSE["services"]["paceline"]["volumes"]],
+        ),
+        (instruction("CMD"), re.findall(r"^VOLUME (.*)$", DOCKERFILE, re.M)[0].split()),
+    ):
+        folder = default_cache_dir()
+        if kept == "batches":
+            config = batch_config(flags(arguments), 8000)
+            assert config is not None
+            folder = config.folder
+        assert any(folder.is_relative_to(place) for place in mounted), (folder, mounted)
+    # made by the image for its user: a new volume begins as what it is mounted over
+    made = re.findall(r"install -d -o paceline -g paceline ((?:[^&]|\n)*?)\n[A-Z]", DOCKERFILE)
+    assert any(folder.is_relative_to(place) for place in made[0].replace("\\", "").split())
 
 
 ALERTS = [rule for group in load("prometheus/alerts.yml")["groups"] for rule in group["rules"]]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.arguments import Parser
 from paceline.cli.limit_options import add_limit_options
-from paceline.cli.options import Parser
 from paceline.cli.serve import add_parser
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,9 @@ from fastapi import FastAPI
 
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
-from paceline.server.keys import ApiKey
+from paceline.server.app import batches_of
+from paceline.server.batch_config import BatchConfig
+from paceline.server.keys import OPEN_PATHS, ApiKey
 from paceline.server.openapi.requests import EXAMPLES, request_schemas
 from paceline.server.protocol import RequestRules
 
@@ -55,11 +57,17 @@ async def test_every_operation_has_an_answer_and_its_faults(document: dict[str, 
     for method, path, operation in operations(document):
         responses = operation["responses"]
         assert "422" not in responses and "500" in responses, (method, path)
+        if "200" in responses:
+            (content,) = list(responses["200"]["content"].values())[:1]
+            assert content["schema"], (method, path)
         for status, response in responses.items():
             assert response["content"], (method, path, status)
             assert "X-Request-Id" in response["headers"], (method, path, status)
         if "requestBody" in operation:
-            assert {"400", "413", "429", "503"} <= set(responses), (method, path)
+            assert {"400", "413", "429"} <= set(responses), (method, path)
+        # told by the connection, or to a name that the server does not answer to
+        assert {"408", "431", "503"} <= set(responses), (method, path)
+        assert ("421" in responses) == (path not in OPEN_PATHS), (method, path)
 
 
 async def test_no_name_leads_nowhere(document: dict[str, Any]) -> None:
@@ -144,7 +152,8 @@ async def test_it_knows_the_bounds_of_this_server(engine: LocalEngineClient) -> 
 
 async def test_errors_are_what_it_says(engine: LocalEngineClient) -> None:
     keys = (ApiKey.of("u", "user", "user-key-1"), ApiKey.of("a", "admin", "admin-key-1"))
-    app = create_app(engine, ServerConfig(api_keys=keys, max_body_bytes=200))
+    hosts = ("test", "testserver")
+    app = create_app(engine, ServerConfig(api_keys=keys, max_body_bytes=200, allowed_hosts=hosts))
     document = app.openapi()
     user = {"Authorization": "Bearer user-key-1"}
     async with connect(app) as http:
@@ -157,12 +166,64 @@ async def test_errors_are_what_it_says(engine: LocalEngineClient) -> None:
             ("POST", "/v1/messages", {"messages": []}, {}, 401),
             ("POST", "/v1/embeddings", {"input": "x"}, user, 400),
             ("GET", "/v1/responses/{response_id}", None, user, 404),
+            ("GET", "/v1/models", None, {"Host": "else.example"}, 421),
+            ("POST", "/v1/messages", {}, {"Host": "else.example"}, 421),
         ):
             answer = await http.request(method, path, json=body, headers=headers)
             assert answer.status_code == status, answer.text
             responses = document["paths"][path][method.lower()]["responses"]
             content = responses[str(status)]["content"]["application/json"]
             check(document, content["schema"], answer.json())
+            assert answer.headers["x-request-id"]
+
+
+async def test_files_and_batches_are_what_it_says(
+    engine: LocalEngineClient, tmp_path: Path
+) -> None:
+    """And every id leads where the links say."""
+    app = create_app(engine, ServerConfig(batches=BatchConfig(folder=tmp_path)))
+    document = app.openapi()
+    places = {
+        operation["operationId"]: (method, path) for method, path, operation in operations(document)
+    }
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+    async def ask(method: str, path: str, where: str = "", **sent: Any) -> httpx.Response:
+        answer = await http.request(method, where or path, **sent)
+        assert answer.status_code == 200, (path, answer.text)
+        (told,) = document["paths"][path][method.lower()]["responses"]["200"]["content"].items()
+        media_type, content = told
+        assert answer.headers["content-type"].partition(";")[0] == media_type, path
+        if media_type == "application/json":
+            check(document, content["schema"], answer.json())
+        return answer
+
+    async with connect(app) as http:
+        upload = {"data": {"purpose": "batch"}, "files": {"file": ("a", json.dumps(line))}}
+        file = (await ask("POST", "/v1/files", **upload)).json()
+        links = document["paths"]["/v1/files"]["post"]["responses"]["200"]["links"]
+        body = links.pop("batch")["requestBody"] | {"input_file_id": file["id"]}
+        batch = (await ask("POST", "/v1/batches", json=body)).json()
+        for path in ("/v1/files", "/v1/batches"):
+            listed = (await ask("GET", path, f"{path}?limit=1")).json()
+            assert listed["data"]
+        of_batches = document["paths"]["/v1/batches"]["post"]["responses"]["200"]["links"]
+        for found, made in ((of_batches, batch), (links, file)):
+            for link in found.values():
+                method, path = places[link["operationId"]]
+                ((name, where),) = link["parameters"].items()
+                assert where == "$response.body#/id" and f"{{{name}}}" in path
+                await ask(method, path, path.replace(f"{{{name}}}", made["id"]))
+        for path, status in (("/v1/files?after=x", 404), ("/v1/batches?limit=0", 400)):
+            answer = await http.get(path)
+            responses = document["paths"][path.partition("?")[0]]["get"]["responses"]
+            assert answer.status_code == status
+            check(
+                document,
+                responses[str(status)]["content"]["application/json"]["schema"],
+                answer.json(),
+            )
+    await batches_of(app).stop()
 
 
 async def test_allow_names_every_method_of_a_path(http: httpx.AsyncClient) -> None:

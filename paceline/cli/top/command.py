@@ -8,7 +8,7 @@ import os
 import time
 from dataclasses import asdict
 
-from paceline.cli.options import Parser, bounded_float
+from paceline.cli.arguments import Parser, bounded_float
 from paceline.cli.top.frame import Frame, make_frame
 from paceline.cli.top.scrape import Scrape, Source, parse_metrics
 from paceline.core.errors import ConfigError

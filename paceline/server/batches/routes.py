@@ -57,6 +57,17 @@ _FORM_BODY: Final = {
 }
 
 
+def _query(kind: str, **more: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a list, as ``_page`` reads them."""
+    limit = {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE[kind], "default": _PAGE[kind]}
+    schemas = {"after": {"type": "string"}, "limit": limit, **more}
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()
+        ]
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
     """The body of ``POST /v1/batches``."""
@@ -209,12 +220,21 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
     for path, handler, method, extra in (
         ("/v1/files", file_create, "POST", _FORM_BODY),
-        ("/v1/files", file_list, "GET", None),
+        (
+            "/v1/files",
+            file_list,
+            "GET",
+            _query(
+                "files",
+                purpose={"type": "string", "enum": list(_PURPOSES_LISTED)},
+                order={"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+            ),
+        ),
         ("/v1/files/{file_id}", file_get, "GET", None),
         ("/v1/files/{file_id}", file_delete, "DELETE", None),
         ("/v1/files/{file_id}/content", file_content, "GET", None),
         ("/v1/batches", batch_create, "POST", JSON_BODY),
-        ("/v1/batches", batch_list, "GET", None),
+        ("/v1/batches", batch_list, "GET", _query("batches")),
         ("/v1/batches/{batch_id}", batch_get, "GET", None),
         ("/v1/batches/{batch_id}/cancel", batch_cancel, "POST", None),
     ):

@@ -25,6 +25,11 @@ from paceline.server.wire import ChatAnswer, ChatChunk, CompletionAnswer, Comple
 
 __all__ = ["ANSWERS", "Answer", "answer_schemas"]
 
+_MAYBE_INTEGER: Final[Schema] = {"type": ["integer", "null"]}
+_BATCH_STATUSES: Final = (
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+    "cancelled",
+)  # fmt: skip
 _TYPED: Final = (ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, TokenAnswer)
 
 
@@ -132,6 +137,49 @@ def answer_schemas() -> dict[str, Schema]:
                 )
             }
         ),
+        "File": record(
+            {
+                "id": STRING,
+                "object": string("file"),
+                "bytes": INTEGER,
+                "created_at": INTEGER,
+                "filename": STRING,
+                "purpose": string("batch", "batch_output"),
+                "status": string("processed"),
+            }
+        ),
+        "Batch": record(
+            {
+                "id": STRING,
+                "object": string("batch"),
+                "endpoint": STRING,
+                "errors": {
+                    "anyOf": [
+                        record({"object": string("list"), "data": array(ref("BatchFault"))}),
+                        NULL,
+                    ]
+                },
+                "input_file_id": STRING,
+                "completion_window": STRING,
+                "status": string(*_BATCH_STATUSES),
+                "output_file_id": maybe_text,
+                "error_file_id": maybe_text,
+                "created_at": INTEGER,
+                "expires_at": INTEGER,
+                **{
+                    f"{status}_at": _MAYBE_INTEGER
+                    for status in _BATCH_STATUSES
+                    if status != "validating"
+                },
+                "request_counts": record(
+                    {"total": INTEGER, "completed": INTEGER, "failed": INTEGER}
+                ),
+                "metadata": {"type": ["object", "null"]},
+            }
+        ),
+        "BatchFault": record(
+            {"code": STRING, "message": STRING, "param": maybe_text, "line": _MAYBE_INTEGER}
+        ),
         "Tokens": record(
             {
                 "count": integer(0, 2**31),
@@ -145,6 +193,18 @@ def answer_schemas() -> dict[str, Schema]:
 
 def _simple(description: str, **fields: Any) -> Answer:
     return Answer(description, record(fields))
+
+
+def _page(description: str, of: str) -> Answer:
+    maybe_text: Schema = {"type": ["string", "null"]}
+    return _simple(
+        description,
+        object=string("list"),
+        data=array(ref(of)),
+        first_id=maybe_text,
+        last_id=maybe_text,
+        has_more=BOOLEAN,
+    )
 
 
 # by method and path
@@ -172,6 +232,19 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("POST", "/v1/messages/count_tokens"): Answer(
         "the prompt's length", record({"input_tokens": INTEGER}), error="AnthropicError"
     ),
+    ("POST", "/v1/files"): Answer("what is kept now", ref("File")),
+    ("GET", "/v1/files"): _page("what is kept", "File"),
+    ("GET", "/v1/files/{file_id}"): Answer("one of them", ref("File")),
+    ("DELETE", "/v1/files/{file_id}"): _simple(
+        "it is forgotten", id=STRING, object=string("file"), deleted=BOOLEAN
+    ),
+    ("GET", "/v1/files/{file_id}/content"): Answer(
+        "its bytes", STRING | {"format": "binary"}, media_type="application/octet-stream"
+    ),
+    ("POST", "/v1/batches"): Answer("what will be answered", ref("Batch")),
+    ("GET", "/v1/batches"): _page("newest first", "Batch"),
+    ("GET", "/v1/batches/{batch_id}"): Answer("as it is now", ref("Batch")),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Answer("as it is now", ref("Batch")),
     ("GET", "/v1/models"): _simple(
         "what is served", object=string("list"), data=array(ref("Model"), 1)
     ),
@@ -179,6 +252,8 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("POST", "/tokenize"): Answer("ids", ref("Tokens")),
     ("POST", "/detokenize"): _simple("text", prompt=STRING),
     ("GET", "/health"): Answer("tokens flow", OBJECT),
+    ("GET", "/health/ready"): Answer("tokens flow", OBJECT),
+    ("GET", "/health/live"): Answer("the server has not given up on its engine", OBJECT),
     ("GET", "/ping"): Answer("tokens flow", OBJECT),
     ("POST", "/ping"): Answer("tokens flow", OBJECT),
     ("GET", "/load"): _simple("requests under way", server_load=integer(0, 2**31)),

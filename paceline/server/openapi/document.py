@@ -22,7 +22,6 @@ from paceline.server.rules import RequestRules
 
 __all__ = ["openapi_document"]
 
-_HEALTH: Final = frozenset({"/health", "/ping"})
 _SECURITY: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -32,15 +31,46 @@ _DESCRIPTIONS: Final = {
     "401": "no key that is known",
     "403": "a key whose scope does not reach, or a web page of another origin",
     "404": "no such model, or nothing stored by that name",
+    "408": "the request did not arrive in time; the connection is closed",
     "409": "it is not in a state for that",
     "413": "the body is too long",
+    "421": "Host is none of the names that the server was started to answer to",
     "429": "more than can be served now",
+    "431": "the head of the request is too long or has too many lines; the connection is closed",
     "500": "the server failed on this request",
     "501": "the server was started without a place for files and batches",
-    "503": "shutting down, or the engine is gone",
+    "503": "shutting down, the engine is gone, or no connection is left",
     "507": "no room for more files",
 }
 _RETRY: Final = frozenset({"429", "503"})
+# whose id goes where: (method, path of what answers with an id) -> name in the paths, operations
+_LINKS: Final = {
+    ("post", "/v1/responses"): (
+        "response_id",
+        (
+            ("get", "/v1/responses/{response_id}"),
+            ("post", "/v1/responses/{response_id}/cancel"),
+            ("delete", "/v1/responses/{response_id}"),
+        ),
+    ),
+    ("post", "/v1/files"): (
+        "file_id",
+        (
+            ("get", "/v1/files/{file_id}"),
+            ("get", "/v1/files/{file_id}/content"),
+            ("delete", "/v1/files/{file_id}"),
+        ),
+    ),
+    ("post", "/v1/batches"): (
+        "batch_id",
+        (
+            ("get", "/v1/batches/{batch_id}"),
+            ("post", "/v1/batches/{batch_id}/cancel"),
+        ),
+    ),
+}
+# told before there is a request whose path could be looked at (``connections.py``)
+_OF_THE_CONNECTION: Final = frozenset({"408", "431"})
 
 
 def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
@@ -55,11 +85,34 @@ def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             _describe(operation, method.upper(), path, requests.get(path))
+    _link(document["paths"])
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     schemas |= shared_schemas(rules) | answer_schemas()
     components["securitySchemes"] = _SECURITY
     return document
+
+
+def _link(paths: dict[str, Any]) -> None:
+    """Say whose id an answer has, so that a program can go on from there."""
+
+    def link(method: str, path: str, **fills: Any) -> dict[str, Any]:
+        return {"operationId": paths[path][method]["operationId"], **fills}
+
+    for (method, path), (name, targets) in _LINKS.items():
+        paths[path][method]["responses"]["200"]["links"] = {
+            paths[target][verb]["operationId"]: link(
+                verb, target, parameters={name: "$response.body#/id"}
+            )
+            for verb, target in targets
+        }
+    body = {
+        "input_file_id": "$response.body#/id",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    links = paths["/v1/files"]["post"]["responses"]["200"]["links"]
+    links["batch"] = link("post", "/v1/batches", requestBody=body)
 
 
 def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | None) -> None:
@@ -78,7 +131,11 @@ def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | 
     _add_parameters(operation, path)
     error = "Error" if answer is None else answer.error
     for status in _statuses(operation, method, path):
-        responses.setdefault(status, _failure(status, error))
+        shapes = {"Error"} if status in _OF_THE_CONNECTION else {error}
+        if status == "503":
+            # the server's, or the connection's
+            shapes.add("Error")
+        responses.setdefault(status, _failure(status, sorted(shapes)))
     for response in responses.values():
         response.setdefault("headers", {}).setdefault(
             "X-Request-Id", {"schema": STRING, "required": True}
@@ -111,31 +168,33 @@ def _add_parameters(operation: dict[str, Any], path: str) -> None:
 
 def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
     """What an answer may be instead of what was asked for."""
-    found = ["500"]
-    if path in _HEALTH:
-        return [*found, "503"]
+    found = [*_OF_THE_CONNECTION, "500", "503"]
     if path not in OPEN_PATHS:
-        found.append("401")
+        found += ["401", "421"]
     if path in ADMIN_PATHS or (method != "GET" and path not in OPEN_PATHS):
         found.append("403")
     if method == "POST" and path not in OPEN_PATHS:
         # a limit of the key
         found.append("429")
-    if "{" in path:
+    if "{" in path or path in ("/v1/files", "/v1/batches"):
+        # of lists, what ``after`` names
         found.append("404")
     if path.startswith(("/v1/files", "/v1/batches")):
-        found += ["400", "409", "501", "503"]
+        found += ["400", "409", "501"]
         if method == "POST":
             found.append("507")
     if "requestBody" in operation:
-        found += ["400", "404", "413", "429", "503"]
+        found += ["400", "404", "413", "429"]
     return sorted(set(found))
 
 
-def _failure(status: str, error: str) -> dict[str, Any]:
+def _failure(status: str, shapes: list[str]) -> dict[str, Any]:
+    schemas = [ref(shape) for shape in shapes]
     found: dict[str, Any] = {
         "description": _DESCRIPTIONS[status],
-        "content": {"application/json": {"schema": ref(error)}},
+        "content": {
+            "application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
+        },
     }
     if status in _RETRY:
         seconds = {"schema": STRING, "description": "seconds"}

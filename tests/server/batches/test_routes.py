@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: what is refused, who sees what, and how batches end."""
+"""Files and batches over HTTP: who sees what, and how batches end."""
 
 from __future__ import annotations
 
@@ -7,112 +7,30 @@ import contextlib
 import json
 import os
 import sqlite3
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
-from paceline.engine.protocol import EngineClient
-from paceline.engine.testing import null_client
-from paceline.server import ServerConfig, create_app
-from paceline.server.app import batches_of, service_of
-from paceline.server.batch_config import BatchConfig
+from paceline.server import ServerConfig
 from paceline.server.batches import runner
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
 from paceline.server.bounds import Bounds
-from paceline.server.keys import ApiKey
-from tests.server.helpers import VOCAB, connect
+from tests.server.batches.serving import (
+    ALICE,
+    BOB,
+    ENDED,
+    KEYS,
+    SMALL_BODIES,
+    URL,
+    line,
+    running,
+)
 
 pytestmark = pytest.mark.anyio
-
-ENDED = ("completed", "failed", "expired", "cancelled")
-ALICE, BOB = "alice-key-0123456789", "bobs-key-0123456789"
-KEYS = (ApiKey.of("alice", "user", ALICE), ApiKey.of("bob", "user", BOB))
-URL = "/v1/completions"
-SMALL_BODIES = ServerConfig(max_body_bytes=5000)
-
-
-class Server:
-    """An app over its own engine, with a clock that tests set."""
-
-    def __init__(self, http: httpx.AsyncClient, app: Any) -> None:
-        self.http = http
-        self.app = app
-        self.service = service_of(app)
-        self.batches = batches_of(app)
-
-    async def upload(self, content: bytes, **headers: str) -> httpx.Response:
-        return await self.http.post(
-            "/v1/files",
-            data={"purpose": "batch"},
-            files={"file": ("in.jsonl", content)},
-            headers=headers,
-        )
-
-    async def submit(
-        self, lines: Sequence[dict[str, Any] | bytes], endpoint: str = URL, **fields: Any
-    ) -> dict[str, Any]:
-        raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-        file = (await self.upload(b"\n".join(raw))).json()
-        body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "1h"}
-        answer = await self.http.post("/v1/batches", json={**body, **fields})
-        assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
-
-    async def get(self, batch: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = (await self.http.get(f"/v1/batches/{batch['id']}")).json()
-        return found
-
-    async def until(self, batch: dict[str, Any], *statuses: str) -> dict[str, Any]:
-        async with asyncio.timeout(10):
-            while (found := await self.get(batch))["status"] not in (statuses or ENDED):
-                await asyncio.sleep(0.005)
-        return found
-
-    async def records(self, file_id: str | None) -> dict[str, dict[str, Any]]:
-        if file_id is None:
-            return {}
-        text = (await self.http.get(f"/v1/files/{file_id}/content")).text
-        found = [json.loads(line) for line in text.splitlines()]
-        assert len({record["custom_id"] for record in found}) == len(found)
-        return {record["custom_id"]: record for record in found}
-
-
-@contextlib.asynccontextmanager
-async def running(
-    folder: Path,
-    *,
-    step_time: float = 0.0,
-    client: EngineClient | None = None,
-    server_config: ServerConfig = SMALL_BODIES,
-    **config: Any,
-) -> AsyncGenerator[Server, None]:
-    if client is None:
-        backend = NullBackend(
-            vocab_size=VOCAB, max_model_len=512, step_time=step_time, poison_token=7
-        )
-        client = null_client(backend, max_num_seqs=8)
-    batches = BatchConfig(folder=folder, **config)
-    app = create_app(client, replace(server_config, batches=batches))
-    async with connect(app) as http:
-        server = Server(http, app)
-        try:
-            yield server
-        finally:
-            await server.batches.stop()
-            await client.close()
-
-
-def line(custom_id: str, prompt: Any = "hi", url: str = URL, **body: Any) -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": 2, **body}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
 async def test_every_endpoint_is_answered_as_over_http(tmp_path: Path) -> None:
@@ -388,138 +306,6 @@ async def test_keys_see_their_own(tmp_path: Path) -> None:
             assert (await http.get(listed, headers=alice)).json()["data"]
         content = await http.get(f"/v1/files/{found['output_file_id']}/content", headers=alice)
         assert json.loads(content.text)["custom_id"] == "a"
-
-
-MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
-
-
-def form(*parts: tuple[str, str], end: str = "--b--\r\n") -> bytes:
-    return (
-        "".join(
-            f"--b\r\nContent-Disposition: form-data; {head}\r\n\r\n{value}\r\n"
-            for head, value in parts
-        ).encode()
-        + end.encode()
-    )
-
-
-PURPOSE = ("name=purpose", "batch")
-FILE = ('name="file"; filename="in.jsonl"', "x")
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status", "says"),
-    [
-        (form(PURPOSE, FILE), {"Content-Type": "application/json"}, 400, "multipart/form-data"),
-        (form(PURPOSE, FILE), {"Content-Type": "multipart/form-data"}, 400, "multipart"),
-        (b"", MULTIPART, 400, "ends too early"),
-        (b"nonsense", MULTIPART, 400, "multipart/form-data"),
-        (form(PURPOSE, FILE, end=""), MULTIPART, 400, "ends too early"),
-        (form(FILE), MULTIPART, 400, "purpose is missing"),
-        (form(PURPOSE), MULTIPART, 400, "file is missing"),
-        (form(PURPOSE, ("name=file", "x")), MULTIPART, 400, "with a file name"),
-        (form(PURPOSE, PURPOSE, FILE), MULTIPART, 400, "purpose is there twice"),
-        (form(PURPOSE, FILE, FILE), MULTIPART, 400, "file is there twice"),
-        (form(PURPOSE, FILE, ("name=expires_after", "x")), MULTIPART, 400, "'expires_after'"),
-        (form(("name=purpose", "fine-tune"), FILE), MULTIPART, 400, "'fine-tune'"),
-        (form(("name=purpose", "x" * 300), FILE), MULTIPART, 400, "more than 256 bytes"),
-        (form(PURPOSE, (FILE[0], "x" * 2000)), MULTIPART, 413, "1000 bytes"),
-        (form(PURPOSE, (FILE[0], "x" * 90_000)), MULTIPART, 413, "1000 bytes"),
-    ],
-)
-async def test_uploads_that_are_refused(
-    tmp_path: Path, body: bytes, headers: dict[str, str], status: int, says: str
-) -> None:
-    async with running(tmp_path, max_file_bytes=1000) as server:
-        answer = await server.http.post("/v1/files", content=body, headers=headers)
-        assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), (
-            answer.text
-        )
-        assert (await server.http.get("/v1/files")).json()["data"] == []
-        assert list((tmp_path / "files").iterdir()) == []
-
-
-async def test_a_file_name_is_only_shown(tmp_path: Path) -> None:
-    async with running(tmp_path, max_bytes=100) as server:
-        for name, shown in (
-            ("../../etc/passwd", "passwd"),
-            ("..\\\\x\\\\y.jsonl", "y.jsonl"),
-            ("a" * 400, "a" * 255),
-            ("/", "file"),
-        ):
-            body = form((f'name="file"; filename="{name}"', "x" * 10), PURPOSE)
-            answer = await server.http.post("/v1/files", content=body, headers=MULTIPART)
-            assert answer.json()["filename"] == shown
-        stored = {path.name for path in (tmp_path / "files").iterdir()}
-        assert stored == {
-            file["id"] for file in (await server.http.get("/v1/files")).json()["data"]
-        }
-        full = await server.upload(b"x" * 61)
-        assert full.status_code == 413 and "40 are used" in full.json()["error"]["message"]
-        assert len(list((tmp_path / "files").iterdir())) == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "says"),
-    [
-        ({"input_file_id": None}, 400, "input_file_id is missing"),
-        ({"input_file_id": "file-nobody"}, 404, "no file with id"),
-        ({"input_file_id": "../../../etc/passwd"}, 404, "no file with id"),
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint must be one of"),
-        ({"endpoint": None}, 400, "endpoint must be one of"),
-        ({"completion_window": "0s"}, 400, "completion_window"),
-        ({"completion_window": "31d"}, 400, "completion_window"),
-        ({"completion_window": "soon"}, 400, "'soon'"),
-        ({"metadata": {"a": 1}}, 400, "metadata"),
-        ({"metadata": {f"{i}": "" for i in range(17)}}, 400, "metadata"),
-        ({"output_expires_after": {}}, 400, "not served"),
-        ({"color": "red"}, 400, "'color'"),
-    ],
-)
-async def test_batches_that_are_refused(
-    tmp_path: Path, fields: dict[str, Any], status: int, says: str
-) -> None:
-    async with running(tmp_path) as server:
-        file = (await server.upload(b"x")).json()
-        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "1h", **fields}
-        answer = await server.http.post("/v1/batches", json=body)
-        assert answer.status_code == status and says in answer.json()["error"]["message"]
-
-
-async def test_lists(tmp_path: Path) -> None:
-    async with running(tmp_path) as server:
-        ids = [(await server.upload(b"x")).json()["id"] for _ in range(3)]
-        page = (await server.http.get("/v1/files?limit=2")).json()
-        assert [file["id"] for file in page["data"]] == [ids[2], ids[1]] and page["has_more"]
-        assert (page["first_id"], page["last_id"]) == (ids[2], ids[1])
-        page = (await server.http.get(f"/v1/files?order=asc&after={ids[1]}&purpose=batch")).json()
-        assert [file["id"] for file in page["data"]] == [ids[2]] and not page["has_more"]
-        # the first nine digits of the third are in range
-        for query in (
-            *("limit=0", "limit=99999", f"limit=000000001{'0' * 5000}", "limit=x"),
-            *("order=up", "purpose=vision"),
-        ):
-            answer = await server.http.get(f"/v1/files?{query}")
-            assert answer.status_code == 400 and query.split("=")[0] in answer.text
-        assert (await server.http.get("/v1/batches?after=nobody")).status_code == 404
-
-
-async def test_without_a_folder(tmp_path: Path) -> None:
-    client = null_client(NullBackend(vocab_size=VOCAB))
-    async with connect(create_app(client, ServerConfig())) as http:
-        answer = await http.get("/v1/files")
-        assert answer.status_code == 501 and "--batch-dir" in answer.text
-        # not as too large for nothing
-        large = form(PURPOSE, (FILE[0], "x" * 200_000))
-        answer = await http.post("/v1/files", content=large, headers=MULTIPART)
-        assert answer.status_code == 501 and "--batch-dir" in answer.text
-    taken = BatchStore(tmp_path / "taken", 1000)
-    config = ServerConfig(batches=BatchConfig(folder=tmp_path / "taken"))
-    async with connect(create_app(client, config)) as http:
-        answer = await http.get("/v1/batches")
-        assert answer.status_code == 503 and str(tmp_path) not in answer.text
-    taken.close()
-    await client.close()
 
 
 async def test_a_server_that_ends_leaves_the_rest_to_the_next(tmp_path: Path) -> None:

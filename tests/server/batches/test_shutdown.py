@@ -14,7 +14,7 @@ import pytest
 
 from paceline.server.batches.store import BatchStore
 from paceline.server.lifecycle import _Life, bind
-from tests.server.batches.test_routes import Server, running
+from tests.server.batches.serving import Server, running
 
 pytestmark = pytest.mark.anyio
 

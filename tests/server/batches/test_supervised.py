@@ -14,7 +14,7 @@ import pytest
 
 from paceline.server import ServerConfig
 from tests.engine.test_supervisor import DIE, supervised
-from tests.server.batches.test_routes import Server, line, running
+from tests.server.batches.serving import Server, line, running
 
 pytestmark = pytest.mark.anyio
 

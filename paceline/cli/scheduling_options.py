@@ -1,0 +1,280 @@
+"""The flags that change what the scheduler decides: one table, for those who serve and those who
+simulate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.cli.arguments import bounded_float, bounded_int, byte_count
+from paceline.cli.plugins import policy_names
+from paceline.cli.settings import EngineSettings
+from paceline.core.config import PREEMPTION_MODES
+
+__all__ = [
+    "ADMISSION",
+    "SCHEDULING",
+    "Flag",
+    "add_flags",
+    "default_settings",
+    "given_settings",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag, and the setting that it becomes."""
+
+    name: str
+    # of EngineSettings; where SchedulerConfig or CacheConfig has it too, it is called the same
+    field: str
+    help: str
+    # neither of these two: --name and --no-name
+    parse: Callable[[str], Any] | None = None
+    choices: Callable[[], Sequence[str]] | None = None
+    metavar: str = "N"
+    # how many of the flag's units one of the setting's is
+    scale: float = 1.0
+    # 0 stands for None
+    zero_is_none: bool = False
+    # in the flag's units, where it is not the field's own
+    default: Any = None
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def default_of(self, settings: EngineSettings) -> Any:
+        """The value that stands for the flag left out, in its own units."""
+        if self.default is not None:
+            return self.default
+        value = getattr(settings, self.field)
+        return value * self.scale if self.scale != 1.0 else value
+
+    def setting(self, value: Any) -> Any:
+        """The field's value from the flag's."""
+        if value is None or (self.zero_is_none and not value):
+            return None
+        return value / self.scale if self.scale != 1.0 else value
+
+
+SCHEDULING: Final = (
+    Flag(
+        name="--max-num-seqs",
+        field="max_num_seqs",
+        parse=bounded_int(1),
+        help="requests running at once",
+    ),
+    Flag(
+        name="--max-num-batched-tokens",
+        field="max_num_batched_tokens",
+        parse=bounded_int(1),
+        help="tokens computed in one step; smaller keeps running requests smoother, larger starts "
+        "new ones faster",
+    ),
+    Flag(
+        name="--watermark",
+        field="watermark",
+        parse=bounded_float(0.0, 0.99),
+        metavar="SHARE",
+        help="share of the pool kept free when a request joins running ones, for their growth",
+    ),
+    Flag(
+        name="--scheduling-policy",
+        field="policy",
+        choices=policy_names,
+        help="who goes first; docs/policies.md says when each wins and loses",
+    ),
+    Flag(
+        name="--adaptive-token-budget",
+        field="adaptive_token_budget",
+        help="size each step by its predicted time: the slack that requests with targets leave, "
+        "and no more than makes it efficient",
+    ),
+    Flag(
+        name="--coalesce-window-ms",
+        field="coalesce_window_s",
+        parse=bounded_float(0.0),
+        metavar="MS",
+        scale=1e3,
+        help="with the phase-aligned policy, arrivals wait for each other this long",
+    ),
+    Flag(
+        name="--coalesce-size",
+        field="coalesce_size",
+        parse=bounded_int(1),
+        help="with the phase-aligned policy, so many arrivals do not wait",
+    ),
+    Flag(
+        name="--best-effort-delay",
+        field="best_effort_delay_s",
+        parse=bounded_float(0.0),
+        metavar="SECONDS",
+        help="best-effort requests (slo class batch) are treated as come this much later",
+    ),
+    Flag(
+        name="--best-effort-step-ms",
+        field="best_effort_step_s",
+        parse=bounded_float(0.1),
+        metavar="MS",
+        scale=1e3,
+        help="a step in which all is best effort takes about so long at most, or the next arrival "
+        "would wait for it; or twice as long as a single row, if that is more",
+    ),
+    Flag(
+        name="--plan-lead-ms",
+        field="plan_lead_s",
+        parse=bounded_float(0.0),
+        metavar="MS",
+        scale=1e3,
+        help="at a pipeline depth of 2, plan the next step so long before the running one is "
+        "predicted to end: who arrives until then is in it. More than a step takes: at once",
+    ),
+    Flag(
+        name="--background-share",
+        field="background_share",
+        parse=bounded_float(0.0, 100.0),
+        metavar="SHARE",
+        zero_is_none=True,
+        help="best-effort requests without any target, such as those of batches, lengthen the "
+        "steps of others by this share at most, on average; 0: by whatever the others' targets "
+        "leave",
+    ),
+    Flag(
+        name="--relegate-late",
+        field="relegate_late",
+        help="requests that can no longer meet their TTFT target let the others pass",
+    ),
+    Flag(
+        name="--pace-admission",
+        field="pace_admission",
+        help="let nobody in while one more would make running requests miss their TPOT targets",
+    ),
+    Flag(
+        name="--future-memory-check",
+        field="future_memory_check",
+        help="let a request in only if memory is predicted to last until those running end, "
+        "instead of when it fits now",
+    ),
+    Flag(
+        name="--preemption",
+        field="preemption",
+        choices=lambda: PREEMPTION_MODES,
+        help="what becomes of a preempted request's KV blocks: swap keeps a copy in host memory, "
+        "recompute drops them, auto does what is predicted to take less time",
+    ),
+    Flag(
+        name="--swap-space",
+        field="swap_bytes",
+        parse=byte_count,
+        metavar="SIZE",
+        help="host memory for swapped KV blocks; default: half the KV cache's size, taken as it "
+        "is used; on CUDA 4GiB at most, pinned at once",
+    ),
+    Flag(
+        name="--priority-ageing",
+        field="priority_ageing_s",
+        parse=bounded_float(0.001),
+        metavar="SECONDS",
+        help="with the priority policy, waiting this long counts as one level",
+    ),
+    Flag(
+        name="--bypass-window",
+        field="bypass_window",
+        parse=bounded_int(0),
+        help="waiting requests tried behind a head that does not fit; 0: nobody passes",
+    ),
+    Flag(
+        name="--max-bypasses",
+        field="max_bypasses",
+        parse=bounded_int(0),
+        help="how often one head may be passed before all wait for it",
+    ),
+    Flag(
+        name="--pipeline-depth",
+        field="pipeline_depth",
+        parse=bounded_int(1, 8),
+        help="steps handed to the backend at once: 2 plans a step while the last one runs, 1 "
+        "waits for it",
+    ),
+)
+
+# what a server refuses; offline work refuses nothing
+ADMISSION: Final = (
+    Flag(
+        name="--max-queue",
+        field="max_num_waiting",
+        parse=bounded_int(0),
+        zero_is_none=True,
+        default=2048,
+        help="requests waiting at once; beyond that the answer is 429 with a predicted "
+        "Retry-After; 0: no limit",
+    ),
+    Flag(
+        name="--max-wait",
+        field="max_predicted_wait_s",
+        parse=bounded_float(0.0),
+        metavar="SECONDS",
+        zero_is_none=True,
+        default=0.0,
+        help="refuse a request (429) whose first token is predicted to take longer; 0: never",
+    ),
+    Flag(
+        name="--queue-timeout",
+        field="queue_timeout_s",
+        parse=bounded_float(0.0),
+        metavar="SECONDS",
+        zero_is_none=True,
+        default=0.0,
+        help="drop a request (429) that waited so long without being started; 0: never",
+    ),
+    Flag(
+        name="--pressure-threshold",
+        field="pressure_threshold",
+        parse=bounded_float(0.01, 1.0),
+        metavar="SHARE",
+        default=0.88,
+        help="share of the KV cache in use at which the memory-pressure valve begins to open: "
+        "smaller chunks, then no new best-effort work, then its preemption, then 429; 1: never",
+    ),
+)
+
+
+def add_flags(
+    group: argparse._ArgumentGroup, flags: tuple[Flag, ...], default: EngineSettings | None
+) -> None:
+    """Add ``flags``; without ``default``, one that is left out is None and its help names none."""
+    for flag in flags:
+        value = None if default is None else flag.default_of(default)
+        help_text = flag.help
+        if value is not None:
+            help_text += f" (default {_shown(value)})"
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if flag.choices is not None:
+            how = {"choices": flag.choices()}
+        elif flag.parse is not None:
+            how = {"type": flag.parse, "metavar": flag.metavar}
+        group.add_argument(flag.name, default=value, help=help_text, **how)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def default_settings(flags: tuple[Flag, ...]) -> dict[str, Any]:
+    """Fields of EngineSettings and their values, where none of ``flags`` is given."""
+    default = EngineSettings(model_name="", model_path=None, backend="null")
+    return {flag.field: flag.setting(flag.default_of(default)) for flag in flags}
+
+
+def given_settings(args: argparse.Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
+    """Fields of EngineSettings and their values, of ``flags`` that have one in ``args``."""
+    return {
+        flag.field: flag.setting(value)
+        for flag in flags
+        if (value := getattr(args, flag.dest, None)) is not None
+    }
