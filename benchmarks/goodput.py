@@ -17,9 +17,10 @@ Capacity is the highest rate with 90 % within, interpolated, under both kinds of
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide); where the highest rate asked is still within, it is that. The overload fraction is the
 least goodput beyond capacity over the best anywhere. Flood: p99 TTFT of an interactive stream
-beside a flood of batch work, over the same alone. Fairness: the same of a light tenant beside one
-that floods, under the fair policy. Pressure: the scheduler over the null backend at 30 % of the
-memory that its requests need; wasted tokens are those computed twice.
+beside a flood of batch work, over the same alone, in turns and every time with new prompts.
+Fairness: the same of a light tenant beside one that floods, under the fair policy. Pressure: the
+scheduler over the null backend at 30 % of the memory that its requests need; wasted tokens are
+those computed twice.
 
 Prints tables and, last, one JSON line. QUICK=1 takes fewer and shorter runs.
 """
@@ -34,7 +35,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ HOPELESS = 0.85
 # seconds a caller waits for the whole answer
 PATIENCE = 40.0
 BURST = 32 if QUICK else 64
+# of a stream alone and beside another
+TURNS = 1 if QUICK else 2
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/azure2023_conv_20min.csv"
 # seconds: first token, each token after it, the whole
 TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
@@ -256,12 +259,9 @@ def overload(curve: dict[float, dict[str, Any]]) -> float | None:
     return round(min(beyond) / peak, 3) if beyond and peak else None
 
 
-def p99_ttft(timings: Sequence[Timing], which: Sequence[bool]) -> float:
+def p99_ttft(timings: Sequence[Timing]) -> float:
     """Whoever got no token waited as long as anybody waits for one."""
-    chosen = [
-        PATIENCE if t.error else t.ttft for t, take in zip(timings, which, strict=True) if take
-    ]
-    return percentile(chosen, 0.99)
+    return percentile([PATIENCE if t.error else t.ttft for t in timings], 0.99)
 
 
 def beside(
@@ -272,14 +272,27 @@ def beside(
     *,
     classes: bool,
 ) -> tuple[float, float]:
-    """p99 TTFT of the chosen requests alone, and beside the heavy ones."""
-    alone = play(server, light, classes=classes)
-    loads = sorted([*light, *heavy], key=lambda load: load.at)
-    crowded = play(server, loads, classes=classes)
-    return (
-        p99_ttft(alone, [True] * len(light)),
-        p99_ttft(crowded, [chosen(load) for load in loads]),
-    )
+    """p99 TTFT of the chosen requests alone, and beside the heavy ones: in turns, with prompts that
+    the prefix cache does not know from the turn before."""
+    alone: list[Timing] = []
+    crowded: list[Timing] = []
+    for turn in range(TURNS):
+        alone += play(server, reworded(light, 2 * turn), classes=classes)
+        both = [*reworded(light, 2 * turn + 1), *reworded(heavy, 2 * turn + 1)]
+        loads = sorted(both, key=lambda load: load.at)
+        timings = play(server, loads, classes=classes)
+        crowded += [t for t, load in zip(timings, loads, strict=True) if chosen(load)]
+    return p99_ttft(alone), p99_ttft(crowded)
+
+
+def reworded(loads: Sequence[Load], seed: int) -> list[Load]:
+    """The same with other prompts of the same lengths."""
+    rng = random.Random(f"reworded {seed}")
+    # token ids below this are taken to be in the vocabulary: they were in the prompts
+    most = max((max(load.prompt) for load in loads), default=_FIRST_ID)
+    return [
+        replace(load, prompt=[rng.randint(_FIRST_ID, most) for _ in load.prompt]) for load in loads
+    ]
 
 
 def main() -> int:

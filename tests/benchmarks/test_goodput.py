@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.goodput import capacity, falling, overload
+from benchmarks.goodput import capacity, falling, overload, reworded, stream
 
 
 def curve(*runs: tuple[float, float], requests: int = 100) -> dict[float, dict[str, Any]]:
@@ -39,3 +39,14 @@ def test_capacity_lies_between_the_last_rate_within_and_the_first_beyond() -> No
 def test_overload_is_the_least_beyond_capacity() -> None:
     assert overload(curve((1.0, 1.0), (2.0, 0.8), (4.0, 0.3))) == pytest.approx(1.2 / 1.6)
     assert overload(curve((1.0, 1.0), (2.0, 1.0))) is None
+
+
+def test_a_stream_comes_again_with_prompts_that_no_cache_knows() -> None:
+    loads = stream(20.0, 1.0, 2.0, 50_000, seed=3)
+    again = [reworded(loads, seed) for seed in (0, 1, 0)]
+    assert again[0] == again[2]
+    for other in again[:2]:
+        for old, new in zip(loads, other, strict=True):
+            assert (new.at, len(new.prompt), new.output) == (old.at, len(old.prompt), old.output)
+            assert new.slo_class == old.slo_class and new.prompt != old.prompt
+    assert all(a.prompt != b.prompt for a, b in zip(again[0], again[1], strict=True))
