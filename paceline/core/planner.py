@@ -163,15 +163,23 @@ class Planner:
             self._budget.charge(draft.background_cost)
         return held_by
 
-    def could_favour(self, head: Request | None) -> bool:
-        """Whether the first that waits is a light tenant's, and there is a place and memory."""
-        return (
-            head is not None
-            and head.favoured
-            and not head.num_pending_tokens
-            and len(self.running) < self._config.max_num_seqs
-            and self._kv.shortfall(head, beside_others=bool(self.running)) == 0
-        )
+    def favourable_tokens(self, head: Request | None) -> int:
+        """Prompt tokens that a light tenant's request, the first that waits, lacks once it is let
+        in; 0 if it is no such request, or for want of a place or memory would not be let in, so
+        that nobody makes way for it in vain."""
+        if (
+            head is None
+            or not head.favoured
+            or head.num_pending_tokens
+            or len(self.running) >= self._config.max_num_seqs
+            or self._kv.shortfall(head, beside_others=bool(self.running)) > 0
+        ):
+            return 0
+        if self._config.future_memory_check and self.running:
+            outlook = self._outlook(best_effort=False)
+            if not outlook.admits(head, self._kv.num_in_use(head)):
+                return 0
+        return self._kv.num_lacking(head)
 
     # ------------------------------------------------------------------ those running
 

@@ -263,7 +263,7 @@ class Scheduler:
             survey = Survey.of(running)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
-            survey.favour(head if self._planner.could_favour(head) else None)
+            survey.favour(self._planner.favourable_tokens(head))
             survey.shared = self._shares.are_several
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)
