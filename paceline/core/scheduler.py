@@ -154,7 +154,11 @@ class Scheduler:
             request.forecast_bias = self.forecast.bias
             waiting = len(self._waiting) + len(self._forks)
             own = 0
-            if self.policy.keeps_tenants_apart and self._admission.is_crowded(waiting):
+            if (
+                self.policy.keeps_tenants_apart
+                and self._admission.is_crowded(waiting)
+                and self._shares.has_others(request.tenant)
+            ):
                 own = self._num_waiting_of(request.tenant)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
             self._admission.limit(request, self._num_added)

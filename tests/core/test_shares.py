@@ -41,10 +41,24 @@ def test_several_tenants_lately() -> None:
     shares.came("b")
     shares.went("b")
     assert shares.are_several, "it was there lately"
+    assert shares.has_others("a") and shares.has_others("b") and shares.has_others("c")
     for _ in range(300):
         shares.came("a")
         shares.went("a")
     assert not shares.are_several, "it has not come for long"
+    assert not shares.has_others("a")
+    assert shares.has_others("b")
+
+
+def test_somebody_whose_requests_last_long_is_still_there() -> None:
+    shares = TenantShares()
+    shares.came("b")
+    for _ in range(300):
+        shares.came("a")
+        shares.went("a")
+    assert shares.has_others("a")
+    shares.went("b")
+    assert not shares.has_others("a")
 
 
 def seconds(shape: StepShape) -> float:
