@@ -30,6 +30,9 @@ __all__ = ["Deadlines"]
 # of those that wait and run, the earliest: what is due later is looked at later
 _MAX_LOOKED_AT: Final = 128
 _STEPS_BETWEEN_LOOKS: Final = 8
+# left out at once, or the step would wait for it; if there are more, the next look comes sooner
+_MAX_LEFT_OUT: Final = 32
+_STEPS_TO_THE_REST: Final = 2
 # of predicted lengths: who is left out would be late rather than not
 _QUANTILE: Final = 0.5
 # deadlines press if somebody would be late if all took so many times as long as predicted
@@ -71,7 +74,7 @@ class Deadlines:
 
     def look(self, survey: Survey, now: float) -> list[Request]:
         """Say whether deadlines press, and return who is to be left out, if a step that begins at
-        ``now`` is next. Predictions move slowly: not at every step."""
+        ``now`` is next: ``_MAX_LEFT_OUT`` at most. Predictions move slowly: not at every step."""
         self._steps_until_look -= 1
         if self._steps_until_look > 0:
             return []
@@ -118,6 +121,9 @@ class Deadlines:
             )
         for loser in left_out:
             del jobs[loser.request_id]
+        if len(left_out) > _MAX_LEFT_OUT:
+            del left_out[_MAX_LEFT_OUT:]
+            self._steps_until_look = _STEPS_TO_THE_REST
         end = now
         self._waiting.pressing = False
         for own, latest in jobs.values():

@@ -3,6 +3,7 @@ and nothing starves."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -140,6 +141,23 @@ def test_a_deadline_out_of_reach_holds_nobody_up() -> None:
     assert list(ends(relegate_late=True)) == ["fine", "hopeless"]
     assert ends(relegate_late=True)["fine"] < 3.2
     assert list(ends(relegate_late=False)) == ["hopeless", "fine"]
+
+
+def test_many_hopeless_are_left_out_a_few_at_a_time() -> None:
+    machine = Machine(max_num_seqs=1)
+    machine.add(make_request("chat", 4, 100, arrival=machine.now))
+    machine.step()
+    machine.add(*(machine.batch(f"b{i}", 600, 0.2) for i in range(100)))
+    relegated_by = []
+    for _ in range(20):
+        machine.step()
+        relegated_by.append(machine.scheduler.stats().num_relegated)
+    at_once = [after - before for before, after in pairwise([0, *relegated_by])]
+    assert max(at_once) == 32, "or the step of whoever runs would wait for it"
+    assert relegated_by[-1] == 100
+    first = at_once.index(32)
+    assert sum(at_once[first : first + 7]) == 100, "the rest does not wait for long"
+    machine.until_done()
 
 
 def test_what_is_late_does_not_starve_behind_deadlines() -> None:
