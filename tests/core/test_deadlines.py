@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.policies import POLICIES
 from paceline.core.request import Band, Request
 from paceline.core.slo import Slo
 from paceline.core.step_time import StepShape
@@ -115,6 +116,42 @@ def test_a_pressing_deadline_comes_before_the_rows_of_what_is_late() -> None:
     ends = machine.until_done()
     assert next(iter(ends)) == "batch"
     assert ends["batch"] <= 1.7
+
+
+def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:
+    """It would be let in again first, in every step."""
+    machine = Machine(max_num_seqs=1, policy="priority")
+    batch = machine.batch("batch", 600, 1.0)
+    batch.priority = 5
+    machine.add(batch)
+    machine.step()
+    assert machine.scheduler._waiting.pressing
+    late = machine.late("late", 600)
+    machine.add(late)
+    for _ in range(40):
+        machine.step()
+    assert list(machine.finished) == ["batch", "late"]
+    assert late.band is Band.RELEGATED and late.order < batch.order
+    assert machine.scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_policy_lets_a_later_band_displace_an_earlier_one(policy: str) -> None:
+    displaces = Machine(policy=policy).scheduler.policy.displaces
+    slos = (Slo(), Slo(best_effort=True, deadline=9.0), Slo(best_effort=True), Slo(ttft=1.0))
+    requests = []
+    for number in range(8):
+        request = make_request(f"r{number}", 4, priority=number % 2, slo=slos[number % 4])
+        request.order = (float(number // 4), number)
+        if number % 4 == 3:
+            request.slo = Slo(ttft=1.0, best_effort=True)
+            request.relegated = True
+        requests.append(request)
+    pairs = [(a, b) for a in requests for b in requests if displaces(a, b)]
+    assert pairs, "ordinary requests displace best effort"
+    for waiting, running in pairs:
+        assert waiting.band <= running.band
+        assert waiting.order < running.order
 
 
 def test_when_not_all_can_be_done_in_time_the_fewest_are_late() -> None:
