@@ -213,10 +213,7 @@ class Scheduler:
             self._tokens_running = sum(
                 max(0, r.num_uncomputed_tokens - 1) for r in running if not r.slo.best_effort
             )
-        requests_ahead, tokens_ahead = 0, 0
-        if not request.favoured:
-            # the others wait for a favoured one, not it for them
-            requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
+        requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
         return self.forecast.seconds(
             request.num_prompt_tokens,
             tokens_ahead=self._tokens_running + tokens_ahead,

@@ -126,6 +126,27 @@ def test_a_flood_makes_only_itself_wait(policy: str) -> None:
         driver.run()
 
 
+def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
+    driver = warm(max_num_seqs=1, policy="fair")
+    driver.add(make_request("a", 4, 20, tenant="a"))
+    for _ in range(5):
+        # longer already than what there was before: 15 tokens more are expected
+        driver.step()
+    assert flood(driver, "a", 100) == {"taken": 100}
+    ours = [make_request(f"b{i}", 4, 20, tenant="b", arrival=driver.now) for i in range(20)]
+    driver.add(*ours)
+    assert all(request.favoured for request in ours)
+    predicted = [request.predicted_ttft or 0.0 for request in ours]
+    assert predicted == sorted(predicted)
+    # a place is free when the one before has ended, in some 15 steps of a second
+    assert predicted[-1] - predicted[0] > 190.0
+    other = make_request("c", 4, 20, tenant="c", arrival=driver.now)
+    driver.add(other)
+    assert other.favoured
+    assert other.predicted_ttft == pytest.approx(2 * predicted[-1] - predicted[-2], rel=0.01)
+    driver.run()
+
+
 def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver = warm(max_num_seqs=1, max_num_waiting=1)
     driver.add(make_request("a", 4, 40))
