@@ -285,11 +285,12 @@ class Planner:
         return not request.slo.best_effort or draft.spares(request, self._step_time)
 
     def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
-        """Who gives blocks up for ``running[index]``: nobody who has a row already."""
+        """Who gives blocks up for ``running[index]``: nobody who has a row already, and of
+        ``running`` nobody who comes before it."""
         candidates = running[index:]
         band = running[index].band
         if band is not Band.BACKGROUND:
-            taken = {request.request_id for request in [*draft.requests, *candidates]}
+            taken = {request.request_id for request in [*draft.requests, *running]}
             candidates += [r for r in self.running if r.band > band and r.request_id not in taken]
         return self._preemption.victim(candidates, self._policy.expendable)
 
