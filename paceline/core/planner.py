@@ -133,10 +133,7 @@ class Planner:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, Band.ORDINARY)
             draft.budget += others
-        if self._step_time.ready:
-            # or whoever comes next would wait for a long step of work without hurry
-            own = self._step_time.predict(draft.shape) if draft.rows else 0.0
-            draft.seconds = min(draft.seconds, own + self._budget.best_effort_seconds)
+        draft.seconds = min(draft.seconds, self._most_seconds(draft))
         bands = _PRESSED if self._waiting.pressing else _BANDS
         for low, high in bands if others or self._waiting else ():
             # those that ran before: whoever was let in just now has a row
@@ -405,11 +402,19 @@ class Planner:
             and patient is not None
             and patient.order < head.order
             and pressure < Pressure.HOLD_BEST_EFFORT
-            and draft.has_room(patient, _TILE, self._step_time)
             and not any(request.slo.best_effort for request in passed)
+            and draft.has_room(patient, _TILE, self._step_time, self._most_seconds(draft))
         ):
             return patient
         return head
+
+    def _most_seconds(self, draft: Draft) -> float:
+        """Predicted seconds that a step with the rows so far may take with best effort, or whoever
+        comes next would wait for a long step of work without hurry."""
+        if not self._step_time.ready:
+            return math.inf
+        own = self._step_time.predict(draft.shape) - draft.best_effort_cost if draft.rows else 0.0
+        return own + self._budget.best_effort_seconds
 
     def _allows(self, request: Request) -> bool:
         """Whether everybody's tokens stay in time with one more."""
@@ -443,8 +448,9 @@ class Planner:
 
     def _admit(self, draft: Draft, request: Request, now: float) -> None:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
+        before = draft.shape
         if request.slo.best_effort:
-            fitting = draft.fitting(request, self._step_time)
+            fitting = draft.fitting(request, self._step_time, self._most_seconds(draft))
             num_tokens = min(num_tokens, fitting)
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None, "admit() promised the blocks"
@@ -479,6 +485,9 @@ class Planner:
             )
         )
         self._add_row(draft, request, num_tokens, ())
+        if request.slo.best_effort:
+            predict = self._step_time.predict
+            draft.best_effort_cost += predict(draft.shape) - predict(before)
 
     def _add_row(
         self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]

@@ -249,6 +249,24 @@ def test_best_effort_prompts_lengthen_the_steps_of_others_by_a_short_step() -> N
     assert max(steps) <= 0.011 + 0.2 + 0.001
 
 
+def test_best_effort_whose_turn_has_come_lengthens_the_step_no_more() -> None:
+    machine = Machine(
+        max_num_batched_tokens=5120, best_effort_step_s=0.1, best_effort_delay_s=1.0, policy="fcfs"
+    )
+    for number in range(2):
+        batch = machine.batch(f"batch{number}", 4000, 500.0)
+        # before the chat in the order even with the delay
+        batch.arrival_time = machine.now - 50.0
+        machine.add(batch)
+    machine.add(make_request("chat", 40, 4, arrival=machine.now))
+    machine.step()
+    rows = {row.request_id: row.num_tokens for row in machine.plans[0].rows}
+    assert rows.pop("chat") == 40
+    assert "batch0" in rows, "its turn had come"
+    # 1 ms a token; as large as it gets by itself, a step has some 300
+    assert sum(rows.values()) <= 112
+
+
 def test_a_new_prompt_with_a_target_shares_its_step_with_no_best_effort_prompt() -> None:
     machine = Machine(max_num_batched_tokens=5120, best_effort_step_s=0.4)
     machine.add(machine.batch("batch", 4000, 500.0))
