@@ -56,16 +56,17 @@ class Admission:
     ) -> None:
         """Return if one more request may be queued.
 
-        Where tenants are kept apart, one of them may have no more requests in the queue than
-        ``_PER_PLACE`` times the places that are left: alone seven eighths of all, two floods seven
-        fifteenths each, and whoever comes then finds a place. It is the dynamic threshold of shared
+        Where tenants are kept apart and there are several, one of them may have no more requests in
+        the queue than ``_PER_PLACE`` times the places that are left: a flood takes seven eighths of
+        all, and whoever comes then finds a place. A second flood takes seven eighths of what the
+        first has left, and so on: several can fill the queue. It is the dynamic threshold of shared
         packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998); nobody who waits is dropped
         for it, and it needs no number of tenants.
 
         Args:
             num_waiting: requests that wait already.
             num_own: those of them that are the newcomer's tenant's; 0 where tenants are not kept
-                apart.
+                apart or nobody else asks.
             predicted: seconds to the first token of this one; None: not known.
             pressure: the valve's level.
 

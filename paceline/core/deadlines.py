@@ -13,8 +13,6 @@ is left out before it is certain, and they are taken to press while there is tim
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import merge
-from itertools import islice
 from typing import Final
 
 from paceline.core.request import Band, Request
@@ -30,6 +28,9 @@ __all__ = ["Deadlines"]
 # of those that wait and run, the earliest: what is due later is looked at later
 _MAX_LOOKED_AT: Final = 128
 _STEPS_BETWEEN_LOOKS: Final = 8
+# left out at once, or the step would wait for it; if there are more, the next look comes sooner
+_MAX_LEFT_OUT: Final = 32
+_STEPS_TO_THE_REST: Final = 2
 # of predicted lengths: who is left out would be late rather than not
 _QUANTILE: Final = 0.5
 # deadlines press if somebody would be late if all took so many times as long as predicted
@@ -71,22 +72,23 @@ class Deadlines:
 
     def look(self, survey: Survey, now: float) -> list[Request]:
         """Say whether deadlines press, and return who is to be left out, if a step that begins at
-        ``now`` is next. Predictions move slowly: not at every step."""
+        ``now`` is next: ``_MAX_LEFT_OUT`` at most. Predictions move slowly: not at every step."""
         self._steps_until_look -= 1
         if self._steps_until_look > 0:
             return []
-        running = sorted(
+        running = [
             (request.arrival_time + request.slo.deadline, request.order[1], request)
             for request in survey.best_effort
             if request.slo.deadline is not None and request.band is Band.PROMISED
-        )
+        ]
         if not running and not self._waiting.promised:
             self._waiting.pressing = False
             return []
         if not self._step_time.ready:
             return []
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
-        first = list(islice(merge(running, self._waiting.promised), _MAX_LOOKED_AT))
+        # those that wait are in order: sorting is quick
+        first = sorted(self._waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         per_token = self._budget.seconds_per_token(Survey())
         per_row = self._step_time.row_seconds(0)
         # a step of rows alone, and one filled up with prompts; how long these last
@@ -97,10 +99,11 @@ class Deadlines:
         # by request: seconds of the machine's time, and when it must have been given these: tokens
         # come one a step, and what is between them is not its own
         jobs: dict[str, tuple[float, float]] = {}
+        surely_left = self._work.surely_left
         end = now
         late = False
         for due, _, request in first:
-            left = self._left(request)
+            left = surely_left(request, _QUANTILE)
             own = left * per_row
             between = max(0.0, min(left * full, left * short + filling) - own)
             own += request.num_uncomputed_tokens * per_token
@@ -118,6 +121,9 @@ class Deadlines:
             )
         for loser in left_out:
             del jobs[loser.request_id]
+        if len(left_out) > _MAX_LEFT_OUT:
+            del left_out[_MAX_LEFT_OUT:]
+            self._steps_until_look = _STEPS_TO_THE_REST
         end = now
         self._waiting.pressing = False
         for own, latest in jobs.values():

@@ -31,6 +31,7 @@ class Draft:
         "_predicted_at",
         "background_cost",
         "background_seconds",
+        "best_effort_cost",
         "budget",
         "charity",
         "copies",
@@ -57,6 +58,8 @@ class Draft:
         self.background_seconds = allowance.background
         # seconds by which these have lengthened it
         self.background_cost = 0.0
+        # seconds by which best-effort requests let in have
+        self.best_effort_cost = 0.0
         # tokens that best-effort requests may still get although there is no room for them
         self.charity = _CHARITY
         # predicted seconds, as of so many rows
@@ -116,20 +119,22 @@ class Draft:
             return self.background_seconds
         return self.seconds
 
-    def has_room(self, request: Request, num_tokens: int, model: StepTimeModel) -> bool:
-        """Whether the step stays short enough for the others with the first so many tokens of a
-        best-effort request too."""
-        limit = self.limit(request)
+    def has_room(
+        self, request: Request, num_tokens: int, model: StepTimeModel, most: float = math.inf
+    ) -> bool:
+        """Whether the step stays short enough for the others, and within ``most`` seconds, with the
+        first so many tokens of a best-effort request too."""
+        limit = min(most, self.limit(request))
         return (
             limit == math.inf
             or not self.rows
             or model.predict(self.shape.plus(0, num_tokens)) <= limit
         )
 
-    def fitting(self, request: Request, model: StepTimeModel) -> int:
-        """Tokens of the largest chunk of a best-effort request for which there is room: a multiple
-        of the tile, and one at least."""
-        limit, start = self.limit(request), request.num_computed_tokens
+    def fitting(self, request: Request, model: StepTimeModel, most: float = math.inf) -> int:
+        """Tokens of the largest chunk of a best-effort request for which there is room within
+        ``most`` seconds: a multiple of the tile, and one at least."""
+        limit, start = min(most, self.limit(request)), request.num_computed_tokens
         if limit == math.inf:
             return max(1, self.budget)
         low, high = 1, max(1, self.budget // _TILE)

@@ -134,6 +134,13 @@ class KVCacheManager:
         """Blocks a waiting request would start with that others hold, or it itself does."""
         return sum(self.pool.ref_count(block_id) > 0 for block_id in self.starting_blocks(request))
 
+    def num_lacking(self, request: Request) -> int:
+        """Known tokens of a waiting request that ``admit`` would leave to be computed."""
+        if request.block_ids:
+            return request.num_tokens - request.num_computed_tokens
+        cached = len(self.starting_blocks(request)) * self.block_size
+        return request.num_tokens - max(cached, request.num_swapped_tokens)
+
     def prefetch(self, request: Request) -> bool:
         """Move a waiting request's swapped blocks back ahead of its admission.
 

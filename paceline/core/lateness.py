@@ -96,7 +96,8 @@ class Lateness:
     def relegate(self, request: Request) -> None:
         """Make it best effort, or less if it is that, with an order to match; the caller has it in
         no ordered place."""
-        request.slo = replace(request.slo, best_effort=True)
+        if not request.slo.best_effort:
+            request.slo = replace(request.slo, best_effort=True)
         request.order = (self._policy.later(request.order[0]), request.order[1])
         request.relegated = True
         self.num_relegated += 1

@@ -133,10 +133,7 @@ class Planner:
             draft.budget -= others
             held_by = self._let_in(draft, now, pressure, Band.ORDINARY)
             draft.budget += others
-        if self._step_time.ready:
-            # or whoever comes next would wait for a long step of work without hurry
-            own = self._step_time.predict(draft.shape) if draft.rows else 0.0
-            draft.seconds = min(draft.seconds, own + self._budget.best_effort_seconds)
+        draft.seconds = min(draft.seconds, self._most_seconds(draft))
         bands = _PRESSED if self._waiting.pressing else _BANDS
         for low, high in bands if others or self._waiting else ():
             # those that ran before: whoever was let in just now has a row
@@ -163,15 +160,23 @@ class Planner:
             self._budget.charge(draft.background_cost)
         return held_by
 
-    def could_favour(self, head: Request | None) -> bool:
-        """Whether the first that waits is a light tenant's, and there is a place and memory."""
-        return (
-            head is not None
-            and head.favoured
-            and not head.num_pending_tokens
-            and len(self.running) < self._config.max_num_seqs
-            and self._kv.shortfall(head, beside_others=bool(self.running)) == 0
-        )
+    def favourable_tokens(self, head: Request | None) -> int:
+        """Prompt tokens that a light tenant's request, the first that waits, lacks once it is let
+        in; 0 if it is no such request, or for want of a place or memory would not be let in, so
+        that nobody makes way for it in vain."""
+        if (
+            head is None
+            or not head.favoured
+            or head.num_pending_tokens
+            or len(self.running) >= self._config.max_num_seqs
+            or self._kv.shortfall(head, beside_others=bool(self.running)) > 0
+        ):
+            return 0
+        if self._config.future_memory_check and self.running:
+            outlook = self._outlook(best_effort=False)
+            if not outlook.admits(head, self._kv.num_in_use(head)):
+                return 0
+        return self._kv.num_lacking(head)
 
     # ------------------------------------------------------------------ those running
 
@@ -277,11 +282,12 @@ class Planner:
         return not request.slo.best_effort or draft.spares(request, self._step_time)
 
     def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
-        """Who gives blocks up for ``running[index]``: nobody who has a row already."""
+        """Who gives blocks up for ``running[index]``: nobody who has a row already, and of
+        ``running`` nobody who comes before it."""
         candidates = running[index:]
         band = running[index].band
         if band is not Band.BACKGROUND:
-            taken = {request.request_id for request in [*draft.requests, *candidates]}
+            taken = {request.request_id for request in [*draft.requests, *running]}
             candidates += [r for r in self.running if r.band > band and r.request_id not in taken]
         return self._preemption.victim(candidates, self._policy.expendable)
 
@@ -396,11 +402,19 @@ class Planner:
             and patient is not None
             and patient.order < head.order
             and pressure < Pressure.HOLD_BEST_EFFORT
-            and draft.has_room(patient, _TILE, self._step_time)
             and not any(request.slo.best_effort for request in passed)
+            and draft.has_room(patient, _TILE, self._step_time, self._most_seconds(draft))
         ):
             return patient
         return head
+
+    def _most_seconds(self, draft: Draft) -> float:
+        """Predicted seconds that a step with the rows so far may take with best effort, or whoever
+        comes next would wait for a long step of work without hurry."""
+        if not self._step_time.ready:
+            return math.inf
+        own = self._step_time.predict(draft.shape) - draft.best_effort_cost if draft.rows else 0.0
+        return own + self._budget.best_effort_seconds
 
     def _allows(self, request: Request) -> bool:
         """Whether everybody's tokens stay in time with one more."""
@@ -434,8 +448,9 @@ class Planner:
 
     def _admit(self, draft: Draft, request: Request, now: float) -> None:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
+        before = draft.shape
         if request.slo.best_effort:
-            fitting = draft.fitting(request, self._step_time)
+            fitting = draft.fitting(request, self._step_time, self._most_seconds(draft))
             num_tokens = min(num_tokens, fitting)
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None, "admit() promised the blocks"
@@ -470,6 +485,9 @@ class Planner:
             )
         )
         self._add_row(draft, request, num_tokens, ())
+        if request.slo.best_effort:
+            predict = self._step_time.predict
+            draft.best_effort_cost += predict(draft.shape) - predict(before)
 
     def _add_row(
         self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]

@@ -154,7 +154,11 @@ class Scheduler:
             request.forecast_bias = self.forecast.bias
             waiting = len(self._waiting) + len(self._forks)
             own = 0
-            if self.policy.keeps_tenants_apart and self._admission.is_crowded(waiting):
+            if (
+                self.policy.keeps_tenants_apart
+                and self._admission.is_crowded(waiting)
+                and self._shares.has_others(request.tenant)
+            ):
                 own = self._num_waiting_of(request.tenant)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
             self._admission.limit(request, self._num_added)
@@ -209,10 +213,7 @@ class Scheduler:
             self._tokens_running = sum(
                 max(0, r.num_uncomputed_tokens - 1) for r in running if not r.slo.best_effort
             )
-        requests_ahead, tokens_ahead = 0, 0
-        if not request.favoured:
-            # the others wait for a favoured one, not it for them
-            requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
+        requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
         return self.forecast.seconds(
             request.num_prompt_tokens,
             tokens_ahead=self._tokens_running + tokens_ahead,
@@ -263,7 +264,7 @@ class Scheduler:
             survey = Survey.of(running)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
-            survey.favour(head if self._planner.could_favour(head) else None)
+            survey.favour(self._planner.favourable_tokens(head))
             survey.shared = self._shares.are_several
         allowance = self.budget.allow(survey, starts)
         self._chunk = allowance.tokens - len(running)

@@ -46,6 +46,10 @@ class TenantShares:
         """Whether more than one tenant asked for something lately."""
         return len(self._lately) > 1
 
+    def has_others(self, tenant: str) -> bool:
+        """Whether somebody else than ``tenant`` asks, or asked for something lately."""
+        return any(len(known) > (tenant in known) for known in (self._unfinished, self._lately))
+
     def unfinished(self, tenant: str) -> int:
         """How many requests of a tenant there are."""
         return self._unfinished[tenant]

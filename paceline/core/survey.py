@@ -94,13 +94,12 @@ class Survey:
         survey.num_running = len(ordinary) + len(best_effort)
         return survey
 
-    def favour(self, head: Request | None) -> None:
-        """Count what light tenants lack: of those running, and of ``head``, which waits and can be
-        let in."""
+    def favour(self, num_waiting: int) -> None:
+        """Count what light tenants lack: of those running, and so many tokens of one that waits and
+        will be let in."""
         self.favoured = sum(r.num_uncomputed_tokens for r in self.wide if r.favoured)
-        if head is not None:
-            self.favoured_waiting = head.num_uncomputed_tokens
-            self.favoured += self.favoured_waiting
+        self.favoured_waiting = num_waiting
+        self.favoured += num_waiting
 
     @property
     def base(self) -> StepShape:

@@ -71,6 +71,9 @@ class WaitingRoom:
         # arrival, request)
         self.promised: list[tuple[float, int, Request]] = []
         self._num_tokens = [0] * len(Band)
+        # of favoured ones, by band: how many, and their prompt tokens
+        self._num_favoured = [0] * len(Band)
+        self._favoured_tokens = [0] * len(Band)
         self._size = 0
 
     def __len__(self) -> int:
@@ -106,6 +109,9 @@ class WaitingRoom:
         band = request.band
         self._size += 1
         self._num_tokens[band] += request.num_prompt_tokens
+        if request.favoured:
+            self._num_favoured[band] += 1
+            self._favoured_tokens[band] += request.num_prompt_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
         if _is_targeted(request):
@@ -149,6 +155,9 @@ class WaitingRoom:
         band = request.band
         self._size -= 1
         self._num_tokens[band] -= request.num_prompt_tokens
+        if request.favoured:
+            self._num_favoured[band] -= 1
+            self._favoured_tokens[band] -= request.num_prompt_tokens
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
@@ -166,9 +175,12 @@ class WaitingRoom:
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, prompt tokens) taken to be served before a newcomer: all of them, less best
-        effort unless it is that itself."""
+        effort unless it is that itself. Before a favoured one only those that are favoured too: the
+        others wait for it."""
         band = request.band
         bands = Band.BACKGROUND if Band.ORDINARY < band < Band.BACKGROUND else band + 1
+        if request.favoured:
+            return sum(self._num_favoured[:bands]), sum(self._favoured_tokens[:bands])
         return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
 
     @property
@@ -209,4 +221,7 @@ class WaitingRoom:
         for band, queue in enumerate(self._queues):
             assert all(request.band == band for request in queue)
             assert sum(request.num_prompt_tokens for request in queue) == self._num_tokens[band]
+            favoured = [request.num_prompt_tokens for request in queue if request.favoured]
+            assert len(favoured) == self._num_favoured[band]
+            assert sum(favoured) == self._favoured_tokens[band]
             queue.check_integrity()

@@ -54,24 +54,32 @@ def flood(driver: Driver, tenant: str, count: int) -> Counter[str]:
 
 
 def test_one_tenants_flood_leaves_places_to_others() -> None:
-    """Of 80 places it takes 70; then 8.75 of the remaining 10; then there is 1 for a third."""
+    """Of 80 places it takes 70; then 8.75 of the remaining 10; then there is 1 for a third. What
+    floods leave shrinks in a geometric row."""
     driver = Driver(max_num_seqs=2, max_num_waiting=80, policy="fair")
-    driver.add(make_request("r0", 4, tenant="a"), make_request("r1", 4, tenant="a"))
+    driver.add(make_request("r0", 4, tenant="a"), make_request("r1", 4, tenant="d"))
     driver.step()
     assert driver.scheduler.stats().num_running == 2, "who runs takes no place in the queue"
     assert flood(driver, "a", 100) == {"taken": 70, "queue-share": 30}
     assert flood(driver, "b", 100) == {"taken": 9, "queue-share": 91}
     assert flood(driver, "c", 3) == {"taken": 1, "queue-full": 2}
     driver.run()
-    # nobody waits: all of it is there again
+    # nobody waits: all of it is there again, and the others were there lately
     assert flood(driver, "b", 71) == {"taken": 70, "queue-share": 1}
     driver.run()
     assert len(driver.finished) == 152
 
 
+@pytest.mark.parametrize("tenant", ["a", ""])
+def test_who_is_alone_or_not_told_apart_has_all_of_the_queue(tenant: str) -> None:
+    driver = Driver(max_num_seqs=2, max_num_waiting=80, policy="fair")
+    assert flood(driver, tenant, 82) == {"taken": 80, "queue-full": 2}
+    driver.run()
+
+
 def test_a_short_queue_is_not_cut_to_nothing() -> None:
     driver = Driver(max_num_seqs=1, max_num_waiting=2, policy="fair")
-    driver.add(make_request("r", 4, tenant="a"))
+    driver.add(make_request("r", 4, tenant="b"))
     driver.step()
     assert flood(driver, "a", 3) == {"taken": 2, "queue-full": 1}
     driver.run()
@@ -116,6 +124,27 @@ def test_a_flood_makes_only_itself_wait(policy: str) -> None:
         with pytest.raises(QueueFullError, match="limit is 60 s"):
             driver.add(make_request("b", 4, 2, tenant="b"))
         driver.run()
+
+
+def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
+    driver = warm(max_num_seqs=1, policy="fair")
+    driver.add(make_request("a", 4, 20, tenant="a"))
+    for _ in range(5):
+        # longer already than what there was before: 15 tokens more are expected
+        driver.step()
+    assert flood(driver, "a", 100) == {"taken": 100}
+    ours = [make_request(f"b{i}", 4, 20, tenant="b", arrival=driver.now) for i in range(20)]
+    driver.add(*ours)
+    assert all(request.favoured for request in ours)
+    predicted = [request.predicted_ttft or 0.0 for request in ours]
+    assert predicted == sorted(predicted)
+    # a place is free when the one before has ended, in some 15 steps of a second
+    assert predicted[-1] - predicted[0] > 190.0
+    other = make_request("c", 4, 20, tenant="c", arrival=driver.now)
+    driver.add(other)
+    assert other.favoured
+    assert other.predicted_ttft == pytest.approx(2 * predicted[-1] - predicted[-2], rel=0.01)
+    driver.run()
 
 
 def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:

@@ -3,10 +3,12 @@ and nothing starves."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from paceline.core.policies import POLICIES
 from paceline.core.request import Band, Request
 from paceline.core.slo import Slo
 from paceline.core.step_time import StepShape
@@ -116,6 +118,42 @@ def test_a_pressing_deadline_comes_before_the_rows_of_what_is_late() -> None:
     assert ends["batch"] <= 1.7
 
 
+def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:
+    """It would be let in again first, in every step."""
+    machine = Machine(max_num_seqs=1, policy="priority")
+    batch = machine.batch("batch", 600, 1.3)
+    batch.priority = 5
+    machine.add(batch)
+    machine.step()
+    assert machine.scheduler._waiting.pressing
+    late = machine.late("late", 600)
+    machine.add(late)
+    for _ in range(40):
+        machine.step()
+    assert list(machine.finished) == ["batch", "late"]
+    assert late.band is Band.RELEGATED and late.order < batch.order
+    assert machine.scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_policy_lets_a_later_band_displace_an_earlier_one(policy: str) -> None:
+    displaces = Machine(policy=policy).scheduler.policy.displaces
+    slos = (Slo(), Slo(best_effort=True, deadline=9.0), Slo(best_effort=True), Slo(ttft=1.0))
+    requests = []
+    for number in range(8):
+        request = make_request(f"r{number}", 4, priority=number % 2, slo=slos[number % 4])
+        request.order = (float(number // 4), number)
+        if number % 4 == 3:
+            request.slo = Slo(ttft=1.0, best_effort=True)
+            request.relegated = True
+        requests.append(request)
+    pairs = [(a, b) for a in requests for b in requests if displaces(a, b)]
+    assert pairs, "ordinary requests displace best effort"
+    for waiting, running in pairs:
+        assert waiting.band <= running.band
+        assert waiting.order < running.order
+
+
 def test_when_not_all_can_be_done_in_time_the_fewest_are_late() -> None:
     machine = Machine()
     # 0.6 s each for the large, 0.1 s for the small; about 5 s until all are due
@@ -140,6 +178,23 @@ def test_a_deadline_out_of_reach_holds_nobody_up() -> None:
     assert list(ends(relegate_late=True)) == ["fine", "hopeless"]
     assert ends(relegate_late=True)["fine"] < 3.2
     assert list(ends(relegate_late=False)) == ["hopeless", "fine"]
+
+
+def test_many_hopeless_are_left_out_a_few_at_a_time() -> None:
+    machine = Machine(max_num_seqs=1)
+    machine.add(make_request("chat", 4, 100, arrival=machine.now))
+    machine.step()
+    machine.add(*(machine.batch(f"b{i}", 600, 0.2) for i in range(100)))
+    relegated_by = []
+    for _ in range(20):
+        machine.step()
+        relegated_by.append(machine.scheduler.stats().num_relegated)
+    at_once = [after - before for before, after in pairwise([0, *relegated_by])]
+    assert max(at_once) == 32, "or the step of whoever runs would wait for it"
+    assert relegated_by[-1] == 100
+    first = at_once.index(32)
+    assert sum(at_once[first : first + 7]) == 100, "the rest does not wait for long"
+    machine.until_done()
 
 
 def test_what_is_late_does_not_starve_behind_deadlines() -> None:
@@ -192,6 +247,24 @@ def test_best_effort_prompts_lengthen_the_steps_of_others_by_a_short_step() -> N
     # its own 11 ms, and 200 more in tiles of 16 tokens: the target would allow for 3 s
     assert 10 <= len(steps) <= 40
     assert max(steps) <= 0.011 + 0.2 + 0.001
+
+
+def test_best_effort_whose_turn_has_come_lengthens_the_step_no_more() -> None:
+    machine = Machine(
+        max_num_batched_tokens=5120, best_effort_step_s=0.1, best_effort_delay_s=1.0, policy="fcfs"
+    )
+    for number in range(2):
+        batch = machine.batch(f"batch{number}", 4000, 500.0)
+        # before the chat in the order even with the delay
+        batch.arrival_time = machine.now - 50.0
+        machine.add(batch)
+    machine.add(make_request("chat", 40, 4, arrival=machine.now))
+    machine.step()
+    rows = {row.request_id: row.num_tokens for row in machine.plans[0].rows}
+    assert rows.pop("chat") == 40
+    assert "batch0" in rows, "its turn had come"
+    # 1 ms a token; as large as it gets by itself, a step has some 300
+    assert sum(rows.values()) <= 112
 
 
 def test_a_new_prompt_with_a_target_shares_its_step_with_no_best_effort_prompt() -> None:

@@ -206,6 +206,46 @@ def test_a_tenant_saves_up_one_step_and_no_more_while_it_is_idle() -> None:
     assert set(admitted[first + 2 : first + 5]) - set(names), "but it does not push others aside"
 
 
+def test_tenants_that_come_back_one_after_another_save_up_alike_and_go_in_that_order() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400, enable_prefix_caching=False)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    for index in range(60):
+        driver.add(make_request(f"heavy{index}", 30, 2, tenant="heavy"))
+    for _ in range(40):
+        driver.step()
+    spent = policy.counter("heavy")
+    assert spent > 5 * 64
+    names = ["first", "second", "third", "fourth"]
+    for name in names:
+        driver.add(make_request(name, 30, 2, arrival=driver.now, tenant=name))
+    counters = {policy.counter(name) for name in names}
+    assert counters == {spent - PROMPT_WEIGHT * 64}
+    driver.run()
+    admitted = [new.request_id for plan in driver.plans for new in plan.new_requests]
+    assert [name for name in admitted if name in names] == names
+
+
+def test_what_one_kind_of_requests_was_served_lifts_nobody_of_another_kind() -> None:
+    """Ordinary and best-effort requests wait in queues of their own."""
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400, enable_prefix_caching=False)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    night = Slo(best_effort=True)
+    for index in range(40):
+        driver.add(make_request(f"night{index}", 30, 2, tenant="night", slo=night))
+    for _ in range(40):
+        driver.step()
+    assert policy.counter("night") > 4 * 64
+    # the level of that queue is high now
+    driver.add(make_request("other", 30, 2, arrival=driver.now, tenant="other", slo=night))
+    driver.add(make_request("a", 30, 2, arrival=driver.now, tenant="a"))
+    driver.add(make_request("b", 30, 2, arrival=driver.now, tenant="b"))
+    assert policy.counter("other") > 3 * 64
+    assert policy.counter("a") == policy.counter("b") == 0.0
+    driver.run()
+
+
 # ---------------------------------------------------------------- phase-aligned
 
 

@@ -182,3 +182,25 @@ def test_pressure_changes_no_token_and_little_is_computed_twice() -> None:
     assert expected == tokens == same
     assert newest_first > 100
     assert 2 * looking_ahead <= newest_first
+
+
+def test_nobody_gives_blocks_up_for_one_that_comes_after_it() -> None:
+    """Six blocks. Late by what it was promised, but first in order, ``a`` has no row in the third
+    step: it waits for its last token. ``b`` needs a block then."""
+    driver = Driver(num_blocks=6, depth=2, policy="fcfs", enable_prefix_caching=False)
+    promised = Slo(slo_class="batch", best_effort=True, deadline=9000.0)
+    first = make_request("a", 4, 2, slo=promised)
+    first.relegated = True
+    driver.add(first)
+    for number, name in enumerate("bc"):
+        prompt = range(100 * number, 100 * number + 7)
+        driver.add(make_request(name, prompt, 6, arrival=0.1 + number, slo=promised))
+    driver.step()
+    assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [list("abc")] * 2
+    plan = driver.plan()
+    assert [row.request_id for row in plan.rows] == ["b"]
+    running = [request.request_id for request in driver.scheduler._planner.running]
+    assert running == ["a", "b"], "c made way"
+    driver.run()
+    assert driver.finished["a"].num_preemptions == 0
+    assert len(driver.finished) == 3

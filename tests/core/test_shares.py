@@ -41,10 +41,24 @@ def test_several_tenants_lately() -> None:
     shares.came("b")
     shares.went("b")
     assert shares.are_several, "it was there lately"
+    assert shares.has_others("a") and shares.has_others("b") and shares.has_others("c")
     for _ in range(300):
         shares.came("a")
         shares.went("a")
     assert not shares.are_several, "it has not come for long"
+    assert not shares.has_others("a")
+    assert shares.has_others("b")
+
+
+def test_somebody_whose_requests_last_long_is_still_there() -> None:
+    shares = TenantShares()
+    shares.came("b")
+    for _ in range(300):
+        shares.came("a")
+        shares.went("a")
+    assert shares.has_others("a")
+    shares.went("b")
+    assert not shares.has_others("a")
 
 
 def seconds(shape: StepShape) -> float:
@@ -93,6 +107,44 @@ def test_a_light_tenants_prompt_is_not_cut_short_by_those_that_run() -> None:
     rows = {row.request_id: row.num_tokens for row in driver.plans[-1].rows}
     assert rows["light"] == 900
     assert sum(rows.values()) - 900 <= 4, "a token each for the others"
+
+
+def rows(driver: Driver) -> dict[str, int]:
+    """Tokens by request of the step just planned."""
+    return {row.request_id: row.num_tokens for row in driver.plans[-1].rows}
+
+
+def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out() -> None:
+    # 400 tokens of memory; who runs will take 320 in the end, with the light tenant's 520
+    driver = Driver(policy="fair", num_blocks=100, max_model_len=400, future_memory_check=True)
+    driver.add(*(make_request(f"heavy{i}", 200, 120, tenant="heavy") for i in range(3)))
+    driver.step()
+    assert rows(driver) == {"heavy0": 64}
+    driver.add(make_request("light", 80, 120, arrival=driver.now, tenant="light"))
+    light = driver.scheduler._requests["light"]
+    assert light.favoured and driver.scheduler._waiting.ordinary.peek() is light
+    assert driver.scheduler.kv.shortfall(light, beside_others=True) == 0, "free for now"
+    driver.step()
+    assert rows(driver) == {"heavy0": 64}, "light is not let in, so heavy0 goes on"
+    driver.step()
+    assert rows(driver) == {"heavy0": 64}
+    driver.run()
+
+
+def test_what_is_cached_of_a_light_tenants_prompt_is_not_kept_free_for_it() -> None:
+    driver = Driver(policy="fair", num_blocks=400, max_num_batched_tokens=80)
+    prompt = list(range(500, 561))
+    driver.add(make_request("before", prompt, 2, tenant="light"))
+    driver.run()
+    driver.add(*(make_request(f"heavy{i}", 300, 8, tenant="heavy") for i in range(3)))
+    driver.step()
+    assert rows(driver) == {"heavy0": 80}
+    driver.add(make_request("light", prompt, 2, arrival=driver.now, tenant="light"))
+    assert driver.scheduler._requests["light"].favoured
+    driver.step()
+    # 60 of its 61 tokens are cached: 79 are left, not 19
+    assert rows(driver) == {"heavy0": 79, "light": 1}
+    driver.run()
 
 
 class Steps:

@@ -36,7 +36,7 @@ class SchedulingPolicy(Protocol):
     keeps_tenants_apart: bool
 
     def make_queue(self) -> WaitingQueue:
-        """A queue of waiting requests. Called twice: best effort waits apart."""
+        """A queue of waiting requests. Called once for each ``Band``: they wait apart."""
         ...
 
     def key(self, request: Request) -> float:
@@ -61,7 +61,9 @@ class SchedulingPolicy(Protocol):
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         """Whether ``running`` is preempted to let ``waiting`` in. Must be a strict order, or two
-        requests would displace each other for ever."""
+        requests would displace each other for ever; and ``running``, once it waits too, must not be
+        let in before ``waiting``, or both would change places in every step: a request of a later
+        ``Band`` displaces none of an earlier one."""
         ...
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:

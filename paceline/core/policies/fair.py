@@ -20,9 +20,11 @@ class FairPolicy(FcfsPolicy):
     """The waiting tenant with the least weighted tokens served goes first (VTC, OSDI'24, arXiv
     2401.00588). Only uncached prompt tokens count, so sharing a prefix is rewarded, not charged.
 
-    A tenant that comes back from idle is lifted to the least counter among those waiting, less what
-    one step may compute: so much, and no more, can be saved up, so that the second request of one
-    that asks for little need not wait because the first was large. Two tenants that both always
+    A tenant that comes back from idle is lifted to the least counter that there was among those
+    waiting, less what one step may compute: so much, and no more, can be saved up, so that the
+    second request of one that asks for little need not wait because the first was large. What was
+    least once stays the measure: those that come back one after another are lifted alike and go in
+    order of arrival, not each below the one before it. Two tenants that both always
     have requests waiting then differ by at most ``2 * max(PROMPT_WEIGHT * longest prompt,
     OUTPUT_WEIGHT * tokens the cache holds)``, and what one of them had saved up.
 
@@ -43,7 +45,7 @@ class FairPolicy(FcfsPolicy):
         return super().key(request) - early
 
     def make_queue(self) -> WaitingQueue:
-        return FairQueue(self.counter, self._lift)
+        return FairQueue(self.counter, _Level(self._counters, self._saved).lift)
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens served to ``tenant``, lifts included."""
@@ -71,7 +73,20 @@ class FairPolicy(FcfsPolicy):
             self.counter(request.tenant) + PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
         )
 
-    def _lift(self, tenant: str, waiting: Iterator[str]) -> None:
-        least = min((self.counter(other) for other in waiting), default=None)
-        if least is not None:
-            self._counters[tenant] = max(self.counter(tenant), least - self._saved)
+
+class _Level:
+    """Of one queue: the largest of the least counters that were found among those waiting in it. It
+    only grows, and no tenant enters further below it than by what can be saved up; so nobody who
+    waits ever has less than the next to enter."""
+
+    def __init__(self, counters: dict[str, float], saved: float) -> None:
+        self._counters = counters
+        self._saved = saved
+        self._level = 0.0
+
+    def lift(self, tenant: str, waiting: Iterator[str]) -> None:
+        """``tenant`` comes back, and these wait already."""
+        counters = self._counters
+        least = min((counters.get(other, 0.0) for other in waiting), default=0.0)
+        self._level = max(self._level, least)
+        counters[tenant] = max(counters.get(tenant, 0.0), self._level - self._saved)

@@ -16,7 +16,8 @@ class PriorityPolicy(FcfsPolicy):
     Effective priority after waiting w is ``priority - w / ageing``. Comparing two requests at any
     time gives the same answer as comparing ``priority + arrival / ageing``, which is the key. A
     request displaces another only if it is better both as asked and after ageing, so an old
-    low-priority request, once it got in, is left to finish.
+    low-priority request, once it got in, is left to finish; and only if it has as much to lose
+    (``Band``).
 
     Wins: urgent work overtakes at once. Loses: preempted work is recomputed.
     """
@@ -35,8 +36,8 @@ class PriorityPolicy(FcfsPolicy):
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return super().displaces(waiting, running) or (
-            waiting.slo.best_effort == running.slo.best_effort
-            and waiting.slo.background == running.slo.background
+            # or it would be let in again before the one that displaced it
+            waiting.band <= running.band
             and waiting.priority < running.priority
             and waiting.order < running.order
         )
