@@ -184,9 +184,7 @@ def test_an_engine_recorded_with_such_a_policy_is_simulated(
     head = json.loads(first)
     head["scheduler"]["policy"] = "theirs"
     path.write_text("".join([json.dumps(head) + "\n", *rest]))
-    (found,) = runs(
-        capsys, "simulate", "--workload", str(path), "--step-times", f"recorded:{path}"
-    )
+    (found,) = runs(capsys, "simulate", "--workload", str(path), "--step-times", f"recorded:{path}")
     assert found["policy"] == "theirs" and found["finished"] > 0
 
 
