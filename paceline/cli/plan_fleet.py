@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.plugins import load_policy
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ def _run_fleet(args: argparse.Namespace) -> int:
     from paceline.sim.report import text_table
     from paceline.sim.workload import SloMix, Workload, open_workload, parse_seconds, with_classes
 
+    policies: list[str | None] = args.policy.split(",") if args.policy else [None]
+    for policy in policies:
+        if policy is not None:
+            load_policy(policy)
     workload = open_workload(args.workload, seed=args.seed)
     texts = (args.ttft, args.tpot, args.deadline)
     ttft, tpot, deadline = (parse_seconds(text) if text else None for text in texts)
@@ -79,12 +84,12 @@ def _run_fleet(args: argparse.Namespace) -> int:
     options = [
         replace(
             option,
-            policy=policy or None,
+            policy=policy,
             max_num_batched_tokens=_whole(tokens) if tokens else None,
             router=args.router,
         )
         for option in _kinds(args)
-        for policy in (args.policy or "").split(",")
+        for policy in policies
         for tokens in (args.max_num_batched_tokens or "").split(",")
     ]
     answers = best_fleet(
@@ -149,6 +154,8 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
         if gpus != [1]:
             raise ConfigError("--gpus: the step times of --step-times are those of a whole replica")
         fitted = open_step_times(args.step_times)
+        if fitted.config is not None:
+            load_policy(fitted.config.scheduler.policy)
         return [FleetOption(args.step_times, fitted.another, price_per_hour=prices[0])]
     model = find_model(args.model)
     return [

@@ -316,11 +316,9 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
     from paceline.sim.replica import ReplicaConfig
 
     args = point.args
-    if point.policy is not None:
-        if point.policy not in policy_names():
-            known = ", ".join(sorted(policy_names()))
-            raise ConfigError(f"unknown policy {point.policy!r}; known: {known}")
-        load_policy(point.policy)
+    if point.policy is not None and point.policy not in policy_names():
+        known = ", ".join(sorted(policy_names()))
+        raise ConfigError(f"unknown policy {point.policy!r}; known: {known}")
     config = source.config
     if config is None:
         block_size = args.block_size or _BLOCK_SIZE
@@ -333,6 +331,8 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
                 **_of(CacheConfig, served),
             ),
         )
+    # the recorded engine's may be of another package too
+    load_policy(point.policy or config.scheduler.policy)
     given = given_settings(args, _FLAGS)
     if point.policy is not None:
         given["policy"] = point.policy

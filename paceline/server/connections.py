@@ -146,12 +146,15 @@ class Connection(WatchedProtocol):
             # in the middle of another answer there is no place for this one
             self.transport.close()
             return
+        request_id = uuid4().hex
+        client = self.client[0] if self.client else ""
+        _log.info("refused id=%s status=%d client=%s", request_id, status, client)
         body = error_body(Reply(status, message))
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
             "content-type: application/json",
             f"content-length: {len(body)}",
-            f"x-request-id: {uuid4().hex}",
+            f"x-request-id: {request_id}",
             "connection: close",
         ]
         if status == 503:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.cli.main import main
+from paceline.cli.plugins import GROUP
+from paceline.core.policies import POLICIES
 from tests.engine.test_recorder import run as record
 
 
@@ -189,6 +192,27 @@ def test_fleets_of_a_recorded_server(capsys: pytest.CaptureFixture[str], tmp_pat
     found = plan(capsys, *flags, "--ttft", "50ms")["answers"][0]
     assert found["replicas"] > 1
     assert plan(capsys, *flags, "--ttft", "20s")["answers"][0]["replicas"] == 1
+
+
+def test_fleets_with_a_policy_of_another_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Named, or the recorded engine's."""
+    entry = EntryPoint("theirs", "paceline.core.policies:FcfsPolicy", GROUP)
+    monkeypatch.setattr("paceline.cli.plugins.entry_points", lambda group: (entry,))
+    path = tmp_path / "run.jsonl"
+    record(path, repeat=12)
+    first, *rest = path.read_text().splitlines(keepends=True)
+    head = json.loads(first)
+    head["scheduler"]["policy"] = "theirs"
+    path.write_text("".join([json.dumps(head) + "\n", *rest]))
+    load = "synthetic:rate=0.01,prompt=fixed(16),output=fixed(4),n=5"
+    recorded = ("fleet", "--step-times", f"recorded:{path}", "--workload", load, "--ttft", "20s")
+    for flags in ((*FLEET, "--policy", "theirs"), recorded):
+        try:
+            assert plan(capsys, *flags)["answers"][0]["replicas"] >= 1
+        finally:
+            POLICIES.pop("theirs", None)
 
 
 def _head(path: Path) -> dict[str, Any]:

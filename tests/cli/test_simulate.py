@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,10 @@ def test_without_a_recording_it_is_what_serve_would_start() -> None:
     assert config.pipeline_depth == settings.pipeline_depth
 
 
-def test_policies_of_other_packages_are_simulated(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A policy of another package, by that name; not loaded yet."""
+
     class Entry:
         name, value = "theirs", "theirs:Policy"
 
@@ -161,11 +163,29 @@ def test_policies_of_other_packages_are_simulated(
             return FcfsPolicy
 
     monkeypatch.setattr("paceline.cli.plugins.entry_points", lambda group: [Entry()])
-    try:
-        first, second = runs(capsys, *FIXED, "--policy", "fcfs,theirs")
-    finally:
-        POLICIES.pop("theirs", None)
+    assert "theirs" not in POLICIES
+    yield
+    POLICIES.pop("theirs", None)
+
+
+@pytest.mark.usefixtures("theirs")
+def test_policies_of_other_packages_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = runs(capsys, *FIXED, "--policy", "fcfs,theirs")
     assert second["policy"] == "theirs" and first["ttft"] == second["ttft"]
+
+
+@pytest.mark.usefixtures("theirs")
+def test_an_engine_recorded_with_such_a_policy_is_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, repeat=12)
+    first, *rest = path.read_text().splitlines(keepends=True)
+    head = json.loads(first)
+    head["scheduler"]["policy"] = "theirs"
+    path.write_text("".join([json.dumps(head) + "\n", *rest]))
+    (found,) = runs(capsys, "simulate", "--workload", str(path), "--step-times", f"recorded:{path}")
+    assert found["policy"] == "theirs" and found["finished"] > 0
 
 
 def test_routers_differ(capsys: pytest.CaptureFixture[str]) -> None:

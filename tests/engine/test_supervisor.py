@@ -151,10 +151,10 @@ class TestReplacing:
             assert client.pid == pid and client.faults.losses == ()
 
     async def test_an_unstreamed_first_token(self) -> None:
-        # the first step is slow: nothing is out when the engine ends
-        async with supervised(step_time=0.5) as client:
+        # the first step takes longer than anything here: nothing is out when the engine ends
+        async with supervised(step_time=30.0, later=lambda _: {"step_time": 0.002}) as client:
             tasks = spawn(client, make(max_tokens=2))
-            await asyncio.sleep(0.15)
+            await until(lambda: bool(client._latest.requests_in_flight()))
             os.kill(client.pid, signal.SIGKILL)
             (answer,) = await asyncio.gather(*tasks)
             assert len(tokens(answer)) == 2

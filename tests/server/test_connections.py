@@ -46,14 +46,17 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def refused(answer: bytes, status: int) -> str:
-    """The message of an answer that a connection gives by itself: an error like any other."""
+def refused(server: LiveServer, answer: bytes, status: int) -> str:
+    """The message of an answer that a connection gives by itself: an error like any other, whose
+    id leads to the log."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0].startswith(f"HTTP/1.1 {status} "), lines
     headers = dict(line.split(": ", 1) for line in lines[1:])
     assert headers["content-type"] == "application/json"
     assert headers["connection"] == "close" and len(headers["x-request-id"]) == 32
+    logged = f"refused id={headers['x-request-id']} status={status} client=127.0.0.1\n"
+    assert server.log().count(logged) == 1
     assert ("retry-after" in headers) == (status == 503)
     assert int(headers["content-length"]) == len(body)
     error = json.loads(body)["error"]
@@ -84,20 +87,20 @@ def test_the_size_of_a_head(server: LiveServer) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
     with server.connect() as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 4200)
-        assert "4096 bytes" in refused(read_all(connection), 431)
+        assert "4096 bytes" in refused(server, read_all(connection), 431)
 
 
 def test_too_many_headers_are_counted(server: LiveServer) -> None:
     lines = b"".join(b"A%d: b\r\n" % i for i in range(30))
     with server.connect() as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n")
-        assert refused(read_all(connection), 431) == "a request may have 20 headers, got 31"
+        assert refused(server, read_all(connection), 431) == "a request may have 20 headers, got 31"
 
 
 def test_what_is_no_request(server: LiveServer) -> None:
     with server.connect() as connection:
         connection.sendall(b"GET /version HTPP/1.1\r\n\r\n")
-        assert "no HTTP request" in refused(read_all(connection), 400)
+        assert "no HTTP request" in refused(server, read_all(connection), 400)
 
 
 def test_the_number_of_connections(server: LiveServer) -> None:
@@ -107,7 +110,7 @@ def test_the_number_of_connections(server: LiveServer) -> None:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
         one_more = opened.enter_context(server.connect())
-        assert "takes: 12" in refused(read_all(one_more), 503)
+        assert "takes: 12" in refused(server, read_all(one_more), 503)
     eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200, 5)
 
 
@@ -142,7 +145,7 @@ def test_a_request_that_does_not_arrive_is_ended(
         # a byte now and then does not help
         connection.sendall(more)
         answer = read_all(connection)
-    assert "within 1 s" in refused(answer, 408)
+    assert "within 1 s" in refused(server, answer, 408)
     assert time.monotonic() - started < PATIENCE + 5
     eventually(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0}, 5)
 

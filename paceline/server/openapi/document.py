@@ -106,6 +106,8 @@ def _link(paths: dict[str, Any]) -> None:
             )
             for verb, target in targets
         }
+    # schemathesis's reading of a link, and useful to it: by OpenAPI an expression is a whole body
+    # or none of it, and another program takes this one for a literal
     body = {
         "input_file_id": "$response.body#/id",
         "endpoint": "/v1/completions",
