@@ -368,7 +368,9 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor, fallback: torch.Tensor
     rounding leads past the last column with weight.
     """
     rows, columns = weights.shape
-    padded = torch.nn.functional.pad(weights, (0, -columns % _CHUNK)).view(rows, -1, _CHUNK)
+    if columns % _CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, -columns % _CHUNK))
+    padded = weights.view(rows, -1, _CHUNK)
     sums = padded.sum(-1, dtype=torch.float64)
     ends = sums.cumsum(-1)
     target = (uniform * ends[:, -1]).unsqueeze(1)

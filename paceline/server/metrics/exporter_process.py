@@ -16,8 +16,10 @@ the text: whoever looks can tell a server that has stopped from one that is fine
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import socket
 import struct
 import sys
@@ -38,6 +40,11 @@ _IDLE = 120.0
 # looks at a text that is being replaced, which takes microseconds
 _LOOKS = 1000
 _LOOK_EVERY = 1e-4
+
+# of sched_setattr(2), which the C library has no function for
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+_SCHED_ATTR = "=IIQiIQQQ"
+_SLICE_NS = 100_000
 
 
 def read_text(memory: mmap.mmap) -> tuple[bytes, float] | None:
@@ -117,7 +124,24 @@ def _leave_with_parent() -> None:
     os._exit(0)
 
 
+def ask_for_short_slices() -> bool:
+    """Have the system run this process soon after it wakes, on processors that are kept busy.
+
+    Linux from 6.12 on takes a slice of its own for an ordinary thread (``sched_runtime`` of
+    sched_setattr(2); threads started later inherit it): who asks for little at a time runs sooner,
+    and gets no more of the processor. Returns whether it was granted; elsewhere nothing changes.
+    """
+    number = _SCHED_SETATTR.get(platform.machine())
+    if sys.platform != "linux" or number is None:
+        return False
+    # size, policy, flags, nice, priority, runtime in ns, deadline, period
+    size = struct.calcsize(_SCHED_ATTR)
+    wanted = struct.pack(_SCHED_ATTR, size, 0, 0, os.nice(0), 0, _SLICE_NS, 0, 0)
+    return bool(ctypes.CDLL(None).syscall(number, 0, wanted, 0) == 0)
+
+
 def main() -> None:
+    ask_for_short_slices()
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.setblocking(True)
     memory = mmap.mmap(int(sys.argv[2]), 0, prot=mmap.PROT_READ)
