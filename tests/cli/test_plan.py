@@ -12,6 +12,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.cli.plugins import GROUP
 from paceline.core.policies import POLICIES
+from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
 
 
@@ -201,11 +202,7 @@ def test_fleets_with_a_policy_of_another_package(
     entry = EntryPoint("theirs", "paceline.core.policies:FcfsPolicy", GROUP)
     monkeypatch.setattr("paceline.cli.plugins.entry_points", lambda group: (entry,))
     path = tmp_path / "run.jsonl"
-    record(path, repeat=12)
-    first, *rest = path.read_text().splitlines(keepends=True)
-    head = json.loads(first)
-    head["scheduler"]["policy"] = "theirs"
-    path.write_text("".join([json.dumps(head) + "\n", *rest]))
+    record_with_policy(path, "theirs")
     load = "synthetic:rate=0.01,prompt=fixed(16),output=fixed(4),n=5"
     recorded = ("fleet", "--step-times", f"recorded:{path}", "--workload", load, "--ttft", "20s")
     for flags in ((*FLEET, "--policy", "theirs"), recorded):

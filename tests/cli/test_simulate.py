@@ -17,6 +17,7 @@ from paceline.cli.scheduling_options import ADMISSION, SCHEDULING
 from paceline.core.config import SchedulerConfig
 from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.sim.step_times.spec import open_step_times
+from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
 
 WORKLOAD = "synthetic:rate=20,prompt=lognormal(200,1),output=lognormal(30,1),n=60"
@@ -179,11 +180,7 @@ def test_an_engine_recorded_with_such_a_policy_is_simulated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "r.jsonl"
-    record(path, repeat=12)
-    first, *rest = path.read_text().splitlines(keepends=True)
-    head = json.loads(first)
-    head["scheduler"]["policy"] = "theirs"
-    path.write_text("".join([json.dumps(head) + "\n", *rest]))
+    record_with_policy(path, "theirs")
     (found,) = runs(capsys, "simulate", "--workload", str(path), "--step-times", f"recorded:{path}")
     assert found["policy"] == "theirs" and found["finished"] > 0
 
