@@ -40,13 +40,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.torch.formats import choose_formats
-from paceline.backends.torch.native import (
+from paceline.backends.native import (
     NativeModel,
     available_cpus,
     checkpoint_tensors,
     unavailable_reason,
 )
+from paceline.backends.torch.formats import choose_formats
 from paceline.backends.torch.rope import inverse_frequencies
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local

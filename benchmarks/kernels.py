@@ -24,13 +24,13 @@ import time
 
 import numpy as np
 
-from paceline.backends.torch.native import (
+from paceline.backends.native import (
     NativeModel,
     available_cpus,
     unavailable_reason,
     variants,
 )
-from paceline.backends.torch.native.pieces import PackedMatrix, read_bandwidth
+from paceline.backends.native.pieces import PackedMatrix, read_bandwidth
 from paceline.checkpoints.base import expected_shapes
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 

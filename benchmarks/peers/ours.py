@@ -41,7 +41,7 @@ class Paceline:
         self._places = places
 
     def setup(self) -> None:
-        from paceline.backends.torch.native import unavailable_reason
+        from paceline.backends.native import unavailable_reason
 
         reason = unavailable_reason()
         if reason is not None:

@@ -22,7 +22,7 @@ from benchmarks.accuracy import (
     forward_of,
     text_windows,
 )
-from paceline.backends.torch.native import unavailable_reason
+from paceline.backends.native import unavailable_reason
 from tests.backends.torch.models import VOCAB, save_model
 
 SHAPE = (3, 40)

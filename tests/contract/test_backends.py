@@ -47,7 +47,7 @@ def make_torch(folder: Path) -> ModelBackend:
 
 
 def make_native(folder: Path) -> ModelBackend:
-    from paceline.backends.torch.native import unavailable_reason
+    from paceline.backends.native import unavailable_reason
 
     reason = unavailable_reason()
     if reason is not None:

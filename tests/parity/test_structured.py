@@ -25,7 +25,7 @@ COUNT = 14
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path) -> Iterator[LLM]:
-    from paceline.backends.torch.native import unavailable_reason
+    from paceline.backends.native import unavailable_reason
     from paceline.cli.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
 

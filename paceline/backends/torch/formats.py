@@ -12,14 +12,14 @@ from typing import Final
 
 import torch
 
-from paceline.backends.torch.machine import choose_dtype
-from paceline.backends.torch.native import (
+from paceline.backends.native import (
     DTYPES,
     KV_DTYPES,
     unavailable_reason,
     unsupported_reason,
     variants,
 )
+from paceline.backends.torch.machine import choose_dtype
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 

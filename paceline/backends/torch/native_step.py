@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.backends.native import NativeModel, checkpoint_tensors
 from paceline.backends.torch.attention import AttentionBatch
-from paceline.backends.torch.native import NativeModel, checkpoint_tensors
 from paceline.backends.torch.rope import inverse_frequencies
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig

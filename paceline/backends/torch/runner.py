@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.constraint import OutputConstraint
+from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.backends.torch.attention import AttentionBatch
 from paceline.backends.torch.prompt_logprobs import PromptLogprobs
-from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample
+from paceline.backends.torch.sampler import sample
 from paceline.core.errors import NAN_LOGITS, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.torch.native import NativeModel, unavailable_reason, variants
-from paceline.backends.torch.native.pieces import attend, cache_bytes
+from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native.pieces import attend, cache_bytes
 from tests.backends.native import reference
 from tests.backends.native.reference import random_weights, tiny_config
 

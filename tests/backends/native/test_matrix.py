@@ -9,8 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
-from paceline.backends.torch.native import RawTensor, unavailable_reason, variants
-from paceline.backends.torch.native.pieces import PackedMatrix
+from paceline.backends.native import RawTensor, unavailable_reason, variants
+from paceline.backends.native.pieces import PackedMatrix
 from paceline.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

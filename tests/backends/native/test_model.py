@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.torch.native import (
+from paceline.backends.native import (
     NativeModel,
     available_cpus,
     library,
@@ -16,7 +16,7 @@ from paceline.backends.torch.native import (
     unsupported_reason,
     variants,
 )
-from paceline.backends.torch.native.pieces import cache_bytes
+from paceline.backends.native.pieces import cache_bytes
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.backends.native import unavailable_reason
 from paceline.backends.torch import formats
 from paceline.backends.torch.formats import Formats, choose_formats
-from paceline.backends.torch.native import unavailable_reason
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 from tests.backends.native.reference import tiny_config
@@ -133,7 +133,7 @@ def test_kv_dtype_sets_how_many_tokens_fit(llama_folder: Path) -> None:
 @native
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_sizing_counts_what_the_library_takes(kv_dtype: str) -> None:
-    from paceline.backends.torch.native import NativeModel
+    from paceline.backends.native import NativeModel
     from paceline.backends.torch.native_step import native_block_bytes
     from tests.backends.native.reference import random_weights, rope_tables
 

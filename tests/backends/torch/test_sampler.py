@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
 from paceline.backends.torch import sampler
-from paceline.backends.torch.sampler import PreparedSampling, SampleRow, sample, uniforms
+from paceline.backends.torch.sampler import sample
 from paceline.core.errors import InvalidRequestError
 from paceline.core.request import SamplingParams
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.torch.native.library import Config, Step, check, library
-from paceline.backends.torch.native.tensors import TYPES, RawTensor, Tensor, locate
-from paceline.backends.torch.native.threads import available_cpus
+from paceline.backends.native.library import Config, Step, check, library
+from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
+from paceline.backends.native.threads import available_cpus
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 

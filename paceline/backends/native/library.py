@@ -105,7 +105,7 @@ def _load() -> ctypes.CDLL | str:
     if not found:
         return (
             "the native library was not built; install a C++ compiler and CMake, then run "
-            "python -m paceline.backends.torch.native.build"
+            "python -m paceline.backends.native.build"
         )
     try:
         loaded = ctypes.CDLL(str(found[0]))

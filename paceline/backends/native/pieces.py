@@ -7,9 +7,9 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.torch.native.library import Step, check, library
-from paceline.backends.torch.native.model import DTYPES, Integers, NativeModel
-from paceline.backends.torch.native.tensors import TYPES, RawTensor, Tensor
+from paceline.backends.native.library import Step, check, library
+from paceline.backends.native.model import DTYPES, Integers, NativeModel
+from paceline.backends.native.tensors import TYPES, RawTensor, Tensor
 
 __all__ = ["PackedMatrix", "attend", "cache_bytes", "read_bandwidth"]
 

@@ -1,4 +1,4 @@
-"""Compile the native library next to this file: ``python -m paceline.backends.torch.native.build``.
+"""Compile the native library next to this file: ``python -m paceline.backends.native.build``.
 
 ``make`` runs it after installing; it needs CMake and a C++20 compiler, and a checkout. Without it
 everything works but ``--compute native``.
@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["build", "main"]
 
 _HERE = Path(__file__).resolve().parent
-_SOURCES = _HERE.parents[3] / "csrc"
+_SOURCES = _HERE.parents[2] / "csrc"
 
 
 def build(sources: Path = _SOURCES, target: Path = _HERE) -> Path:
