@@ -123,9 +123,10 @@ PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t
       throw std::invalid_argument("4-bit weights need whole groups of 32 columns, got " + std::to_string(columns));
     made = std::make_unique<PacelineMatrix>(isa, threads);
     made->matrix = Matrix(Weights(weights), rows, columns, made->arena);
-    std::vector<float> scratch(size_t(columns), 0.0f);
-    for (int64_t r = 0; r < rows; ++r)
-      made->matrix.pack_row(r, Source(type), static_cast<const uint8_t*>(data) + r * stride, scratch.data());
+    std::vector<float> scratch(made->matrix.pack_scratch(), 0.0f);
+    for (int64_t r = 0; r < rows; r += kPanel)
+      made->matrix.pack_rows(r, rows - r < kPanel ? rows - r : kPanel, Source(type),
+                             static_cast<const uint8_t*>(data) + r * stride, stride, scratch.data());
   });
   return failed ? nullptr : made.release();
 }

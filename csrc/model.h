@@ -79,7 +79,7 @@ class Model {
     *bytes = int64_t(cache_.size());
     return cache_.data();
   }
-  int64_t block_bytes() const { return block_bytes_ * config_.layers; }
+  int64_t block_bytes() const { return block_bytes_; }
   size_t weight_bytes() const { return arena_.size(); }
   const char* isa() const { return kernels_->name; }
   const std::array<double, kSections>& seconds() const { return seconds_; }
@@ -149,8 +149,10 @@ class Model {
   std::vector<float> cos_, sin_;
   std::vector<uint8_t> loaded_;
 
+  // block after block, of each all layers: the pages that are touched are those of the blocks in use
   Memory cache_;
-  int64_t block_bytes_ = 0;  // of one layer
+  int64_t block_bytes_ = 0;
+  int64_t layer_bytes_ = 0;  // of one layer of a block
   int64_t head_bytes_ = 0;
   int64_t tile_bytes_ = 0;
 
