@@ -65,8 +65,11 @@ float threshold(const Kernels& kernels, const float* x, int64_t n, float high, i
 // Weights in the order of a draw: the largest first, equal ones by their place.
 struct Weights {
   const Kernels& kernels;
-  const float* w;  // and zeros up to a multiple of 16
+  const float* w;
   int64_t n;
+  // memory for kMost of them and their places
+  float* some;
+  int32_t* places;
 };
 
 struct Found {
@@ -82,27 +85,42 @@ struct Found {
 enum class Goal { kExceed, kReach, kCount };
 
 // The first weight with which the running sum exceeds or reaches the goal, or with which that many are
-// counted. The last above zero where rounding, or a goal too large, leads past it.
-// There is one above zero: the likeliest token's weight is 1.
-Found find(const Weights& all, Goal kind, double goal) {
-  auto done = [&](double passed, double count) {
-    return kind == Goal::kExceed ? passed > goal : kind == Goal::kReach ? passed >= goal : count >= goal;
+// counted. The last above zero where rounding, or a goal too large, leads past it. There is one above
+// zero: the likeliest token's weight is 1. `guess`: a weight that is probably somewhat less; 0: none.
+Found find(const Weights& all, Goal kind, double goal, float guess) {
+  auto done = [&](double passed, int64_t count) {
+    return kind == Goal::kExceed ? passed > goal : kind == Goal::kReach ? passed >= goal : double(count) >= goal;
   };
-  // weights of [from_bits(low), from_bits(high)) remain
+  const float* w = all.w;
+  int64_t n = all.n;
+  const int32_t* places = nullptr;
+  // Weights of [from_bits(low), from_bits(high)) remain, and come after `above` others with this sum. Of
+  // those, the first so many are no longer among the n.
   uint32_t low = to_bits(std::numeric_limits<float>::min()), high = to_bits(1.0f) + 1;
-  double sum = 0, everything;
-  int64_t above = 0, remaining;
-  all.kernels.at_least(all.w, all.n, from_bits(low), &everything, &remaining);
-  if (!done(everything, double(remaining))) {
+  double sum = 0, gone_sum = 0, middle_sum;
+  int64_t above = 0, gone = 0, remaining, count;
+  all.kernels.at_least(w, n, from_bits(low), &middle_sum, &remaining);
+  if (!done(middle_sum, remaining)) {
     kind = Goal::kCount;
     goal = double(remaining);
   }
+  uint32_t next = to_bits(guess);
   while (remaining > kFew && high - low > 1) {
-    const uint32_t middle = low + (high - low) / 2;
-    double middle_sum;
-    int64_t count;
-    all.kernels.at_least(all.w, all.n, from_bits(middle), &middle_sum, &count);
-    if (done(middle_sum, double(count))) {
+    if (!places && remaining <= kMost && n > 2 * kMost) {
+      all.kernels.collect(w, n, from_bits(low), from_bits(high), kMost, all.places);
+      for (int64_t i = 0; i < remaining; ++i) all.some[i] = w[all.places[i]];
+      places = all.places;
+      w = all.some;
+      n = remaining;
+      gone = above;
+      gone_sum = sum;
+    }
+    const uint32_t middle = next > low && next < high ? next : low + (high - low) / 2;
+    next = 0;
+    all.kernels.at_least(w, n, from_bits(middle), &middle_sum, &count);
+    middle_sum += gone_sum;
+    count += gone;
+    if (done(middle_sum, count)) {
       low = middle;
       remaining = count - above;
     } else {
@@ -113,29 +131,24 @@ Found find(const Weights& all, Goal kind, double goal) {
     }
   }
   Found last;
+  auto walk = [&](int64_t i) {
+    last.place = places ? places[i] : int32_t(i);
+    last.weight = w[i];
+    sum += double(w[i]);
+    last.sum = sum;
+    return done(sum, ++above);
+  };
   if (high - low == 1) {
     // equal weights, in the order of their places
-    last.weight = from_bits(low);
-    int64_t passed = 0;
-    for (int64_t i = 0; i < all.n; ++i) {
-      if (all.w[i] != last.weight) continue;
-      last.place = int32_t(i);
-      ++passed;
-      last.sum = sum + double(last.weight) * double(passed);
-      if (done(last.sum, double(above + passed))) break;
-    }
+    for (int64_t i = 0; i < n; ++i)
+      if (w[i] == from_bits(low) && walk(i)) break;
     return last;
   }
-  int32_t places[kFew];
-  const int64_t count = all.kernels.collect(all.w, all.n, from_bits(low), from_bits(high), kFew, places);
-  std::stable_sort(places, places + count, [&](int32_t a, int32_t b) { return all.w[a] > all.w[b]; });
-  for (int64_t i = 0; i < count; ++i) {
-    last.place = places[i];
-    last.weight = all.w[places[i]];
-    sum += double(last.weight);
-    last.sum = sum;
-    if (done(sum, double(above + i + 1))) break;
-  }
+  int32_t few[kFew];
+  count = all.kernels.collect(w, n, from_bits(low), from_bits(high), kFew, few);
+  std::stable_sort(few, few + count, [&](int32_t a, int32_t b) { return w[a] > w[b]; });
+  for (int64_t i = 0; i < count; ++i)
+    if (walk(few[i])) break;
   return last;
 }
 
@@ -153,16 +166,20 @@ int32_t choose(const Weights& weights, const Filters& filters, double total) {
   Found last;
   last.place = std::numeric_limits<int32_t>::max();
   double kept = total;
+  // the weight with which the sum passes a goal times n is at least what is left after it
+  const double share = 0.999 / double(weights.n);
   if (filters.top_k > 0) {
-    last = find(weights, Goal::kCount, double(filters.top_k));
+    last = find(weights, Goal::kCount, double(filters.top_k), 0);
     kept = last.sum;
   }
   if (filters.top_p < 1.0) {
-    const Found end = find(weights, Goal::kReach, filters.top_p * kept);
+    const double goal = filters.top_p * kept;
+    const Found end = find(weights, Goal::kReach, goal, std::max(last.weight, float((kept - goal) * share)));
     if (last.after(end)) last = end;
     kept = std::min(kept, end.sum);
   }
-  const Found found = find(weights, Goal::kExceed, filters.uniform * kept);
+  const double goal = filters.uniform * kept;
+  const Found found = find(weights, Goal::kExceed, goal, std::max(last.weight, float((kept - goal) * share)));
   return found.after(last) ? last.place : found.place;
 }
 
@@ -268,37 +285,37 @@ void find_likeliest(const Kernels& kernels, const Row& row, float best, int64_t 
 int32_t draw_filtered(const Kernels& kernels, const SampleScratch& scratch, const Row& row, const Exponent& e,
                       const Filters& filters) {
   const int64_t n = row.vocab, chunks = chunks_of(n);
-  float* sums = floats(scratch.sums);
-  double total = -1;
+  float *sums = floats(scratch.sums), *weights = floats(scratch.weights), *some = floats(scratch.some_weights);
+  int32_t* places = integers(scratch.places);
+  int64_t count = kMost + 1;
   if (n >= kWorthwhile) {
     const int64_t wanted = filters.top_k > 0 ? std::min(filters.top_k, kWanted) : kWanted;
     float* tops = floats(scratch.tops);
-    int32_t* places = integers(scratch.places);
     kernels.tops(row.x, n, tops);
     const float least = threshold(kernels, tops, 16 * chunks, e.best, wanted, 2 * wanted);
-    const int64_t count = kernels.collect(row.x, n, least, kInfinity, kMost, places);
-    if (count <= kMost) {
-      float *candidates = floats(scratch.candidates), *weights = floats(scratch.some_weights);
-      for (int64_t i = 0; i < count; ++i) candidates[i] = row.x[places[i]];
-      kernels.weigh(candidates, count, e, filters.min_p, weights, nullptr);
-      double sum;
-      int64_t kept;
-      kernels.at_least(weights, count, std::numeric_limits<float>::min(), &sum, &kept);
-      // with a weight of nothing among them, all that have one are
-      bool decided = kept < count || (filters.top_k > 0 && filters.top_k <= count);
-      if (decided) {
-        total = sum;
-      } else if (filters.top_k == 0) {
-        kernels.weigh(row.x, n, e, filters.min_p, nullptr, sums);
-        total = sum_of(sums, chunks);
-        decided = filters.top_p < 1.0 ? sum >= filters.top_p * total : sum > filters.uniform * total;
-      }
-      if (decided) return places[choose({kernels, weights, count}, filters, total)];
-    }
+    count = kernels.collect(row.x, n, least, kInfinity, kMost, places);
   }
-  float* weights = floats(scratch.weights);
-  kernels.weigh(row.x, n, e, filters.min_p, weights, sums);
-  return choose({kernels, weights, n}, filters, sum_of(sums, chunks));
+  double sum = 0;
+  bool decided = false;
+  if (count <= kMost) {
+    float* candidates = floats(scratch.candidates);
+    for (int64_t i = 0; i < count; ++i) candidates[i] = row.x[places[i]];
+    kernels.weigh(candidates, count, e, filters.min_p, some, nullptr);
+    int64_t kept;
+    kernels.at_least(some, count, std::numeric_limits<float>::min(), &sum, &kept);
+    // with a weight of nothing among them, all that have one are
+    decided = kept < count || (filters.top_k > 0 && filters.top_k <= count);
+  }
+  double total = sum;
+  if (!decided) {
+    kernels.weigh(row.x, n, e, filters.min_p, weights, sums);
+    total = sum_of(sums, chunks);
+    if (filters.top_k == 0 && sum > 0)
+      decided = filters.top_p < 1.0 ? sum >= filters.top_p * total : sum > filters.uniform * total;
+  }
+  // so few are not divided into places again
+  if (decided) return places[choose({kernels, some, count, nullptr, nullptr}, filters, total)];
+  return choose({kernels, weights, n, some, places}, filters, total);
 }
 
 }  // namespace

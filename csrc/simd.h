@@ -94,6 +94,12 @@ PL_INLINE uint32_t at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_G
 PL_INLINE vf where_at_least(vf a, vf b, vf x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x);
 }
+// sum + x in the lanes where x >= t, and so many more in count
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  const __mmask16 m = _mm512_cmp_ps_mask(x, t, _CMP_GE_OQ);
+  *count += __builtin_popcount(m);
+  return _mm512_mask_add_ps(sum, m, sum, x);
+}
 PL_INLINE vf load_half(const void* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
 }
@@ -224,6 +230,10 @@ PL_INLINE vf where_at_least(vf x, vf y, vf z) {
   return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), z.a),
           _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ), z.b)};
 }
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  *count += __builtin_popcount(at_least(x, t));
+  return add(sum, where_at_least(x, t, x));
+}
 PL_INLINE vf load_half(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -337,6 +347,10 @@ PL_INLINE uint32_t at_least(vf a, vf b) {
   return bits;
 }
 PL_INLINE vf where_at_least(vf a, vf b, vf c) { PL_LANES(vf, a.x[i] >= b.x[i] ? c.x[i] : 0); }
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  for (int i = 0; i < 16; ++i) *count += x.x[i] >= t.x[i];
+  return add(sum, where_at_least(x, t, x));
+}
 PL_INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, rest = h & 1023u;
   if (exponent == 0) {

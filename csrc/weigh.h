@@ -93,32 +93,23 @@ static void tops(const float* x, int64_t n, float* out) {
 }
 
 static void sum_at_least(const float* x, int64_t n, float t, double* sum, int64_t* count) {
-  const vf threshold = set1(t), one = set1(1.0f);
+  const vf threshold = set1(t);
   double total = 0;
-  int64_t number = 0;
+  int64_t numbers[2] = {0, 0};
   // float32 lanes take few enough numbers each that little is lost
   for (int64_t i = 0; i < n; i += kWeighChunk) {
     const int64_t end = i + kWeighChunk < n ? i + kWeighChunk : n;
-    vf s[2] = {zero(), zero()}, c[2] = {zero(), zero()};
+    vf s[4] = {zero(), zero(), zero(), zero()};
     int64_t j = i;
-    for (; j + 32 <= end; j += 32) {
+    for (; j + 64 <= end; j += 64) {
       PL_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        const vf v = load(x + j + 16 * k);
-        s[k] = add(s[k], where_at_least(v, threshold, v));
-        c[k] = add(c[k], where_at_least(v, threshold, one));
-      }
+      for (int k = 0; k < 4; ++k) s[k] = add_at_least(s[k], load(x + j + 16 * k), threshold, &numbers[k % 2]);
     }
-    for (; j < end; j += 16) {
-      const vf v = load_or_nothing(x + j, end - j);
-      s[0] = add(s[0], where_at_least(v, threshold, v));
-      c[0] = add(c[0], where_at_least(v, threshold, one));
-    }
-    total += double(hsum(add(s[0], s[1])));
-    number += int64_t(hsum(add(c[0], c[1])));
+    for (; j < end; j += 16) s[0] = add_at_least(s[0], load_or_nothing(x + j, end - j), threshold, &numbers[0]);
+    total += double(hsum(add(add(s[0], s[1]), add(s[2], s[3]))));
   }
   *sum = total;
-  *count = number;
+  *count = numbers[0] + numbers[1];
 }
 
 static int64_t collect(const float* x, int64_t n, float low, float high, int64_t limit, int32_t* places) {
