@@ -99,11 +99,15 @@ Found find(const Weights& all, Goal kind, double goal, float guess) {
   uint32_t low = to_bits(std::numeric_limits<float>::min()), high = to_bits(1.0f) + 1;
   double sum = 0, gone_sum = 0, middle_sum;
   int64_t above = 0, gone = 0, remaining, count;
-  all.kernels.at_least(w, n, from_bits(low), &middle_sum, &remaining);
-  if (!done(middle_sum, remaining)) {
+  // all that is above `low` must reach the goal, by the sums that are compared from here on
+  auto expect_end = [&] {
+    all.kernels.at_least(w, n, from_bits(low), &middle_sum, &count);
+    remaining = gone + count - above;
+    if (done(gone_sum + middle_sum, gone + count)) return;
     kind = Goal::kCount;
-    goal = double(remaining);
-  }
+    goal = double(gone + count);
+  };
+  expect_end();
   uint32_t next = to_bits(guess);
   while (remaining > kFew && high - low > 1) {
     if (!places && remaining <= kMost && n > 2 * kMost) {
@@ -114,6 +118,7 @@ Found find(const Weights& all, Goal kind, double goal, float guess) {
       n = remaining;
       gone = above;
       gone_sum = sum;
+      expect_end();
     }
     const uint32_t middle = next > low && next < high ? next : low + (high - low) / 2;
     next = 0;
