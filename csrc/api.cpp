@@ -45,6 +45,12 @@ int guarded(F&& body) {
   return -1;
 }
 
+// scratch memory of a thread that samples without a model
+Sampler& caller_sampler() {
+  thread_local Sampler sampler;
+  return sampler;
+}
+
 }  // namespace
 
 extern "C" {
@@ -92,6 +98,24 @@ int paceline_forward(PacelineModel* model, const PacelineStep* step) {
 
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count) {
   return guarded([&] { model->model.copy_blocks(from, to, count); });
+}
+
+int paceline_draw(PacelineModel* model, const PacelineDraw* draw) {
+  return guarded([&] {
+    if (model)
+      model->model.draw(*draw);
+    else
+      caller_sampler().draw(*choose_kernels(nullptr), nullptr, *draw);
+  });
+}
+
+int paceline_logprobs(PacelineModel* model, const PacelineLogprobs* logprobs) {
+  return guarded([&] {
+    if (model)
+      model->model.logprobs(*logprobs);
+    else
+      caller_sampler().logprobs(*choose_kernels(nullptr), nullptr, *logprobs);
+  });
 }
 
 int64_t paceline_block_bytes(const PacelineModel* model) { return model->model.block_bytes(); }

@@ -10,6 +10,7 @@
 #include "matrix.h"
 #include "paceline_native.h"
 #include "pool.h"
+#include "sample.h"
 
 namespace paceline {
 
@@ -70,6 +71,10 @@ class Model {
   // throws std::invalid_argument; then nothing has run
   void forward(const PacelineStep& step);
   void copy_blocks(const int64_t* from, const int64_t* to, int64_t count);
+
+  // see paceline_native.h; throw std::invalid_argument
+  void draw(const PacelineDraw& draw) { sampler_.draw(*kernels_, &team_, draw); }
+  void logprobs(const PacelineLogprobs& logprobs) { sampler_.logprobs(*kernels_, &team_, logprobs); }
 
   // stand-ins for tests: one KV write and attention of the first layer alone; see paceline_native.h
   void attention_only(const PacelineStep& step, float* qkv, float* out);
@@ -164,6 +169,7 @@ class Model {
   std::vector<int32_t> sampled_before_;
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, inner_, parts_, rows_;
+  Sampler sampler_;
   bool profile_ = false;
   double last_mark_ = 0;
   std::array<double, kSections> seconds_{};

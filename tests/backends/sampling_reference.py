@@ -88,7 +88,7 @@ def allowed_tokens(
     """Tokens that a sampler may draw from reshaped logits [vocab]; {-1} where none is left.
 
     The token whose interval of the cumulative distribution holds ``uniform``, and those that would
-    if sums were off by a share of 1e-6, filters met a value 1e-6 beside their limit, or logits that
+    if sums were off by a share of 1e-6, filters met a value 1e-6 beside their limit, or tokens that
     float32 can hardly tell apart changed places. The distribution runs through the vocabulary
     without filters, from the likeliest on with them.
 
@@ -133,7 +133,9 @@ def allowed_tokens(
         return tokens
     for token in tuple(tokens):
         size = max(abs(float(logits[token])), abs(float(logits.max())))
-        near = np.abs(logits.astype(np.float64) - logits[token]) <= size * 2.0**-21
+        # differences that float32 loses in the logits, or in their weights
+        least = max(size, params.temperature) * 2.0**-21
+        near = np.abs(logits.astype(np.float64) - logits[token]) <= least
         if stable:
             near &= logits != logits[token]
         tokens |= set(np.flatnonzero(near).tolist())

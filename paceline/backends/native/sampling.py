@@ -9,24 +9,32 @@ A row's token follows from its own logits and settings alone, whatever rows are 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.backends.native.library import Draw, Logprobs, check, library
 from paceline.backends.native.model import NativeModel
 from paceline.backends.sampling import SampleRow, Samples, uniforms
 from paceline.core.outputs import TokenLogprobs
-from paceline.core.request import MAX_LOGPROBS
 
-__all__ = ["NativeSampler", "token_logprobs"]
+__all__ = ["NativeSampler", "reshape", "token_logprobs"]
 
 
 class NativeSampler:
-    """Chooses tokens for a model's rows. Used from the model's thread, between its steps."""
+    """Chooses tokens for a model's rows. Used from the model's thread, between its steps.
 
-    def __init__(self, model: NativeModel) -> None:
+    Args:
+        model: whose threads share the rows, and whose kernel variant is used; None: the calling
+            thread and the best variant.
+    """
+
+    def __init__(self, model: NativeModel | None = None) -> None:
         self._model = model
+        # copies of the rows whose logits are changed, kept for the next call
+        self._changed = np.empty((0, 0), dtype=np.float32)
 
     def sample(
         self,
@@ -40,33 +48,84 @@ class NativeSampler:
             likeliest: [rows], the first of each row's largest logits, -1 where one is not finite.
 
         Raises:
-            ValueError: the arguments are not about the same number of rows.
+            ValueError: the arguments are not about the same rows.
         """
-        if not len(logits) == len(rows) == len(likeliest):
+        if logits.ndim != 2 or not len(logits) == len(rows) == len(likeliest):
             raise ValueError(
                 f"logits of shape {list(logits.shape)}, {len(rows)} rows and {len(likeliest)} "
                 "likeliest tokens do not go together"
             )
-        finite: list[bool] = (likeliest >= 0).tolist()
+        logits = np.ascontiguousarray(logits, dtype=np.float32)
         token_ids: list[int] = likeliest.tolist()
-        for index, row in enumerate(rows):
-            if finite[index] and not row.takes_likeliest:
-                token_ids[index] = _choose(logits[index], row)
+        finite = [token_id >= 0 for token_id in token_ids]
+        special = [
+            index for index, row in enumerate(rows) if finite[index] and not row.takes_likeliest
+        ]
+        if special:
+            chosen = self._draw(logits, [rows[index] for index in special], special, likeliest)
+            for index, token_id in zip(special, chosen, strict=True):
+                token_ids[index] = token_id
         result: list[TokenLogprobs | None] = [None] * len(rows)
         asking = [
             index
             for index, row in enumerate(rows)
-            if finite[index] and token_ids[index] >= 0 and row.sampling.params.logprobs is not None
+            if row.sampling.params.logprobs is not None and finite[index] and token_ids[index] >= 0
         ]
         if asking:
-            entries = token_logprobs(
-                logits[asking],
+            entries = _logprobs(
+                _addresses(logits, asking),
+                logits.shape[1],
                 [token_ids[index] for index in asking],
                 [rows[index].sampling.params.logprobs or 0 for index in asking],
+                self._model,
             )
             for index, entry in zip(asking, entries, strict=True):
                 result[index] = entry
         return Samples(token_ids, finite, result)
+
+    def _draw(
+        self,
+        logits: NDArray[np.float32],
+        rows: Sequence[SampleRow],
+        places: Sequence[int],
+        likeliest: NDArray[np.int32],
+    ) -> list[int]:
+        """Tokens for rows that are at these places of the logits."""
+        vocab = logits.shape[1]
+        params = [row.sampling.params for row in rows]
+        addresses = _addresses(logits, places)
+        known = likeliest[places].astype(np.int32, copy=False)
+        changed = [index for index, row in enumerate(rows) if row.reshapes]
+        if changed:
+            if len(self._changed) < len(changed) or self._changed.shape[1] != vocab:
+                self._changed = np.empty((len(changed), vocab), dtype=np.float32)
+            for copy, index in zip(self._changed, changed, strict=False):
+                copy[:] = logits[places[index]]
+                reshape(copy, rows[index])
+            addresses[changed] = _addresses(self._changed, range(len(changed)))
+            known[changed] = -1
+        seeds = np.array([p.seed for p in params], dtype=np.int64).astype(np.uint64)
+        uniform = uniforms(seeds, np.array([row.num_output_tokens for row in rows], np.uint64))
+        temperature, top_p, min_p = np.array(
+            [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+        )
+        top_k = np.array([p.top_k for p in params], dtype=np.int64)
+        tokens = np.empty(len(rows), dtype=np.int32)
+        draw = Draw(
+            rows=len(rows),
+            vocab=vocab,
+            logits=addresses.ctypes.data,
+            likeliest=known.ctypes.data,
+            temperature=temperature.ctypes.data,
+            top_k=top_k.ctypes.data,
+            top_p=top_p.ctypes.data,
+            min_p=min_p.ctypes.data,
+            uniform=uniform.ctypes.data,
+            tokens=tokens.ctypes.data,
+        )
+        check(library().paceline_draw(_handle(self._model), ctypes.byref(draw)))
+        result: list[int] = tokens.tolist()
+        return result
 
 
 def token_logprobs(
@@ -80,56 +139,72 @@ def token_logprobs(
     Args:
         logits: [rows, vocab], finite.
         token_ids: [rows].
-        counts: [rows], how many of the likeliest are wanted, at most ``MAX_LOGPROBS``; all where
-            the vocabulary has fewer.
+        counts: [rows], how many of the likeliest are wanted, 64 at most; all where the vocabulary
+            has fewer.
         model: whose threads share the rows; None: the calling thread alone.
 
     Returns:
         One entry a row. Ranks are by the logits themselves; the likeliest are in their order, equal
         ones in the vocabulary's.
+
+    Raises:
+        ConfigError: a token outside the vocabulary, or a count above 64.
+        ValueError: the arguments are not about the same rows.
     """
-    entries = []
-    for row, token_id, count in zip(logits, token_ids, counts, strict=True):
-        best = float(row.max())
-        log_total = best + float(np.log(np.exp(row - row.max()).sum(dtype=np.float64)))
-        order = np.argsort(-row, kind="stable")[: min(count, MAX_LOGPROBS)]
-        top = tuple((int(i), float(row[i]) - log_total) for i in order)
-        own = float(row[token_id]) - log_total
-        rank = 1 + int(np.count_nonzero(row > row[token_id]))
-        entries.append(TokenLogprobs(int(token_id), own, rank, top))
-    return entries
+    if logits.ndim != 2 or not len(logits) == len(token_ids) == len(counts):
+        raise ValueError(
+            f"logits of shape {list(logits.shape)}, {len(token_ids)} tokens and {len(counts)} "
+            "counts do not go together"
+        )
+    logits = np.ascontiguousarray(logits, dtype=np.float32)
+    addresses = _addresses(logits, range(len(logits)))
+    return _logprobs(addresses, logits.shape[1], token_ids, counts, model)
 
 
-def _choose(logits: NDArray[np.float32], row: SampleRow) -> int:
-    """A token by the row's settings, -1 where none is left."""
-    params = row.sampling.params
-    if row.reshapes:
-        logits = logits.copy()
-        reshape(logits, row)
-    likeliest = int(logits.argmax())
-    best = logits[likeliest]
-    if best == -np.inf:
-        return -1
-    if params.temperature == 0.0:
-        return likeliest
-    scaled = (logits - best) / np.float32(max(params.temperature, 1e-30))
-    weights = np.exp(scaled).astype(np.float64)
-    seed = np.array([params.seed], dtype=np.int64).astype(np.uint64)
-    position = np.array([row.num_output_tokens], dtype=np.uint64)
-    uniform = float(uniforms(seed, position)[0])
-    weights[weights < params.min_p] = 0.0
-    order = np.arange(len(weights))
-    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
-        order = np.argsort(-weights, kind="stable")
-        order = order[: params.top_k or len(order)]
-        kept = weights[order]
-        if params.top_p < 1.0:
-            order = order[kept.cumsum() - kept < params.top_p * kept.sum()]
-    ends = weights[order].cumsum()
-    index = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
-    # rounding must not lead to a token without weight
-    index = min(index, int(np.flatnonzero(weights[order])[-1]))
-    return int(order[index])
+def _logprobs(
+    addresses: NDArray[np.uint64],
+    vocab: int,
+    token_ids: Sequence[int],
+    counts: Sequence[int],
+    model: NativeModel | None,
+) -> list[TokenLogprobs]:
+    rows, count = len(addresses), min(max(counts, default=0), vocab)
+    tokens = np.array(token_ids, dtype=np.int32)
+    own = np.empty(rows)
+    ranks = np.empty(rows, dtype=np.int64)
+    top_tokens = np.empty((rows, count), dtype=np.int32)
+    top = np.empty((rows, count))
+    logprobs = Logprobs(
+        rows=rows,
+        vocab=vocab,
+        count=count,
+        logits=addresses.ctypes.data,
+        tokens=tokens.ctypes.data,
+        own=own.ctypes.data,
+        ranks=ranks.ctypes.data,
+        top_tokens=top_tokens.ctypes.data,
+        top=top.ctypes.data,
+    )
+    check(library().paceline_logprobs(_handle(model), ctypes.byref(logprobs)))
+    columns = zip(
+        tokens.tolist(), own.tolist(), ranks.tolist(), top_tokens.tolist(), top.tolist(), counts,
+        strict=True,
+    )  # fmt: skip
+    return [
+        TokenLogprobs(token_id, value, rank, tuple(zip(ids[:k], values[:k], strict=True)))
+        for token_id, value, rank, ids, values, k in columns
+    ]
+
+
+def _addresses(logits: NDArray[np.float32], rows: Sequence[int]) -> NDArray[np.uint64]:
+    """Where rows of contiguous logits begin."""
+    return np.array(rows, dtype=np.uint64) * np.uint64(logits.strides[0]) + np.uint64(
+        logits.ctypes.data
+    )
+
+
+def _handle(model: NativeModel | None) -> int | None:
+    return None if model is None else model.handle
 
 
 def reshape(logits: NDArray[np.float32], row: SampleRow) -> None:
