@@ -14,10 +14,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.process import engine_main
 from paceline.engine.types import EngineInfo
 
-__all__ = ["ARGUMENTS", "build", "main"]
-
-# how a client starts this module
-ARGUMENTS = (sys.executable, "-m", "paceline.cli.engine_process")
+__all__ = ["build", "main"]
 
 
 def build(config: bytes) -> tuple[EngineCore, EngineInfo]:

@@ -32,9 +32,9 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
-    from paceline.backends.torch.backend import TorchBackend
+    from paceline.backends.load import load_backend
 
-    made = TorchBackend.load(
+    made = load_backend(
         smollm2_path,
         device="cpu",
         dtype="float32",
