@@ -10,7 +10,7 @@ from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.token_budget import Allowance
 
-__all__ = ["Draft"]
+__all__ = ["TILE", "Draft"]
 
 # a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
 # every token of every request
@@ -20,7 +20,7 @@ _MAX_SKIPPED_STEPS: Final = 8
 # tokens of such rows in one step at most
 _CHARITY: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
-_TILE: Final = 16
+TILE: Final = 16
 
 
 class Draft:
@@ -137,14 +137,14 @@ class Draft:
         limit, start = min(most, self.limit(request)), request.num_computed_tokens
         if limit == math.inf:
             return max(1, self.budget)
-        low, high = 1, max(1, self.budget // _TILE)
+        low, high = 1, max(1, self.budget // TILE)
         while low < high:
             middle = (low + high + 1) // 2
-            if model.predict(self.shape.plus(start, middle * _TILE)) <= limit:
+            if model.predict(self.shape.plus(start, middle * TILE)) <= limit:
                 low = middle
             else:
                 high = middle - 1
-        return low * _TILE
+        return low * TILE
 
     def spares(self, request: Request, model: StepTimeModel) -> bool:
         """Whether a best-effort request that runs gets a row: if there is room, or if it was passed
@@ -168,7 +168,7 @@ class Draft:
             # its share is saved up: it gets on without charity
             return False
         wide = request.num_uncomputed_tokens > 1
-        cost = _TILE if wide else 1
+        cost = TILE if wide else 1
         if request.num_skipped_steps <= _MAX_SKIPPED_STEPS or cost > self.charity:
             return False
         self.charity -= cost

@@ -132,6 +132,11 @@ class FirstTokenForecast:
         self._free_places = 0
         self._tokens_per_step = 1
 
+    @property
+    def ready(self) -> bool:
+        """Whether enough was measured to say anything."""
+        return self._step_time.ready
+
     def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
         """Take in what runs. Good until the next step or end of a request.
 
@@ -157,7 +162,7 @@ class FirstTokenForecast:
             requests_ahead: waiting requests that will be admitted before.
         """
         predict = self._step_time.predict
-        if not self._step_time.ready:
+        if not self.ready:
             return None
         base, step = self._base, self._tokens_per_step
         idle_step = predict(base)
