@@ -71,6 +71,8 @@ class Intake:
         self.num_recomputed_tokens = 0
         # of this step
         self._guard = PaceGuard(Survey(), step_time)
+        # of ordinary requests, if somebody asked in this step, and preemptions until then
+        self._known: tuple[int, MemoryOutlook] | None = None
 
     def begin(self, survey: Survey) -> None:
         """Take in what runs at the start of a step."""
@@ -81,6 +83,7 @@ class Intake:
         in; 0 if it is no such request, or for want of a place or memory would not be let in, so
         that nobody makes way for it in vain."""
         running = self._running.requests
+        self._known = None
         if (
             head is None
             or not head.favoured
@@ -91,6 +94,7 @@ class Intake:
             return 0
         if self._config.future_memory_check and running:
             outlook = self._outlook(best_effort=False)
+            self._known = self._running.num_preemptions, outlook
             if not outlook.admits(head, self._kv.num_in_use(head)):
                 return 0
         return self._kv.num_lacking(head)
@@ -218,11 +222,18 @@ class Intake:
 
     def _outlook(self, best_effort: bool) -> MemoryOutlook:
         """The running requests' memory; best effort makes way, so others need not count it."""
+        num_held_blocks = self._cache.num_blocks - self._kv.pool.num_free
+        if self._known is not None and not best_effort:
+            preemptions, known = self._known
+            if preemptions == self._running.num_preemptions:
+                # rows may have taken blocks since then
+                known.hold(num_held_blocks)
+                return known
         return MemoryOutlook(
             [r for r in self._running.requests if best_effort or not r.slo.best_effort],
             self._work,
             num_blocks=self._cache.num_blocks,
-            num_held_blocks=self._cache.num_blocks - self._kv.pool.num_free,
+            num_held_blocks=num_held_blocks,
             block_size=self._cache.block_size,
         )
 
