@@ -17,6 +17,9 @@ __all__ = ["TILE", "Draft"]
 _new = tuple.__new__
 # a best-effort request that was passed over in so many steps gets a row, late or not
 _MAX_SKIPPED_STEPS: Final = 8
+# the same for those who save up for their rows: prompts in every step leave them no room for what
+# they have saved
+_MAX_SAVING_STEPS: Final = 64
 # tokens of such rows in one step at most
 _CHARITY: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
@@ -164,12 +167,10 @@ class Draft:
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
-        if limit < self.seconds:
-            # its share is saved up: it gets on without charity
-            return False
+        patience = _MAX_SAVING_STEPS if limit < self.seconds else _MAX_SKIPPED_STEPS
         wide = request.num_uncomputed_tokens > 1
         cost = TILE if wide else 1
-        if request.num_skipped_steps <= _MAX_SKIPPED_STEPS or cost > self.charity:
+        if request.num_skipped_steps <= patience or cost > self.charity:
             return False
         self.charity -= cost
         request.num_skipped_steps = 0

@@ -17,6 +17,7 @@ from paceline.core.forks import Forks
 from paceline.core.intake import Intake
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lateness import Lateness
+from paceline.core.patience import Patience
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.preemption import Preemption
 from paceline.core.pressure import Pressure
@@ -87,6 +88,7 @@ class Planner:
             work=work,
             budget=budget,
         )
+        self._patience = Patience(waiting, config.best_effort_delay_s)
         self._best_effort = BestEffort(waiting, self.running, self._rows, self.intake)
 
     def fill(
@@ -112,6 +114,7 @@ class Planner:
         """
         running = self.running.requests
         self.intake.begin(survey)
+        self._patience.look(now)
         # a light tenant's prompt is not cut short by prompts that came before it
         reserved = survey.favoured_waiting
         if not held and self._waiting:
