@@ -52,11 +52,12 @@ class BestEffort:
         """Rows for those that ran before, and admissions; nobody is let in if ``held_by`` says why
         nobody can be. Returns what holds the head of the queue up."""
         draft.seconds = min(draft.seconds, self._intake.most_seconds(draft))
+        # those that ran before: whoever was let in just now has a row
+        rest = [(request.band, request) for request in survey.best_effort]
         for low, high in _PRESSED if self._waiting.pressing else _BANDS:
-            # those that ran before: whoever was let in just now has a row
-            rest = [r for r in survey.best_effort if r.status is RequestStatus.RUNNING]
-            those = [r for r in rest if low <= r.band <= high]
-            left = sum(r.band > high for r in rest)
+            rest = [entry for entry in rest if entry[1].status is RequestStatus.RUNNING]
+            those = [request for band, request in rest if low <= band <= high]
+            left = sum([band > high for band, _ in rest])
             late = self._rows.extend(draft, those, left, now) if those else False
             if held_by is None and late and self._running.requests:
                 held_by = Reason.MEMORY

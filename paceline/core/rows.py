@@ -51,13 +51,19 @@ class Rows:
 
     def extend(self, draft: Draft, running: list[Request], others: int, now: float) -> bool:
         """Rows for ``running``, in order, leaving a token for each of ``others``. Whoever has to
-        give way is taken out of the list. Returns whether anybody had to."""
+        give way is taken out of the list. Returns whether anybody had to.
+
+        ``running`` are all of best effort or none of them is.
+        """
         preempted = False
         block_size = self._cache.block_size
         rows, requests = draft.rows, draft.requests
         pool = self._kv.pool
-        plain = self._policy.mixes and draft.seconds == math.inf and not self._forks
+        plain, limited = self._policy.mixes and not self._forks, False
         if running and running[0].slo.best_effort:
+            # whether there is room for a row has to be found out one by one
+            limited = draft.seconds < math.inf
+            # and some have to pay for theirs
             plain = plain and draft.background_seconds == math.inf
         caching = self._cache.enable_prefix_caching
         # such plain rows that the draft does not count yet, and the keys before them
@@ -78,6 +84,12 @@ class Rows:
             ):
                 # what most rows of most steps are, by the shortest way: the rest of this loop would
                 # do the same
+                if limited:
+                    draft.count_plain(handed_out, handed_keys)
+                    handed_out = handed_keys = 0
+                    if not draft.spares(request, self._step_time):
+                        index += 1
+                        continue
                 block_ids: tuple[int, ...] = ()
                 if computed == held:
                     block_ids = tuple(pool.allocate(1))
@@ -154,11 +166,11 @@ class Rows:
         self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
     ) -> None:
         """A row of the next ``num_tokens`` tokens, whose blocks it has."""
-        before = draft.shape
+        pays = draft.background_seconds < math.inf and request.slo.background
+        before = self._step_time.predict(draft.shape) if pays else 0.0
         draft.add(request, num_tokens, new_block_ids)
-        if draft.background_seconds < math.inf and request.slo.background:
-            predict = self._step_time.predict
-            draft.background_cost += predict(draft.shape) - predict(before)
+        if pays:
+            draft.background_cost += self._step_time.predict(draft.shape) - before
         end = request.num_computed_tokens
         if end // self._cache.block_size > request.num_hashed_blocks:
             self._kv.cache_computed(request)
