@@ -140,6 +140,11 @@ class WaitingRoom:
         """The first of all: best effort only if nobody else waits."""
         return self._queues[0].peek() or self.peek(best_effort=True)
 
+    def first_best_effort(self) -> Request | None:
+        """Of best effort, whoever comes first by order alone."""
+        heads = [queue.peek() for queue in self._queues[1:]]
+        return min((head for head in heads if head is not None), key=_ORDER, default=None)
+
     def take(self, head: Request) -> None:
         """Take out what ``peek`` or ``first`` has just shown."""
         taken = self._queues[head.band].pop()
@@ -147,7 +152,7 @@ class WaitingRoom:
         self._uncount(head)
 
     def remove(self, request: Request) -> None:
-        """Take a member out, wherever it stands. It may come back as best effort."""
+        """Take a member out, wherever it stands. It may come back in another band."""
         self._queues[request.band].remove(request)
         self._uncount(request)
 

@@ -99,7 +99,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     with pytest.raises(QueueFullError, match="limit is 30 s") as error:
         for index in range(20):
             driver.add(make_request(f"c{index}", 4, 50))
-    predicted = driver.scheduler._predict_ttft(make_request("d", 4, 50))
+    predicted = driver.scheduler._prospects.predict(make_request("d", 4, 50))
     assert predicted is not None
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
     assert error.value.reason == "predicted-wait"
@@ -154,7 +154,7 @@ def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError) as error:
         driver.add(make_request("c", 4, 40))
-    assert error.value.retry_after == driver.scheduler._predict_ttft(make_request("d", 4, 40))
+    assert error.value.retry_after == driver.scheduler._prospects.predict(make_request("d", 4, 40))
     driver.run()
 
 

@@ -199,7 +199,7 @@ def test_nobody_gives_blocks_up_for_one_that_comes_after_it() -> None:
     assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [list("abc")] * 2
     plan = driver.plan()
     assert [row.request_id for row in plan.rows] == ["b"]
-    running = [request.request_id for request in driver.scheduler._planner.running]
+    running = [request.request_id for request in driver.scheduler._planner.running.requests]
     assert running == ["a", "b"], "c made way"
     driver.run()
     assert driver.finished["a"].num_preemptions == 0
