@@ -13,7 +13,12 @@ what grows is the token's. Shares come from one more run under cProfile, which m
 look dearer than they are: they name the largest part, they do not measure it. Built-in functions
 count for whoever calls them.
 
-Prints a table and, last, one JSON line. QUICK=1 takes a quarter of the requests.
+BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
+both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
+falls on both. Printed are both and the ratio, this by that; who is not asked at the moment is idle.
+
+Prints a table and, last, one JSON line. QUICK=1 takes a quarter of the requests; TURNS=N sets how
+many times each run is taken.
 
     python -m benchmarks.overhead
 """
@@ -33,7 +38,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +49,7 @@ from benchmarks.peers.http_client import body_lines
 STREAMS = 64
 TOKENS = 64
 # short and long runs in turns, so many of each, and requests of a client in one of them
-TURNS = 1 if os.environ.get("QUICK") else 2
+TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 2))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
 STEP_SECONDS = 0.03
 IDLE_SECONDS = 2.0
@@ -80,10 +86,10 @@ _GROUPS = (
 class Cost:
     """Of one run, seconds of processor time of the API process."""
 
-    loop: float
-    others: float
-    requests: int
-    tokens: int
+    loop: float = 0.0
+    others: float = 0.0
+    requests: int = 0
+    tokens: int = 0
     events: int = 0
 
     @property
@@ -138,13 +144,14 @@ def _engine() -> int:
 
 
 @contextlib.contextmanager
-def server(profile: Path | None = None) -> Iterator[tuple[int, int]]:
-    """A server process; its pid and port. ``profile`` gets what cProfile saw when it ends."""
+def server(checkout: Path = _ROOT, profile: Path | None = None) -> Iterator[tuple[int, int]]:
+    """A server process of a checkout; its pid and port. ``profile`` gets what cProfile saw when it
+    ends."""
     flags = [] if profile is None else [str(profile)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.overhead", "serve", *flags],
         stdout=subprocess.PIPE,
-        cwd=_ROOT,
+        cwd=checkout,
     )
     try:
         assert process.stdout is not None
@@ -251,41 +258,97 @@ def group(file: str) -> str:
     return next((name for part, name in _GROUPS if part in file), "other")
 
 
-def main() -> int:
-    results: dict[str, Any] = {}
-    with server() as (pid, port):
+@dataclass(slots=True)
+class Side:
+    """One of the servers that are compared."""
+
+    pid: int
+    port: int
+    # processor seconds a second without requests
+    idle: float
+    short: Cost = field(default_factory=Cost)
+    long: Cost = field(default_factory=Cost)
+
+    @classmethod
+    def warm(cls, pid: int, port: int) -> Side:
         asyncio.run(_load(port, 8, 1, stream=True))
         before = cpu_seconds(pid)[0]
         time.sleep(IDLE_SECONDS)
-        idle = (cpu_seconds(pid)[0] - before) / IDLE_SECONDS
-        for name, stream in (("stream", True), ("whole", False)):
-            short = long = Cost(0.0, 0.0, 0, 0)
-            for _ in range(TURNS):
-                short += measure(pid, port, TOKENS, stream=stream, idle=idle)
-                long += measure(pid, port, 2 * TOKENS, stream=stream, idle=idle)
-            request, token = split(short, long)
-            results[name] = {
-                "cpu_ms_per_request_of_64_tokens": round(1e3 * short.total / short.requests, 3),
-                "cpu_ms_per_request_without_tokens": round(request, 3),
-                "cpu_us_per_token": round(1e3 * token, 1),
-                "other_threads_share": round(long.others / long.total, 3),
-                "events_per_token": round(long.events / long.tokens, 3),
+        return cls(pid, port, (cpu_seconds(pid)[0] - before) / IDLE_SECONDS)
+
+    def take_turn(self, *, stream: bool) -> None:
+        run = partial(measure, self.pid, self.port, stream=stream, idle=self.idle)
+        self.short += run(TOKENS)
+        self.long += run(2 * TOKENS)
+
+    def figures(self) -> dict[str, float]:
+        """Of all turns since the last call."""
+        short, long = self.short, self.long
+        self.short = self.long = Cost()
+        request, token = split(short, long)
+        return {
+            "cpu_ms_per_request_of_64_tokens": round(1e3 * short.total / short.requests, 3),
+            "cpu_ms_per_request_without_tokens": round(request, 3),
+            "cpu_us_per_token": round(1e3 * token, 1),
+            "other_threads_share": round(long.others / long.total, 3),
+            "events_per_token": round(long.events / long.tokens, 3),
+        }
+
+
+def compare(sides: dict[str, Side]) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by kind of answer and side, and with two sides the first one's by the second's."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, stream in (("stream", True), ("whole", False)):
+        for turn in range(TURNS):
+            # neither is always the one that runs on what the other left in the caches
+            order = list(sides.values())
+            for side in order if turn % 2 == 0 else reversed(order):
+                side.take_turn(stream=stream)
+        found = {name: side.figures() for name, side in sides.items()}
+        if len(found) == 2:
+            new, old = found.values()
+            found["ratio"] = {
+                key: round(value / old[key], 3)
+                for key, value in new.items()
+                if key.startswith("cpu_") and old[key]
             }
-        status, scraped = asyncio.run(get(port, "/metrics"))
+        results[kind] = found
+    return results
+
+
+def main() -> int:
+    checkouts = {"this": _ROOT}
+    if os.environ.get("BASELINE"):
+        checkouts["baseline"] = Path(os.environ["BASELINE"]).resolve()
+        if not (checkouts["baseline"] / "benchmarks" / "overhead.py").is_file():
+            raise SystemExit(f"BASELINE={checkouts['baseline']} is no checkout with this benchmark")
+    results: dict[str, Any]
+    with contextlib.ExitStack() as stack:
+        sides = {
+            name: Side.warm(*stack.enter_context(server(checkout)))
+            for name, checkout in checkouts.items()
+        }
+        results = dict(compare(sides))
+        status, scraped = asyncio.run(get(sides["this"].port, "/metrics"))
         assert status == 200 and b"vllm:generation_tokens_total" in scraped
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         profile = Path(folder) / "profile"
-        with server(profile) as (_, port):
+        with server(profile=profile) as (_, port):
             asyncio.run(_load(port, TOKENS, TURNS * ROUNDS, stream=True))
-        results["shares_of_the_event_loop"] = shares(profile)
-    for name, figures in results.items():
-        print(f"\n{name.replace('_', ' ')}")
-        for key, value in figures.items():
-            print(f"  {key.replace('_', ' '):36} {value}")
-    largest = next(iter(results["shares_of_the_event_loop"]))
+        found = shares(profile)
+    for kind in ("stream", "whole"):
+        columns = results[kind]
+        print(f"\n{kind:38}" + "".join(f"{name:>10}" for name in columns))
+        for key in columns["this"]:
+            row = "".join(f"{columns[name].get(key, ''):>10}" for name in columns)
+            print(f"  {key.replace('_', ' '):36}{row}")
+    print("\nshares of the event loop")
+    for key, value in found.items():
+        print(f"  {key:36}{value:>10}")
+    largest = next(iter(found))
     print(f"\nlargest part: {largest}\n")
-    results["largest"] = largest
-    print(json.dumps({"bench": "overhead", "streams": STREAMS, "results": results}))
+    results |= {"shares_of_the_event_loop": found, "largest": largest}
+    print(json.dumps({"bench": "overhead", "streams": STREAMS, "turns": TURNS, "results": results}))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
 from paceline.engine.protocol import Tokenizer
@@ -24,7 +25,8 @@ from paceline.server.logprobs import (
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import CompletionRequest
 from paceline.server.service import Service
-from paceline.server.sse import DONE, event
+from paceline.server.shortcut import Shortcut
+from paceline.server.sse import DONE, TextEvents, event
 from paceline.server.wire import (
     UNSET,
     CompletionAnswer,
@@ -42,16 +44,22 @@ _DEFAULT_MAX_TOKENS: Final = 16
 
 
 async def completion_events(
-    service: Service, request: CompletionRequest, request_id: str, arrival: float
+    service: Service,
+    request: CompletionRequest,
+    request_id: str,
+    arrival: float,
+    shortcut: Shortcut,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer; the last one is ``DONE``.
 
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("cmpl", request_id, service.model_name)
-    prompts, outputs = await _start(service, request, head, arrival)
+    prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
+    # several prompts share the answer, and none of them goes this way
+    shortcut.render_with(partial(stream.events, 0))
     async with aclosing(outputs):
         async for index, output in outputs:
             data = stream.events(index, output)
@@ -87,7 +95,11 @@ async def completion_answer(
 
 
 async def _start(
-    service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
+    service: Service,
+    request: CompletionRequest,
+    head: AnswerHead,
+    arrival: float,
+    shortcut: Shortcut | None = None,
 ) -> tuple[list[list[int]], AsyncGenerator[tuple[int, GenerationOutput], None]]:
     options = request.options
     max_model_len = service.rules.max_model_len
@@ -108,7 +120,7 @@ async def _start(
         )
         request_id = head.engine_id(index)
         requests.append(generation_request(request_id, prompt, sampling, options, arrival))
-    return prompts, service.run(requests)
+    return prompts, service.run(requests, shortcut)
 
 
 async def _echoes(
@@ -188,6 +200,10 @@ class CompletionStream:
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
         self._usage = UsageCount(len(prompts), explain=request.options.explain)
+        # a delta that goes on is its text and nothing else
+        self._only_text = not (self._writer or self._wants_ids or self._continuous)
+        # by choice
+        self._texts: dict[int, TextEvents] = {}
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice
@@ -201,7 +217,10 @@ class CompletionStream:
         for delta in output.choices:
             index = prompt * self._n + delta.index
             first = not self._begun[index]
-            if (
+            if self._only_text and not first and delta.finish_reason is None:
+                if delta.text:
+                    data += self._text(index, delta.text)
+            elif (
                 delta.text
                 or delta.finish_reason
                 or (first and self._echoes[prompt])
@@ -231,13 +250,20 @@ class CompletionStream:
             self._wants_ids or self._continuous or self._writer is not None
         )
 
+    def _text(self, index: int, text: str) -> bytes:
+        """A chunk that adds ``text`` to a choice that has begun."""
+        events = self._texts.get(index)
+        if events is None:
+            example = self._event(CompletionChunkChoice(index=index, text=""))
+            events = self._texts[index] = TextEvents(example, "text")
+        return events.event(text)
+
     def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
         logprobs = None
         if self._writer is not None and delta.logprobs:
             logprobs, self._offsets[index] = completion_logprobs(
                 delta.logprobs, self._writer, self._offsets[index]
             )
-        head = self._head
         choice = CompletionChunkChoice(
             index=index,
             text=self._echoes[prompt] + delta.text if first else delta.text,
@@ -247,6 +273,10 @@ class CompletionStream:
             token_ids=delta.token_ids if self._wants_ids else UNSET,
             prompt_token_ids=self._prompts[prompt] if first and self._wants_ids else UNSET,
         )
+        return self._event(choice)
+
+    def _event(self, choice: CompletionChunkChoice) -> bytes:
+        head = self._head
         chunk = CompletionChunk(
             id=head.id,
             created=head.created,

@@ -10,8 +10,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.server.errors import ClientDisconnectedError
+from paceline.server.shortcut import BODY_WRITER, BodyWriter, Shortcut
+from paceline.server.wire import encode
 
-__all__ = ["DONE", "KEEP_ALIVE", "EventStream", "event", "first_event", "unless_disconnected"]
+__all__ = [
+    "DONE",
+    "KEEP_ALIVE",
+    "EventStream",
+    "TextEvents",
+    "event",
+    "first_event",
+    "unless_disconnected",
+]
 
 _T = TypeVar("_T")
 
@@ -25,6 +35,28 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+class TextEvents:
+    """Events that differ in one text, of which all else is written once.
+
+    Args:
+        example: such an event, in which ``"NAME": ""`` stands for the text, for one NAME; nothing
+            that a caller chose can look like it, as quotes inside of strings are escaped.
+        name: NAME.
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, example: bytes, name: str) -> None:
+        key = f'"{name}":'.encode()
+        before, found, self._after = example.partition(key + b'""')
+        assert found, f"no empty {name!r} in {example!r}"
+        self._before = before + key
+
+    def event(self, text: str) -> bytes:
+        """The event with ``text``, byte for byte what encoding all of it gives."""
+        return self._before + encode(text) + self._after
+
+
 class EventStream(Response):
     """Streams events as they come, and closes ``events`` when the caller hangs up.
 
@@ -34,6 +66,7 @@ class EventStream(Response):
         failed: the last bytes of the stream when ``events`` raises.
         keep_alive: seconds without an event after which a comment is sent, so that nobody between
             here and the caller thinks the connection dead; 0 sends none.
+        shortcut: opened after ``first``, where the scope has a ``BodyWriter``, and closed again.
     """
 
     def __init__(
@@ -42,6 +75,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         failed: Callable[[Exception], bytes],
         keep_alive: float = 0.0,
+        shortcut: Shortcut | None = None,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # Response counted its empty body
@@ -50,32 +84,48 @@ class EventStream(Response):
         self._events = events
         self._failed = failed
         self._keep_alive = keep_alive
+        self._shortcut = shortcut
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._stream(send))
+            await unless_disconnected(receive, self._stream(scope, send))
         except ClientDisconnectedError:
             return
         finally:
             await self._events.aclose()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers},
         )
         beating = asyncio.ensure_future(self._beat(send)) if self._keep_alive > 0 else None
         try:
             await self._send(send, self._first)
+            self._open_shortcut(scope)
             async for chunk in self._events:
                 await self._send(send, chunk)
         except Exception as error:
             await self._send(send, self._failed(error))
         finally:
+            if self._shortcut is not None:
+                self._shortcut.close()
             if beating is not None:
                 beating.cancel()
                 await asyncio.gather(beating, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _open_shortcut(self, scope: Scope) -> None:
+        writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
+        if self._shortcut is None or writer is None:
+            return
+        now = asyncio.get_running_loop().time
+
+        def write(data: bytes) -> None:
+            self._sent_at = now()
+            writer.write(data)
+
+        self._shortcut.open(writer, write)
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sent_at = asyncio.get_running_loop().time()

@@ -104,11 +104,11 @@ class Counted:
         self._original = client.generate
         client.generate = self.generate
 
-    async def generate(self, request: Any) -> Any:
+    async def generate(self, request: Any, sink: Any = None) -> Any:
         self.now += 1
         self.most = max(self.most, self.now)
         try:
-            async for output in self._original(request):
+            async for output in self._original(request, sink):
                 yield output
         finally:
             self.now -= 1

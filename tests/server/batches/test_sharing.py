@@ -58,10 +58,10 @@ class Held:
         self._original = client.generate
         client.generate = self.generate
 
-    async def generate(self, request: Any) -> Any:
+    async def generate(self, request: Any, sink: Any = None) -> Any:
         if request.tenant == self._tenant:
             await self.go.wait()
-        async for output in self._original(request):
+        async for output in self._original(request, sink):
             yield output
 
 
