@@ -9,7 +9,7 @@ the API process's processor time (user and system, from /proc), of the thread th
 loop and of all others (tokenizer pool, sockets), less what an idle server spends.
 
 Per request and per token are separated by runs with twice the tokens, in turns with the others:
-what grows is the token's. Shares come from one more run under cProfile, which makes Python calls
+what grows is the token's. Of runs of one kind the one in the middle counts. Shares come from one more run under cProfile, which makes Python calls
 look dearer than they are: they name the largest part, they do not measure it. Built-in functions
 count for whoever calls them.
 
@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from benchmarks.peers.http_client import body_lines
 STREAMS = 64
 TOKENS = 64
 # short and long runs in turns, so many of each, and requests of a client in one of them
-TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 2))
+TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 3))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
 STEP_SECONDS = 0.03
 IDLE_SECONDS = 2.0
@@ -86,18 +86,15 @@ _GROUPS = (
 class Cost:
     """Of one run, seconds of processor time of the API process."""
 
-    loop: float = 0.0
-    others: float = 0.0
-    requests: int = 0
-    tokens: int = 0
+    loop: float
+    others: float
+    requests: int
+    tokens: int
     events: int = 0
 
     @property
     def total(self) -> float:
         return self.loop + self.others
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
 
 
 async def _serve(on_ready: Callable[[], None]) -> int:
@@ -234,6 +231,11 @@ def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: float) -> C
     )
 
 
+def typical(runs: list[Cost]) -> Cost:
+    """The run in the middle, the dearer one of two: what disturbs a run makes it dearer."""
+    return sorted(runs, key=lambda run: run.total)[len(runs) // 2]
+
+
 def split(short: Cost, long: Cost) -> tuple[float, float]:
     """Milliseconds a request, without its tokens, and a token."""
     token = (long.total - short.total) / (long.tokens - short.tokens)
@@ -266,8 +268,8 @@ class Side:
     port: int
     # processor seconds a second without requests
     idle: float
-    short: Cost = field(default_factory=Cost)
-    long: Cost = field(default_factory=Cost)
+    short: list[Cost] = field(default_factory=list)
+    long: list[Cost] = field(default_factory=list)
 
     @classmethod
     def warm(cls, pid: int, port: int) -> Side:
@@ -278,13 +280,13 @@ class Side:
 
     def take_turn(self, *, stream: bool) -> None:
         run = partial(measure, self.pid, self.port, stream=stream, idle=self.idle)
-        self.short += run(TOKENS)
-        self.long += run(2 * TOKENS)
+        self.short.append(run(TOKENS))
+        self.long.append(run(2 * TOKENS))
 
     def figures(self) -> dict[str, float]:
         """Of all turns since the last call."""
-        short, long = self.short, self.long
-        self.short = self.long = Cost()
+        short, long = typical(self.short), typical(self.long)
+        self.short, self.long = [], []
         request, token = split(short, long)
         return {
             "cpu_ms_per_request_of_64_tokens": round(1e3 * short.total / short.requests, 3),

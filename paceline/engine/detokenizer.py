@@ -70,7 +70,14 @@ class IncrementalDetokenizer:
         """Take the next ids; return the text they complete, possibly none."""
         window = self._window
         if self._cut == len(window):
-            text = self._plain(token_ids)
+            # one after the other is how most of them come
+            if len(token_ids) == 1:
+                (token_id,) = token_ids
+                if self._skip is not None and token_id in self._skip:
+                    return ""
+                text = self._text_of(token_id)
+            else:
+                text = self._plain(token_ids)
             if text is not None:
                 return text
         old_cut = self._cut
@@ -107,12 +114,6 @@ class IncrementalDetokenizer:
 
     def _plain(self, token_ids: Sequence[int]) -> str | None:
         """Their text by itself; None if one of them has none."""
-        if len(token_ids) == 1:
-            # one after the other is how most of them come
-            (token_id,) = token_ids
-            if self._skip is not None and token_id in self._skip:
-                return ""
-            return self._text_of(token_id)
         texts = []
         for token_id in token_ids:
             if self._skip is not None and token_id in self._skip:

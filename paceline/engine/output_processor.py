@@ -75,19 +75,20 @@ class _Request:
 
     def output(self, choices: tuple[ChoiceDelta, ...]) -> GenerationOutput:
         times = None
+        request = self.request
         if self.first_token is not None:
             times = RequestTimes(
-                arrival=self.request.arrival_time,
+                arrival=request.arrival_time,
                 first_scheduled=self.first_scheduled,
                 first_token=self.first_token,
                 last_token=self.last_token,
             )
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return GenerationOutput(
-            request_id=self.request.request_id,
+            request_id=request.request_id,
             choices=choices,
             prompt_logprobs=prompt_logprobs,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             finished=not self.live,

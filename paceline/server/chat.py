@@ -53,7 +53,7 @@ async def chat_events(
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
     prompt, outputs = await start_chat(service, request, head, arrival, shortcut)
     stream = ChatStream(head, request, prompt, service.client.tokenizer)
-    shortcut.render_with(stream.events)
+    shortcut.render_with(stream.middle)
     async with aclosing(outputs):
         async for _, output in outputs:
             data = stream.events(output)
@@ -185,13 +185,21 @@ class ChatStream:
             self._begun = True
             data = self._begin()
         for delta in output.choices:
-            if self._only_text and delta.finish_reason is None:
-                if delta.text:
-                    data += self._text(delta.index, delta.text)
-                continue
             part = self._part(delta)
             if part is not _NOTHING or delta.finish_reason or self._tells_tokens(delta):
                 data += self._chunk(self._delta(delta, part))
+        return data
+
+    def middle(self, output: GenerationOutput) -> bytes:
+        """``events``, for a delivery that is not the first and ends no choice."""
+        if not self._only_text:
+            return self.events(output)
+        # counts are told at the end, and the last delivery has them
+        data = b""
+        for delta in output.choices:
+            if delta.text:
+                texts = self._texts.get(delta.index) or self._text_events(delta.index)
+                data += texts.event(delta.text)
         return data
 
     def end(self) -> bytes:
@@ -208,13 +216,11 @@ class ChatStream:
         )
         return event(encode(chunk)) + DONE
 
-    def _text(self, index: int, text: str) -> bytes:
-        """A chunk that adds ``text`` to a choice."""
-        events = self._texts.get(index)
-        if events is None:
-            example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING))
-            events = self._texts[index] = TextEvents(example, "content")
-        return events.event(text)
+    def _text_events(self, index: int) -> TextEvents:
+        """Of chunks that add text to a choice."""
+        example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING))
+        self._texts[index] = TextEvents(example, "content")
+        return self._texts[index]
 
     def _begin(self) -> bytes:
         data = b""

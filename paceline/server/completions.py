@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Final
 
 from paceline.engine.protocol import Tokenizer
@@ -59,7 +58,7 @@ async def completion_events(
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
     # several prompts share the answer, and none of them goes this way
-    shortcut.render_with(partial(stream.events, 0))
+    shortcut.render_with(stream.middle)
     async with aclosing(outputs):
         async for index, output in outputs:
             data = stream.events(index, output)
@@ -217,10 +216,7 @@ class CompletionStream:
         for delta in output.choices:
             index = prompt * self._n + delta.index
             first = not self._begun[index]
-            if self._only_text and not first and delta.finish_reason is None:
-                if delta.text:
-                    data += self._text(index, delta.text)
-            elif (
+            if (
                 delta.text
                 or delta.finish_reason
                 or (first and self._echoes[prompt])
@@ -228,6 +224,19 @@ class CompletionStream:
             ):
                 self._begun[index] = True
                 data += self._chunk(index, prompt, first, delta)
+        return data
+
+    def middle(self, output: GenerationOutput) -> bytes:
+        """``events`` for the only prompt; of a delivery that is not the first and ends no choice."""
+        # the first delivery may have been another choice's
+        if not self._only_text or not all(self._begun):
+            return self.events(0, output)
+        # counts are told at the end, and the last delivery has them
+        data = b""
+        for delta in output.choices:
+            if delta.text:
+                texts = self._texts.get(delta.index) or self._text_events(delta.index)
+                data += texts.event(delta.text)
         return data
 
     def end(self) -> bytes:
@@ -250,13 +259,11 @@ class CompletionStream:
             self._wants_ids or self._continuous or self._writer is not None
         )
 
-    def _text(self, index: int, text: str) -> bytes:
-        """A chunk that adds ``text`` to a choice that has begun."""
-        events = self._texts.get(index)
-        if events is None:
-            example = self._event(CompletionChunkChoice(index=index, text=""))
-            events = self._texts[index] = TextEvents(example, "text")
-        return events.event(text)
+    def _text_events(self, index: int) -> TextEvents:
+        """Of chunks that add text to a choice that has begun."""
+        example = self._event(CompletionChunkChoice(index=index, text=""))
+        self._texts[index] = TextEvents(example, "text")
+        return self._texts[index]
 
     def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
         logprobs = None

@@ -126,4 +126,4 @@ async def respond(
     def describe(error: Exception) -> bytes:
         return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
-    return EventStream(first, rest, describe, keep_alive, shortcut)
+    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut)

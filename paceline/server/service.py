@@ -189,12 +189,6 @@ class Service:
         # of a request whose answer goes out whole: what may still turn out to be void
         held: list[GenerationOutput] = []
 
-        def hear(output: GenerationOutput) -> None:
-            tally.note(index, output.num_output_tokens)
-            observer.output(output, time.monotonic())
-            if trace is not None:
-                trace.output(output)
-
         def hold(output: GenerationOutput) -> None:
             held.append(output)
             if len(held) >= _HELD:
@@ -205,14 +199,17 @@ class Service:
             for choice in output.choices:
                 if choice.finish_reason is not None:
                     return False
-            if request.whole:
-                hear(output)
-                hold(output)
-                return True
-            if shortcut is None or not shortcut.is_open:
+            if not request.whole and (shortcut is None or not shortcut.is_open):
                 return False
-            hear(output)
-            shortcut.take(output)
+            now = time.monotonic()
+            tally.generated[index] = output.num_output_tokens
+            observer.output(output, now)
+            if trace is not None:
+                trace.output(output)
+            if request.whole:
+                hold(output)
+            elif shortcut is not None:
+                shortcut.take(output, now)
             return True
 
         outputs = self.client.generate(request, sink)
@@ -222,7 +219,10 @@ class Service:
                     observer.restarted()
                     held.clear()
                     continue
-                hear(output)
+                tally.note(index, output.num_output_tokens)
+                observer.output(output, time.monotonic())
+                if trace is not None:
+                    trace.output(output)
                 self._check(output)
                 if output.finished:
                     end = "done"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.server.errors import ClientDisconnectedError
 from paceline.server.shortcut import BODY_WRITER, BodyWriter, Shortcut
-from paceline.server.wire import encode
 
 __all__ = [
     "DONE",
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+# straight to the library: ``wire.encode`` would be one more call for every token
+_encode: Final = msgspec.json.Encoder().encode
 
 DONE: Final = b"data: [DONE]\n\n"
 # a comment, which readers skip
@@ -54,7 +58,7 @@ class TextEvents:
 
     def event(self, text: str) -> bytes:
         """The event with ``text``, byte for byte what encoding all of it gives."""
-        return self._before + encode(text) + self._after
+        return self._before + _encode(text) + self._after
 
 
 class EventStream(Response):
@@ -75,7 +79,8 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         failed: Callable[[Exception], bytes],
         keep_alive: float = 0.0,
-        shortcut: Shortcut | None = None,
+        *,
+        shortcut: Shortcut,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # Response counted its empty body
@@ -102,40 +107,29 @@ class EventStream(Response):
         beating = asyncio.ensure_future(self._beat(send)) if self._keep_alive > 0 else None
         try:
             await self._send(send, self._first)
-            self._open_shortcut(scope)
+            writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
+            if writer is not None:
+                self._shortcut.open(writer)
             async for chunk in self._events:
                 await self._send(send, chunk)
         except Exception as error:
             await self._send(send, self._failed(error))
         finally:
-            if self._shortcut is not None:
-                self._shortcut.close()
+            self._shortcut.close()
             if beating is not None:
                 beating.cancel()
                 await asyncio.gather(beating, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _open_shortcut(self, scope: Scope) -> None:
-        writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
-        if self._shortcut is None or writer is None:
-            return
-        now = asyncio.get_running_loop().time
-
-        def write(data: bytes) -> None:
-            self._sent_at = now()
-            writer.write(data)
-
-        self._shortcut.open(writer, write)
-
     async def _send(self, send: Send, data: bytes) -> None:
-        self._sent_at = asyncio.get_running_loop().time()
+        self._sent_at = time.monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _beat(self, send: Send) -> None:
         """Comments between events. Whole messages do not mix, whichever task sends them."""
-        now = asyncio.get_running_loop().time
         while True:
-            wait = self._sent_at + self._keep_alive - now()
+            sent_at = max(self._sent_at, self._shortcut.written_at)
+            wait = sent_at + self._keep_alive - time.monotonic()
             if wait > 0:
                 await asyncio.sleep(wait)
             else:
