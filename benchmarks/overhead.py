@@ -8,10 +8,10 @@ other, each over a new connection: a chat of about 200 tokens, 64 tokens back. W
 the API process's processor time (user and system, from /proc), of the thread that runs the event
 loop and of all others (tokenizer pool, sockets), less what an idle server spends.
 
-Per request and per token are separated by runs with twice the tokens, in turns with the others:
-what grows is the token's. Of runs of one kind the one in the middle counts. Shares come from one more run under cProfile, which makes Python calls
-look dearer than they are: they name the largest part, they do not measure it. Built-in functions
-count for whoever calls them.
+Per request and per token are separated by runs with four times the tokens, in turns with the
+others: what grows is the token's. Of runs of one kind the one in the middle counts. Shares come
+from one more run under cProfile, which makes Python calls look dearer than they are: they name the
+largest part, they do not measure it. Built-in functions count for whoever calls them.
 
 BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
 both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
@@ -48,6 +48,8 @@ from benchmarks.peers.http_client import body_lines
 
 STREAMS = 64
 TOKENS = 64
+# times so many
+LONGER = 4
 # short and long runs in turns, so many of each, and requests of a client in one of them
 TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 3))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
@@ -281,7 +283,7 @@ class Side:
     def take_turn(self, *, stream: bool) -> None:
         run = partial(measure, self.pid, self.port, stream=stream, idle=self.idle)
         self.short.append(run(TOKENS))
-        self.long.append(run(2 * TOKENS))
+        self.long.append(run(LONGER * TOKENS))
 
     def figures(self) -> dict[str, float]:
         """Of all turns since the last call."""

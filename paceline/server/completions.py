@@ -227,7 +227,7 @@ class CompletionStream:
         return data
 
     def middle(self, output: GenerationOutput) -> bytes:
-        """``events`` for the only prompt; of a delivery that is not the first and ends no choice."""
+        """``events`` of the only prompt, for a delivery between the first and any choice's last."""
         # the first delivery may have been another choice's
         if not self._only_text or not all(self._begun):
             return self.events(0, output)
