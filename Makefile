@@ -19,6 +19,7 @@
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
+#   make bench-startup    seconds to the first token, where they go, and memory
 #   make bench-overhead   processor time of the server beyond the engine
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
@@ -49,7 +50,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
-	bench-metrics bench-background bench-faults bench-overhead
+	bench-metrics bench-background bench-faults bench-overhead bench-startup
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -119,6 +120,9 @@ bench-faults: $(STAMP) model
 
 bench-overhead: $(STAMP) model
 	@$(BIN)/python -m benchmarks.overhead
+
+bench-startup: $(STAMP) model
+	@$(BIN)/python -m benchmarks.startup
 
 venv: $(STAMP)
 

@@ -51,6 +51,12 @@ Sampler& caller_sampler() {
   return sampler;
 }
 
+// asked once: under a hypervisor, looking takes longer than a draw
+const Kernels& best_kernels() {
+  static const Kernels* const best = choose_kernels(nullptr);
+  return *best;
+}
+
 }  // namespace
 
 extern "C" {
@@ -105,7 +111,7 @@ int paceline_draw(PacelineModel* model, const PacelineDraw* draw) {
     if (model)
       model->model.draw(*draw);
     else
-      caller_sampler().draw(*choose_kernels(nullptr), nullptr, *draw);
+      caller_sampler().draw(best_kernels(), nullptr, *draw);
   });
 }
 
@@ -114,7 +120,7 @@ int paceline_logprobs(PacelineModel* model, const PacelineLogprobs* logprobs) {
     if (model)
       model->model.logprobs(*logprobs);
     else
-      caller_sampler().logprobs(*choose_kernels(nullptr), nullptr, *logprobs);
+      caller_sampler().logprobs(best_kernels(), nullptr, *logprobs);
   });
 }
 

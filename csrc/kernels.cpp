@@ -250,6 +250,7 @@ static const Kernels table = {
     likeliest,
     merge_partials,
     first_largest,
+    masked,
     weigh,
     tops,
     sum_at_least,

@@ -121,6 +121,8 @@ struct Kernels {
   // Sampling, see sample.h. Logits may be minus infinity.
   // the first of the largest of n floats, -1 if there is nothing above minus infinity
   int32_t (*first_largest)(const float* x, int64_t n);
+  // n floats, minus infinity where the mask is 1 and not 0
+  void (*masked)(const float* x, const uint8_t* mask, int64_t n, float* out);
   // Weights of n logits. Those below `least` or 2^-126 count as 0. w: n floats, and zeros up to a multiple
   // of 16; may be null. sums: one for each kWeighChunk of them; may be null
   void (*weigh)(const float* x, int64_t n, const Exponent& e, float least, float* w, float* sums);

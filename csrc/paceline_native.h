@@ -43,20 +43,22 @@ typedef struct {
   int32_t* likeliest;         /* [sampled] first of the largest logits, -1 where one is not finite */
 } PacelineStep;
 
-/* One token for each row. A row is minus infinity where a token must not be chosen, and finite elsewhere. */
+/* One token for each row. Logits are finite, or minus infinity where a token must not be chosen. */
 typedef struct {
   int64_t rows, vocab;
-  const float* const* logits; /* [rows], each of vocab floats */
-  const int32_t* likeliest;   /* [rows] first of the largest, -1: not known */
-  const double* temperature;  /* [rows] 0: the likeliest is chosen, the others do not matter */
-  const int64_t* top_k;       /* [rows] 0: any number */
-  const double* top_p;        /* [rows] 1: all */
-  const double* min_p;        /* [rows] 0: all */
-  const double* uniform;      /* [rows] in [0, 1) */
-  int32_t* tokens;            /* [rows] chosen; -1 where all are minus infinity */
+  const float* const* logits;  /* [rows], each of vocab floats */
+  const int32_t* likeliest;    /* [rows] first of the largest, -1: not known */
+  const uint8_t* const* masks; /* [rows], null or vocab bytes: 1 where a token must not be chosen, else 0 */
+  const double* temperature;   /* [rows] 0: the likeliest is chosen, the others do not matter */
+  const int64_t* top_k;        /* [rows] 0: any number */
+  const double* top_p;         /* [rows] 1: all */
+  const double* min_p;         /* [rows] 0: all */
+  const double* uniform;       /* [rows] in [0, 1) */
+  int32_t* tokens;             /* [rows] chosen; -1 where nothing may be */
 } PacelineDraw;
 
-/* Log-probabilities of one token of each row, and of the likeliest ones. Rows are finite. */
+/* Log-probabilities of one token of each row, and of the likeliest ones. What is said of a row that
+ * is not finite means nothing. */
 typedef struct {
   int64_t rows, vocab;
   int64_t count;              /* of the likeliest ones, at most vocab and 64 */

@@ -73,7 +73,7 @@ struct Weights {
 };
 
 struct Found {
-  int32_t place = -1;
+  int32_t place = 0;
   float weight = 0;
   double sum = 0;  // of the weights up to and including this one
 
@@ -260,6 +260,7 @@ int32_t draw_from_all(const Kernels& kernels, const Row& row, const Exponent& e,
 }
 
 // The k likeliest tokens, equal ones in the order of the vocabulary; k <= kMostLikeliest. `places`: kMost.
+// Where fewer are finite, the rest is token 0.
 void find_likeliest(const Kernels& kernels, const Row& row, float best, int64_t k, float* tops, int32_t* places,
                     int32_t* out) {
   const int64_t n = row.vocab;
@@ -276,9 +277,10 @@ void find_likeliest(const Kernels& kernels, const Row& row, float best, int64_t 
   if (count > kMost) {
     // many equal ones: less than k are above them
     count = kernels.collect(row.x, n, std::nextafter(least, kInfinity), kInfinity, kMost, places);
-    for (int64_t i = 0; count < k; ++i)
+    for (int64_t i = 0; i < n && count < k; ++i)
       if (row.x[i] == least) places[count++] = int32_t(i);
   }
+  std::fill(out, out + k, 0);
   k = std::min(k, count);
   std::partial_sort(places, places + k, places + count, [&](int32_t a, int32_t b) {
     return row.x[a] > row.x[b] || (row.x[a] == row.x[b] && a < b);
@@ -330,6 +332,7 @@ void Sampler::reserve(Team* team, int64_t vocab) {
   if (scratch_.size() < members) scratch_.resize(members);
   const size_t chunks = size_t(chunks_of(vocab));
   for (SampleScratch& scratch : scratch_) {
+    scratch.masked.reserve(size_t(vocab) * 4);
     scratch.weights.reserve(size_t(vocab + 15) * 4);
     scratch.tops.reserve(chunks * 16 * 4);
     scratch.sums.reserve(chunks * 4);
@@ -355,10 +358,17 @@ void Sampler::draw(const Kernels& kernels, Team* team, const PacelineDraw& draw)
   reserve(team, draw.vocab);
   each_row(team, draw.rows, [&](int member, int64_t i) {
     const SampleScratch& scratch = scratch_[size_t(member)];
-    const Row row{draw.logits[i], draw.vocab};
-    const int32_t known = draw.likeliest[i], likeliest = known >= 0 ? known : kernels.first_largest(row.x, row.vocab);
+    Row row{draw.logits[i], draw.vocab};
+    const uint8_t* mask = draw.masks[i];
+    int32_t likeliest = draw.likeliest[i];
+    const bool known = likeliest >= 0 && !(mask && mask[likeliest]), greedy = draw.temperature[i] == 0.0;
+    if (mask && !(known && greedy)) {
+      kernels.masked(row.x, mask, row.vocab, floats(scratch.masked));
+      row.x = floats(scratch.masked);
+    }
+    if (!known) likeliest = kernels.first_largest(row.x, row.vocab);
     draw.tokens[i] = likeliest;
-    if (likeliest < 0 || draw.temperature[i] == 0.0) return;
+    if (likeliest < 0 || greedy) return;
     const Exponent e = exponent_of(row.x[likeliest], draw.temperature[i]);
     // weights are float32: the least of them that is not below min_p
     float least = float(draw.min_p[i]);

@@ -18,6 +18,7 @@ namespace paceline {
 
 // One member's
 struct SampleScratch {
+  Memory masked;        // a row's logits
   Memory weights;       // of a whole row
   Memory tops, sums;    // of a row's groups and chunks
   Memory candidates;    // logits

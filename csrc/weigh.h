@@ -45,6 +45,14 @@ static int32_t first_largest(const float* x, int64_t n) {
   return -1;
 }
 
+static void masked(const float* x, const uint8_t* mask, int64_t n, float* out) {
+  const vf half = set1(0.5f), endless = set1(__builtin_inff());
+  int64_t i = 0;
+  // what a logit is at most: infinity or minus infinity
+  for (; i + 16 <= n; i += 16) store(out + i, vmin(load(x + i), mul(sub(half, load_s8(mask + i)), endless)));
+  for (; i < n; ++i) out[i] = mask[i] ? kNothing : x[i];
+}
+
 template <bool Store>
 PL_INLINE void weigh_chunk(const float* x, int64_t n, const Weigher& weight, float* w, float* sum) {
   vf s[4] = {zero(), zero(), zero(), zero()};

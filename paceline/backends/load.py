@@ -7,6 +7,7 @@ compute on: it takes a second and 200 MB to load.
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def load_backend(
     num_threads = choose_threads(threads)
 
     def build() -> tuple[ModelRunner, BackendInfo]:
+        started = time.monotonic()
         checkpoint = open_checkpoint(checkpoint_path)
+        opened = time.monotonic()
         config = checkpoint.config
         longest = longest_sequence(config)
         length = longest if max_model_len is None else max_model_len
@@ -108,7 +111,12 @@ def load_backend(
             max_num_seqs=max_num_seqs,
             max_model_len=length,
         )
+        chosen = time.monotonic()
         loaded = loader.load(blocks, host_blocks)
+        _log.info(
+            "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
+            opened - started, chosen - opened, time.monotonic() - chosen,
+        )  # fmt: skip
         runner = ModelRunner(
             loaded,
             vocab_size=config.vocab_size,

@@ -103,6 +103,17 @@ class Reshaping(NamedTuple):
     masks: Sequence[NDArray[np.bool_]]
     banned_ids: Sequence[int]
 
+    @property
+    def names_tokens(self) -> bool:
+        """There is more to do than the masks."""
+        return (
+            bool(self.bias_ids)
+            or bool(self.banned_ids)
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 class SampleRow(NamedTuple):
     """One row to sample."""

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -335,6 +336,7 @@ async def _serve(
     import asyncio
 
     from paceline.cli.settings import ENGINE_PROCESS
+    from paceline.cli.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer
     from paceline.engine.client import ProcessEngineClient
     from paceline.engine.supervisor import SupervisedEngineClient
@@ -353,19 +355,24 @@ async def _serve(
 
         return configure(), serve
 
+    stages = Stages(process_age(), time.monotonic())
     starting = asyncio.ensure_future(
         SupervisedEngineClient.start(engine, max_restarts=max_restarts, window=RESTART_WINDOW)
     )
     # the engine's process first: the web framework is imported while that one loads its model
     await asyncio.sleep(0)
+    stages.done("start", time.monotonic())
     try:
         config, serve = await asyncio.to_thread(prepare)
+        stages.done("web", time.monotonic())
     except BaseException:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, PacelineError):
             await (await starting).close()
         raise
     client = await starting
+    # and the tokenizer, which is loaded meanwhile
+    stages.done("engine", time.monotonic())
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
     def ready(host: str, port: int) -> None:
@@ -373,6 +380,8 @@ async def _serve(
             # on standard error: programs read one line on standard output
             metrics_host, metrics_port = metrics_listener.getsockname()[:2]
             _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
+        stages.done("listen", time.monotonic())
+        stages.log(_log, "started")
         print(ready_line(client.info, name, host, port), flush=True)
 
     return await serve(
@@ -405,6 +414,7 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int) -> str:
     why = f"; auto: {info.choice}" if info.choice else ""
     return (
         f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
-        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, up to "
+        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, which is "
+        f"{info.num_blocks * info.block_bytes / 2**20:.0f} MiB when full, up to "
         f"{info.max_model_len} tokens a request{why}) - try: {curl}"
     )

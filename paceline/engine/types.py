@@ -119,6 +119,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     # of the KV cache
     kv_dtype: str
+    # of one KV block over all layers
+    block_bytes: int
     # why these formats, for people; "" where nothing was left to choose
     choice: str = ""
 

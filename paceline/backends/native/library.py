@@ -83,6 +83,7 @@ class Draw(ctypes.Structure):
         ("vocab", c_int64),
         ("logits", c_void_p),
         ("likeliest", c_void_p),
+        ("masks", c_void_p),
         ("temperature", c_void_p),
         ("top_k", c_void_p),
         ("top_p", c_void_p),

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from paceline.backends.native.library import Draw, Logprobs, check, library
 from paceline.backends.native.model import NativeModel
-from paceline.backends.sampling import SampleRow, Samples, uniforms
+from paceline.backends.sampling import Reshaping, SampleRow, Samples, uniforms
 from paceline.core.outputs import TokenLogprobs
 
-__all__ = ["NativeSampler", "reshape", "token_logprobs"]
+__all__ = ["NativeSampler", "token_logprobs"]
 
 
 class NativeSampler:
@@ -95,15 +95,21 @@ class NativeSampler:
         params = [row.sampling.params for row in rows]
         addresses = _addresses(logits, places)
         known = likeliest[places].astype(np.int32, copy=False)
-        changed = [index for index, row in enumerate(rows) if row.reshapes]
+        changes = {index: row.reshaping() for index, row in enumerate(rows) if row.reshapes}
+        changed = [index for index, change in changes.items() if change.names_tokens]
         if changed:
             if len(self._changed) < len(changed) or self._changed.shape[1] != vocab:
                 self._changed = np.empty((len(changed), vocab), dtype=np.float32)
             for copy, index in zip(self._changed, changed, strict=False):
                 copy[:] = logits[places[index]]
-                reshape(copy, rows[index])
+                _change(copy, changes[index])
             addresses[changed] = _addresses(self._changed, range(len(changed)))
             known[changed] = -1
+        # kept alive until the call is over
+        masks = {index: _mask(change, vocab) for index, change in changes.items() if change.masks}
+        forbidden = np.zeros(len(rows), dtype=np.uint64)
+        for index, mask in masks.items():
+            forbidden[index] = mask.ctypes.data
         seeds = np.array([p.seed for p in params], dtype=np.int64).astype(np.uint64)
         uniform = uniforms(seeds, np.array([row.num_output_tokens for row in rows], np.uint64))
         temperature, top_p, min_p = np.array(
@@ -116,6 +122,7 @@ class NativeSampler:
             vocab=vocab,
             logits=addresses.ctypes.data,
             likeliest=known.ctypes.data,
+            masks=forbidden.ctypes.data,
             temperature=temperature.ctypes.data,
             top_k=top_k.ctypes.data,
             top_p=top_p.ctypes.data,
@@ -137,7 +144,7 @@ def token_logprobs(
     """Log-probabilities of one given token a row, and of the row's likeliest ones.
 
     Args:
-        logits: [rows, vocab], finite.
+        logits: [rows, vocab]; the answers for a row that is not finite mean nothing.
         token_ids: [rows].
         counts: [rows], how many of the likeliest are wanted, 64 at most; all where the vocabulary
             has fewer.
@@ -207,22 +214,32 @@ def _handle(model: NativeModel | None) -> int | None:
     return None if model is None else model.handle
 
 
-def reshape(logits: NDArray[np.float32], row: SampleRow) -> None:
-    """Apply ``row.reshaping()`` to the row's logits [vocab], in place."""
-    change = row.reshaping()
+def _mask(change: Reshaping, vocab: int) -> NDArray[np.bool_]:
+    """What is not to be chosen, [vocab]. Raises ValueError where a mask is of another size."""
+    for mask in change.masks:
+        if mask.shape != (vocab,) or mask.dtype != np.bool_:
+            raise ValueError(
+                f"a mask of shape {list(mask.shape)} and type {mask.dtype} does not go with "
+                f"{vocab} logits"
+            )
+    first, *others = change.masks
+    return np.ascontiguousarray(first) if not others else np.logical_or(first, others[0])
+
+
+def _change(logits: NDArray[np.float32], change: Reshaping) -> None:
+    """Apply everything but the masks to a row's logits [vocab], in place."""
     if change.bias_ids:
         np.add.at(logits, change.bias_ids, np.array(change.bias_values, dtype=np.float32))
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        if change.repetition_penalty != 1.0:
-            penalty = np.float32(change.repetition_penalty)
-            old = logits[change.tokens]
+    if change.repetition_penalty != 1.0:
+        penalty = np.float32(change.repetition_penalty)
+        old = logits[change.tokens]
+        # in float32 a tiny penalty is zero and a large logit may become infinite
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             new = np.where(old > 0, old / penalty, old * penalty)
-            logits[change.tokens] = np.minimum(new, np.finfo(np.float32).max)
+        logits[change.tokens] = np.minimum(new, np.finfo(np.float32).max)
     if change.presence_penalty != 0.0:
         logits[change.output] = logits[change.output] - np.float32(change.presence_penalty)
     if change.frequency_penalty != 0.0:
         np.add.at(logits, change.output, np.float32(-change.frequency_penalty))
-    for mask in change.masks:
-        logits[mask] = -np.inf
     if change.banned_ids:
         logits[change.banned_ids] = -np.inf

@@ -24,6 +24,7 @@ from tests.backends.sampling_reference import (
     allowed_tokens,
     likeliest_of,
     make_row,
+    reshaped,
     uniform_of,
     weights_of,
 )
@@ -263,6 +264,40 @@ class TestReshaped:
         with pytest.raises(ValueError, match=r"\[2, 20\], 1 rows and 2 likeliest"):
             NativeSampler().sample(logits, [make_row(vocab=20)], likeliest_of(logits))
 
+    def test_masks_of_another_size_are_refused(self) -> None:
+        logits = make_logits(1, 20)
+        row = make_row(vocab=20, forbidden=np.zeros(21, dtype=np.bool_))
+        with pytest.raises(ValueError, match=r"shape \[21\] and type bool .* 20 logits"):
+            NativeSampler().sample(logits, [row], likeliest_of(logits))
+
+    @pytest.mark.parametrize("isa", variants())
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_masks(self, isa: str, temperature: float) -> None:
+        """Of a grammar, of allowed tokens and of both; over the likeliest token or beside it."""
+        vocab = 1003
+        logits = make_logits(40, vocab)
+        best = logits.argmax(-1)
+        random = np.random.default_rng(4)
+        masks = random.random((40, vocab)) < 0.99
+        masks[np.arange(40), best] = np.arange(40) % 2 == 0
+        few = [frozenset(random.permutation(vocab)[:500].tolist()) for _ in range(40)]
+        rows = [
+            make_row(
+                range(3 + i),
+                vocab=vocab,
+                temperature=temperature,
+                forbidden=None if i % 3 == 1 else masks[i],
+                allowed_token_ids=None if i % 3 == 0 else few[i],
+                logit_bias=((5, 30.0),) if i % 5 == 0 else (),
+            )
+            for i in range(40)
+        ]
+        with sampler_of(isa) as sampler:
+            token_ids = sampler.sample(logits, rows, likeliest_of(logits)).token_ids
+        for index, row in enumerate(rows):
+            arguments = reshaped(logits[index], row), row.sampling.params, uniform_of(row)
+            assert token_ids[index] in allowed_tokens(*arguments, stable=True)
+
     def test_logits_that_are_not_contiguous(self) -> None:
         wide = make_logits(8, 60)
         rows = [make_row(vocab=30, temperature=1.0, seed=seed) for seed in range(4)]
@@ -297,6 +332,14 @@ class TestTokenLogprobs:
             assert [name for name, _ in entry.top] == order.tolist()
             values = [value for _, value in entry.top]
             assert values == pytest.approx(row[order].tolist(), abs=2e-6)
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_rows_that_are_not_finite_harm_nobody(self, value: float) -> None:
+        logits = make_logits(3, 5000)
+        good = token_logprobs(logits, [5, 6, 7], [20, 20, 20])
+        logits[1] = value
+        result = token_logprobs(logits, [5, 6, 7], [20, 20, 20])
+        assert [result[0], result[2]] == [good[0], good[2]]
 
     def test_no_rows(self) -> None:
         assert token_logprobs(make_logits(0, 10), [], []) == []
