@@ -46,6 +46,11 @@ class Admission:
         # by QueueFullError.reason
         self.refused: Counter[str] = Counter()
 
+    def is_full(self, num_waiting: int) -> bool:
+        """Whether ``check`` refuses whoever comes."""
+        limit = self._config.max_num_waiting
+        return limit is not None and num_waiting >= limit
+
     def is_crowded(self, num_waiting: int) -> bool:
         """Whether it matters for ``check`` whose requests wait."""
         limit = self._config.max_num_waiting
@@ -74,7 +79,7 @@ class Admission:
             QueueFullError: not now.
         """
         config = self._config
-        if config.max_num_waiting is not None and num_waiting >= config.max_num_waiting:
+        if self.is_full(num_waiting):
             raise self._refusal(
                 "queue-full",
                 f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}",

@@ -136,8 +136,11 @@ class Scheduler:
         check_door(request, self._requests, self.config, self.cache)
         request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         if request.fork_of is None:
-            self._prospects.note(request)
             waiting = len(self._waiting) + len(self._forks)
+            if not self._admission.is_full(waiting):
+                self.kv.hash_prompt(request)
+                request.num_new_tokens -= self.kv.num_found(request)
+            self._prospects.note(request)
             own = 0
             if (
                 self.policy.keeps_tenants_apart
@@ -147,7 +150,6 @@ class Scheduler:
                 own = self._num_waiting_of(request.tenant)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
             self._admission.limit(request, self._num_added)
-            self.kv.hash_prompt(request)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request

@@ -64,7 +64,7 @@ class FairPolicy(FcfsPolicy):
             if index == len(own):
                 heapq.heappop(heads)
                 continue
-            counter += PROMPT_WEIGHT * request.num_prompt_tokens
+            counter += PROMPT_WEIGHT * request.num_new_tokens
             counter += OUTPUT_WEIGHT * self._context.work.output_tokens(request)
             heapq.heapreplace(heads, (counter, own[index].order, tenant, index))
 
