@@ -185,6 +185,23 @@ def test_the_vtc_bound_holds_between_backlogged_tenants(
     driver.run()
 
 
+def test_tenants_without_number_are_not_remembered_for_ever() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    driver.add(make_request("heavy", 300, 40, tenant="heavy"))
+    driver.step()
+    driver.add(make_request("waiting", 8, 2, tenant="waiting"))
+    policy.served(driver.scheduler._requests["waiting"], 1, 0)
+    before = policy.counter("heavy"), policy.counter("waiting")
+    for number in range(25_000):
+        policy.served(make_request("r", 2, tenant=f"t{number}"), 2, 0)
+    assert sum(policy.counter(f"t{number}") > 0 for number in range(25_000)) <= 10_000
+    assert (policy.counter("heavy"), policy.counter("waiting")) == before
+    driver.scheduler.check_integrity()
+    driver.run()
+
+
 def test_a_tenant_saves_up_one_step_and_no_more_while_it_is_idle() -> None:
     driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400, enable_prefix_caching=False)
     policy = driver.scheduler.policy
