@@ -157,12 +157,12 @@ class FirstTokenForecast:
         self._tokens_per_step = max(2, tokens_per_step)
 
     def seconds(
-        self, num_prompt_tokens: int, *, tokens_ahead: int, requests_ahead: int
+        self, num_new_tokens: int, *, tokens_ahead: int, requests_ahead: int
     ) -> float | None:
         """Seconds from now to the first token; None while nothing was measured.
 
         Args:
-            num_prompt_tokens: of the request.
+            num_new_tokens: of the request, prompt tokens that are not cached.
             tokens_ahead: prompt tokens of running and waiting requests to be computed before.
             requests_ahead: waiting requests that will be admitted before.
         """
@@ -173,8 +173,8 @@ class FirstTokenForecast:
         idle_step = predict(base)
         full_step = predict(base.plus(0, step))
         ahead = tokens_ahead / step * full_step
-        own = -(-num_prompt_tokens // step)
-        rest = num_prompt_tokens - (own - 1) * step
+        own = -(-num_new_tokens // step)
+        rest = num_new_tokens - (own - 1) * step
         prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
         wait = 0.0
         missing = requests_ahead + 1 - self._free_places

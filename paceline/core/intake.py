@@ -10,6 +10,7 @@ This module does not know what those that run get.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -116,6 +117,7 @@ class Intake:
             self._policy.displaces,
             self._kv,
             self._config.max_num_seqs,
+            lambda gone, freed: self._lasts_without(head, gone, freed),
         )
         if chosen:
             # nobody else takes the room that was made for it
@@ -123,6 +125,18 @@ class Intake:
         for loser in chosen:
             self._running.preempt(loser, now)
         return bool(chosen)
+
+    def _lasts_without(self, head: Request, gone: Sequence[Request], freed: int) -> bool:
+        """Whether memory is predicted to last with ``head`` and without some of those that run, who
+        give so many blocks back."""
+        running = self._running.requests
+        if not self._config.future_memory_check or len(gone) == len(running):
+            return True
+        names = {request.request_id for request in gone}
+        outlook = self._outlook_of(
+            [r for r in running if r.request_id not in names], head.slo.best_effort, freed
+        )
+        return outlook.admits(head, self._kv.num_in_use(head))
 
     def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
         """Admit in order until something is short, and return what: ordinary requests, or of best
@@ -222,18 +236,24 @@ class Intake:
 
     def _outlook(self, best_effort: bool) -> MemoryOutlook:
         """The running requests' memory; best effort makes way, so others need not count it."""
-        num_held_blocks = self._cache.num_blocks - self._kv.pool.num_free
         if self._known is not None and not best_effort:
             preemptions, known = self._known
             if preemptions == self._running.num_preemptions:
                 # rows may have taken blocks since then
-                known.hold(num_held_blocks)
+                known.hold(self._cache.num_blocks - self._kv.pool.num_free)
                 return known
+        return self._outlook_of(self._running.requests, best_effort)
+
+    def _outlook_of(
+        self, running: Sequence[Request], best_effort: bool, freed: int = 0
+    ) -> MemoryOutlook:
+        """The same for some of those running, once so many blocks have come free."""
+        num_blocks = self._cache.num_blocks
         return MemoryOutlook(
-            [r for r in self._running.requests if best_effort or not r.slo.best_effort],
+            [r for r in running if best_effort or not r.slo.best_effort],
             self._work,
-            num_blocks=self._cache.num_blocks,
-            num_held_blocks=num_held_blocks,
+            num_blocks=num_blocks,
+            num_held_blocks=num_blocks - self._kv.pool.num_free - freed,
             block_size=self._cache.block_size,
         )
 

@@ -66,7 +66,7 @@ class Prospects:
             )
         requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
         return self._forecast.seconds(
-            request.num_prompt_tokens,
+            request.num_new_tokens,
             tokens_ahead=self._tokens_running + tokens_ahead,
             requests_ahead=requests_ahead,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from paceline.core.request import Request
@@ -128,6 +128,11 @@ class FairQueue:
     def __iter__(self) -> Iterator[Request]:
         for queue in self._tenants.values():
             yield from queue
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those that have members."""
+        return self._tenants.keys()
 
     def __contains__(self, request: Request) -> bool:
         queue = self._tenants.get(request.tenant)

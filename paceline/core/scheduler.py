@@ -136,8 +136,11 @@ class Scheduler:
         check_door(request, self._requests, self.config, self.cache)
         request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         if request.fork_of is None:
-            self._prospects.note(request)
             waiting = len(self._waiting) + len(self._forks)
+            if not self._admission.is_full(waiting):
+                self.kv.hash_prompt(request)
+                request.num_new_tokens -= self.kv.num_found(request)
+            self._prospects.note(request)
             own = 0
             if (
                 self.policy.keeps_tenants_apart
@@ -146,10 +149,10 @@ class Scheduler:
             ):
                 own = self._num_waiting_of(request.tenant)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
-            self._admission.limit(request, self._num_added)
-            self.kv.hash_prompt(request)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
+        if request.fork_of is None:
+            self._admission.limit(request)
         self._requests[request.request_id] = request
         self._shares.came(request.tenant)
         if request.fork_of is None:
@@ -192,10 +195,11 @@ class Scheduler:
                 and self._requests.get(request.request_id) is request
                 and request.status is RequestStatus.WAITING
             ):
-                for fork in self._forks.of(request):
+                forks = self._forks.of(request)
+                for fork in forks:
                     self._finish(fork, FinishReason.ABORT)
                 predicted = self._prospects.predict(request)
-                self._expired.append(self._admission.expiry(request, now, predicted))
+                self._expired.append(self._admission.expiry(request, forks, now, predicted))
                 self._finish(request, FinishReason.ABORT)
 
     # ------------------------------------------------------------------ plans out
@@ -288,7 +292,10 @@ class Scheduler:
         else:
             self._forks.remove(request)
         for child in self._forks.take(request):
+            # it stands on its own
             self._waiting.enter(child, child.arrival_time)
+            if request.first_scheduled_time is None:
+                self._admission.limit(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if reason is FinishReason.ERROR or reason is FinishReason.ABORT:

@@ -21,17 +21,14 @@ class Machine(Driver):
     def __init__(self, **config: Any) -> None:
         settings: dict[str, Any] = {
             "num_blocks": 8000,
+            "enable_prefix_caching": False,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 640,
             "max_model_len": 8192,
             "policy": "deadline",
             "best_effort_step_s": 0.4,
         }
-        super().__init__(
-            seconds=seconds,
-            enable_prefix_caching=False,
-            **(settings | config),
-        )
+        super().__init__(seconds=seconds, **(settings | config))
         for index in range(400):
             shape = StepShape(0, 0.0, index % 5, 50 * (index % 5))
             if index % 2:

@@ -252,3 +252,30 @@ def test_settings_are_checked(bad: dict[str, object]) -> None:
         SchedulerConfig(**bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_host_blocks"):
         CacheConfig(block_size=4, num_blocks=4, num_host_blocks=-1)
+
+
+def test_a_fork_whose_parent_is_cancelled_while_they_wait_keeps_its_limit() -> None:
+    driver = Driver(max_num_seqs=1)
+    ttl = Slo(queue_ttl=5.0)
+    driver.add(make_request("running", 4, 40))
+    driver.add(make_request("parent", 6, 4, slo=ttl))
+    driver.add(*(make_request(f"fork{i}", 6, 4, slo=ttl, fork_of="parent") for i in range(2)))
+    driver.step()
+    driver.abort("parent", "fork1")
+    assert not driver.scheduler.stats().num_waiting_deferred, "it stands on its own"
+    for _ in range(6):
+        driver.step()
+    assert [(e.request_id, e.fork_ids) for e in driver.expired] == [("fork0", ())]
+    driver.run()
+
+
+def test_with_a_request_that_expires_go_its_forks() -> None:
+    driver = Driver(max_num_seqs=1)
+    ttl = Slo(queue_ttl=5.0)
+    driver.add(make_request("running", 4, 40))
+    driver.add(make_request("parent", 6, 4, slo=ttl))
+    driver.add(*(make_request(f"fork{i}", 6, 4, slo=ttl, fork_of="parent") for i in range(2)))
+    for _ in range(7):
+        driver.step()
+    assert [(e.request_id, e.fork_ids) for e in driver.expired] == [("parent", ("fork0", "fork1"))]
+    driver.run()
