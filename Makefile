@@ -19,7 +19,7 @@
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
-#   make bench-overhead   processor time of the server beyond the engine
+#   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
