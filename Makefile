@@ -20,7 +20,7 @@
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
-#   make bench-overhead   processor time of the server beyond the engine
+#   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
