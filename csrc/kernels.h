@@ -14,8 +14,8 @@
 // The KV cache holds, per layer, block and KV head, `block_size / 16` tiles of 16 tokens:
 //   K: [head_dim / g][16 tokens][g]    V: [16 / g token groups][head_dim][g]
 // with g = 1 for float32, 2 for bfloat16, 4 for int8: both products of attention are then the same
-// broadcast products. An int8 cache stores bytes (value / scale + 128), and behind K and V of a tile
-// come 16 float scales of the keys and 16 of the values.
+// broadcast products. An int8 cache stores bytes, keys as value / scale + 128 and values as they are,
+// and behind K and V of a tile come 16 float scales of the keys and 16 of the values.
 #pragma once
 #include <cstdint>
 
