@@ -239,6 +239,7 @@ static const Kernels table = {
     PL_NAME,
     kRows,
     {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4},
+    screen,
     rms_norm,
     encode,
     rope,

@@ -51,6 +51,7 @@ class PreparedSampling:
         "penalizes",
         "reshapes",
         "restricts",
+        "takes_likeliest",
     )
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
@@ -79,6 +80,13 @@ class PreparedSampling:
         self.restricts = self.forbidden is not None or bool(params.bad_words)
         # logits are changed before the choice, whatever the position
         self.reshapes = self.penalizes or bool(self.bias_ids) or self.restricts
+        # without a grammar, the likeliest token is all there is to know of a row
+        self.takes_likeliest = (
+            params.temperature <= 0.0
+            and params.logprobs is None
+            and not self.reshapes
+            and not (self.ending_ids and params.min_tokens)
+        )
 
 
 class SampleRow(NamedTuple):

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 __all__ = ["ABI", "Config", "Step", "check", "library", "unavailable_reason", "variants"]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 2
+ABI: Final = 4
 _PATTERN: Final = "_lib*.so"
 
 

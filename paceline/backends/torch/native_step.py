@@ -91,14 +91,20 @@ class NativeStep:
         positions: torch.Tensor,
         sampled: torch.Tensor,
         attention: object,
+        needs_logits: bool = True,
     ) -> torch.Tensor:
-        """Logits [S, vocab] in float32, valid until the next call; see ``Decoder.forward``."""
+        """Logits [S, vocab] in float32, valid until the next call; see ``StepModel.forward``."""
         batch = self._batch
         assert batch is not None, "forward() before prepare()"
         starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
         np.cumsum(batch.counts, out=starts[1:])
         logits = self._model.forward(
-            token_ids.numpy(), positions.numpy(), starts, batch.block_tables, sampled.numpy()
+            token_ids.numpy(),
+            positions.numpy(),
+            starts,
+            batch.block_tables,
+            sampled.numpy(),
+            needs_logits=needs_logits,
         )
         return torch.from_numpy(logits)
 

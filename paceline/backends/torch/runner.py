@@ -112,7 +112,11 @@ class StepModel(Protocol):
         positions: torch.Tensor,
         sampled: torch.Tensor,
         attention: Any,
-    ) -> torch.Tensor: ...
+        needs_logits: bool = True,
+    ) -> torch.Tensor:
+        """Unless ``needs_logits``, ``likeliest`` is enough where there is one, and the logits may
+        have no rows."""
+        ...
 
 
 class ModelRunner:
@@ -254,6 +258,7 @@ class ModelRunner:
             torch.from_numpy(positions).to(self._device),
             torch.from_numpy(needed).to(self._device),
             self._attention,
+            bool(asked or masks) or not all(slots[r].sampling.takes_likeliest for r in sampling),
         )
         likeliest = self._decoder.likeliest
         for r, wanted in asked.items():
