@@ -34,6 +34,8 @@ PL_INLINE int chunk_tiles(int key, int end) {
 }
 
 PL_INLINE const uint8_t* tile_at(const AttendArgs& a, const int32_t* table, int head, int tile, int64_t bytes) {
+  // divisions take longer than a tile's scores of a few rows
+  if (a.tiles_per_block == 1) return a.layer + int64_t(table[tile]) * a.block_bytes + head * a.head_bytes;
   return a.layer + int64_t(table[tile / a.tiles_per_block]) * a.block_bytes + head * a.head_bytes +
          tile % a.tiles_per_block * bytes;
 }

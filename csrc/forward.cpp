@@ -165,6 +165,7 @@ void Model::prepare(const PacelineStep& step) {
   for (int64_t t = 0; t < n; ++t) sampled_before_[size_t(t + 1)] += sampled_before_[size_t(t)];
   reserve(n, step.sampled);
   parts_.reserve(64);
+  reserve_choice(step);
   plan_attention(step, 0, plan_);
   bool sliding = false;
   for (const Layer& layer : layers_) sliding = sliding || layer.sliding;
@@ -212,24 +213,33 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
   });
 }
 
-void Model::multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
-                     Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16) {
-  const int64_t rows = share.rows;
+GemmArgs Model::product_of(const Share& share, const Linear& linear) const {
   const Shape shape = shape_of(linear, share.total);
   const Matrix& matrix =
       shape.weights == Weights::kI8 && linear.main.kind() == Weights::kQ4 ? linear.batch : linear.main;
   GemmArgs args;
-  args.a = acts ? acts : share.acts;
-  args.a_stride = acts ? acts_stride : shape.bytes;
+  args.a = share.acts;
+  args.a_stride = shape.bytes;
   args.a_scale = share.scales;
   args.w = matrix.view();
   args.bias = linear.has_bias ? linear.bias.data() : nullptr;
+  return args;
+}
+
+void Model::multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
+                     Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16) {
+  const int64_t rows = share.rows;
+  GemmArgs args = product_of(share, linear);
+  if (acts) {
+    args.a = acts;
+    args.a_stride = acts_stride;
+  }
   args.epilogue = epilogue;
   args.out = out;
   args.out_stride = out_stride;
   args.out_bf16 = out_bf16;
-  const auto kernel = kernels_->gemm[int(shape.weights)];
-  const int64_t panels = matrix.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const auto kernel = kernels_->gemm[int(shape_of(linear, share.total).weights)];
+  const int64_t panels = linear.main.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0;
   auto compute = [&](int64_t item) {
     const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
@@ -398,7 +408,11 @@ void Model::run_step(const PacelineStep& step, int member) {
     mark(member, kDown);
   }
   norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_);
-  float* logits = step.logits + share.begin * c.vocab;
+  if (screens(step)) {
+    choose(member, share, step);
+    return mark(member, kHead);
+  }
+  float* logits = (step.logits ? step.logits : reinterpret_cast<float*>(logits_.data())) + share.begin * c.vocab;
   multiply(member, share, head_, nullptr, 0, Epilogue::kStore, logits, c.vocab, false);
   each_row(member, share, [&](int64_t r) {
     step.likeliest[share.begin + r] = kernels_->likeliest(logits + r * c.vocab, c.vocab);

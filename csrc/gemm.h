@@ -238,6 +238,53 @@ static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
   finish(g, out, R, row, panel);
 }
 
+// the upper halves of int8 weights, see Kernels::screen
+template <int R>
+static void tile_screen(const GemmArgs& g, int64_t row, int64_t panel) {
+  expect(g, R, row, panel);
+  const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
+  const int64_t groups = g.w.columns / kActGroup;
+  vf out[2 * R];
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) out[i] = zero();
+  for (int64_t k = 0; k < groups; ++k) {
+    vi acc[2 * R];
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
+    for (int j = 0; j < 8; ++j, w += 128) {
+      prefetch(w + kAhead);
+      prefetch(w + kAhead + 64);
+      const vi both0 = loadi(w), both1 = loadi(w + 64);
+      const vi l0 = low_nibbles(both0), h0 = high_nibbles(both0);
+      const vi l1 = low_nibbles(both1), h1 = high_nibbles(both1);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* a = g.a + (row + r) * g.a_stride + k * kActGroup + j * 4;
+        const vi x = set1i(int32_t(load_u32(a))), y = set1i(int32_t(load_u32(a + 32)));
+        acc[2 * r] = dot_nibbles(acc[2 * r], l0, x);
+        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], l1, x);
+        acc[2 * r] = dot_nibbles(acc[2 * r], h0, y);
+        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], h1, y);
+      }
+    }
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const vf x = set1(g.a_scale[(row + r) * (groups + 1) + k]);
+      out[2 * r] = fma(to_float(acc[2 * r]), x, out[2 * r]);
+      out[2 * r + 1] = fma(to_float(acc[2 * r + 1]), x, out[2 * r + 1]);
+    }
+  }
+  const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
+  PL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    // a byte is 16 * upper + lower - 128, and 128 times the sum of the row is what is at hand
+    const vf rest = set1(g.a_scale[(row + r) * (groups + 1) + groups] * ((7.5f - 128.0f) / 128.0f));
+    out[2 * r] = mul(fma(out[2 * r], set1(16.0f), rest), s0);
+    out[2 * r + 1] = mul(fma(out[2 * r + 1], set1(16.0f), rest), s1);
+  }
+  finish(g, out, R, row, panel);
+}
+
 struct DotI8 {
   static constexpr int per_unit = 4;
 };
@@ -279,6 +326,19 @@ static void gemm(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
     run_tile<D, most>(g, begin, panel, rows, next + (count - tiles) * (g.w.panel_bytes / 64) / count * 64, step);
     begin += rows;
   }
+}
+
+template <int R>
+static void run_tile_screen(const GemmArgs& g, int64_t row, int64_t panel, int rows) {
+  if constexpr (R > 1) {
+    if (rows < R) return run_tile_screen<R - 1>(g, row, panel, rows);
+  }
+  tile_screen<R>(g, row, panel);
+}
+
+static void screen(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
+  for (; begin < end; begin += kTileRowsQ4)
+    run_tile_screen<kTileRowsQ4>(g, begin, panel, int(end - begin));
 }
 
 static void gemm_q4(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {

@@ -231,7 +231,7 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
     scales[kTile + slot] = top_v / 127.0f;
     to_bytes(k, n, top_k > 0 ? 127.0f / top_k : 0.0f, 128, row);
     for (int64_t d = 0; d < n; d += 4) memcpy(tile + (d / 4) * 64 + slot * 4, row + d, 4);
-    to_bytes(v, n, top_v > 0 ? 127.0f / top_v : 0.0f, 128, row);
+    to_bytes(v, n, top_v > 0 ? 127.0f / top_v : 0.0f, 0, row);
     for (int64_t d = 0; d < n; ++d) values[(int64_t(slot / 4) * n + d) * 4 + slot % 4] = row[d];
   }
 }
@@ -240,6 +240,7 @@ static const Kernels table = {
     PL_NAME,
     kRows,
     {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4},
+    screen,
     rms_norm,
     encode,
     rope,

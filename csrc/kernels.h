@@ -14,8 +14,8 @@
 // The KV cache holds, per layer, block and KV head, `block_size / 16` tiles of 16 tokens:
 //   K: [head_dim / g][16 tokens][g]    V: [16 / g token groups][head_dim][g]
 // with g = 1 for float32, 2 for bfloat16, 4 for int8: both products of attention are then the same
-// broadcast products. An int8 cache stores bytes (value / scale + 128), and behind K and V of a tile
-// come 16 float scales of the keys and 16 of the values.
+// broadcast products. An int8 cache stores bytes, keys as value / scale + 128 and values as they are,
+// and behind K and V of a tile come 16 float scales of the keys and 16 of the values.
 #pragma once
 #include <cstdint>
 
@@ -101,6 +101,10 @@ struct Kernels {
   const char* name;
   int attend_rows;  // most rows `attend` takes, <= kMaxRows
   void (*gemm[4])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
+  // like gemm of int8 weights, kStore, but of the upper halves of their bytes alone, in panels of half the
+  // size: of 16 units' words the one of unit j, j < 8, holds unit j's halves below unit j + 8's. The
+  // lower halves count as 7.5. Whole groups of 64 columns only
+  void (*screen)(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
   // y = x / rms(x) * w, n floats; w null: y = x
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* y);
   // one row of n floats into its packed activation form, zero-padded to `padded` elements

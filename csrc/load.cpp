@@ -81,6 +81,7 @@ Model::Model(const PacelineConfig& config)
   const Weights table = weights_ == Weights::kQ4 ? Weights::kI8 : weights_;
   head_.main = Matrix(table, c.vocab, c.hidden, arena_);
   if (!c.tied) embedding_.main = Matrix(table, c.vocab, c.hidden, arena_);
+  reserve_screen();
   final_norm_.resize(size_t(c.hidden));
   loaded_.assign(size_t(c.layers * PL_TENSORS), 0);
 }
@@ -163,10 +164,14 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
     for (int64_t i = 0; i < columns; ++i) out[size_t(i / 16 * 32 + phase + i % 16)] = row[size_t(i)];
   };
   switch (kind) {
-    case PL_EMBEDDING: pack(config_.tied ? head_ : embedding_, type, data, rows, 0, 0, 0); break;
+    case PL_EMBEDDING:
+      pack(config_.tied ? head_ : embedding_, type, data, rows, 0, 0, 0);
+      if (config_.tied) make_screen();
+      break;
     case PL_HEAD:
       require(!config_.tied, "lm_head is not part of a model with tied embeddings");
       pack(head_, type, data, rows, 0, 0, 0);
+      make_screen();
       break;
     case PL_FINAL_NORM: vector(final_norm_); break;
     case PL_ATTENTION_NORM: vector(layer.attention_norm); break;

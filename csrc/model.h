@@ -135,6 +135,15 @@ class Model {
                    int64_t stride, const Linear& next);
   // x and out: the share's first row
   void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next);
+  GemmArgs product_of(const Share& share, const Linear& linear) const;
+  // see screen.cpp: memory for the head's upper halves, and these once the head is packed
+  void reserve_screen();
+  void make_screen();
+  bool screens(const PacelineStep& step) const;
+  void reserve_choice(const PacelineStep& step);
+  // the likeliest token of every sampled row
+  void choose(int member, const Share& share, const PacelineStep& step);
+  bool settle(const GemmArgs& head, int64_t row, float* limits, int32_t* likeliest);
   void multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                 Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16);
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
@@ -150,6 +159,8 @@ class Model {
   Arena arena_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;
+  // upper halves of the head's bytes; no data where the head is not screened
+  Panels screen_;
   std::vector<float> final_norm_;
   std::vector<float> cos_, sin_;
   std::vector<uint8_t> loaded_;
@@ -170,6 +181,11 @@ class Model {
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, inner_, parts_, rows_;
   Sampler sampler_;
+  // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], what the logits
+  // of a panel can be at most, and whether screening settled a row [sampled]
+  Memory logits_, screened_;
+  std::vector<std::vector<float>> limits_;
+  std::vector<uint8_t> settled_;
   bool profile_ = false;
   double last_mark_ = 0;
   std::array<double, kSections> seconds_{};

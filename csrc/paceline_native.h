@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 3
+#define PACELINE_ABI 5
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -39,7 +39,7 @@ typedef struct {
   const int32_t* query_start; /* [sequences + 1] */
   const int32_t* tables;      /* [sequences, table_width] block ids */
   const int32_t* sample_rows; /* [sampled], ascending token rows */
-  float* logits;              /* [sampled, vocab] */
+  float* logits;              /* [sampled, vocab]; null where only `likeliest` is wanted, which takes less */
   int32_t* likeliest;         /* [sampled] first of the largest logits, -1 where one is not finite */
 } PacelineStep;
 

@@ -213,7 +213,12 @@ class ModelRunner:
             begins = ends - counts - starts
             needed = np.unique(np.concatenate([chosen, *(begins[r] + w for r, w in asked.items())]))
         logits = self._model.forward(
-            token_ids.astype(np.int64), positions, AttentionBatch(starts, counts, tables), needed
+            token_ids.astype(np.int64),
+            positions,
+            AttentionBatch(starts, counts, tables),
+            needed,
+            needs_logits=bool(asked or masks)
+            or any(slots[r].sampling.reads_logits for r in sampling),
         )
         likeliest = self._model.likeliest
         for r, wanted in asked.items():

@@ -50,6 +50,7 @@ class PreparedSampling:
         "forbidden",
         "params",
         "penalizes",
+        "reads_logits",
         "reshapes",
     )
 
@@ -81,6 +82,13 @@ class PreparedSampling:
             or bool(self.bias_ids)
             or self.forbidden is not None
             or bool(params.bad_words)
+        )
+        # more than the likeliest token matters, even without a grammar
+        self.reads_logits = (
+            params.temperature > 0.0
+            or params.logprobs is not None
+            or self.reshapes
+            or bool(self.ending_ids and params.min_tokens)
         )
 
 

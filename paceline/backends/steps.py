@@ -61,6 +61,8 @@ class StepModel(Protocol):
         positions: NDArray[np.int64],
         batch: AttentionBatch,
         sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
     ) -> Logits:
         """Run one step: store keys and values of all tokens, attend causally.
 
@@ -68,9 +70,10 @@ class StepModel(Protocol):
             token_ids: [T].
             positions: [T], below the model's longest sequence.
             sampled: [S], ascending: the tokens whose logits are wanted; may be empty.
+            needs_logits: False: ``likeliest`` is enough where the model says it.
 
         Returns:
-            [S, vocab], valid until the next call.
+            [S, vocab], valid until the next call; there may be no rows unless ``needs_logits``.
         """
         ...
 

@@ -266,3 +266,38 @@ def test_log_probabilities_of_the_prompt(compute: str, llama_folder: Path) -> No
             assert entry.top[0][0] == best and len(entry.top) == 2
             assert (entry.rank == 1) == (entry.token_id == best)
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, False),
+        ({"temperature": 1.0}, True),
+        ({"logprobs": 0}, True),
+        ({"prompt_logprobs": 0}, True),
+        ({"presence_penalty": 0.5}, True),
+        ({"bad_words": ((7,),)}, True),
+        ({"min_tokens": 2, "stop_token_ids": frozenset({7})}, True),
+        ({"min_tokens": 2}, False),
+    ],
+    ids=str,
+)
+def test_logits_are_asked_for_where_somebody_reads_them(
+    llama: WorkerBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
+    expected: bool,
+) -> None:
+    assert llama._runner is not None
+    model, asked = llama._runner._model, []
+
+    def forward(*arguments: Any, needs_logits: bool) -> Any:
+        asked.append(needs_logits)
+        return type(model).forward(model, *arguments, needs_logits=needs_logits)
+
+    monkeypatch.setattr(model, "forward", forward, raising=False)
+    plans = Plans(llama)
+    plans.add("one", PROMPTS["block"], **sampling)
+    plans.run("one", until=1)
+    assert asked == [expected]
+    plans.release("one")

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 3
+ABI: Final = 5
 _PATTERN: Final = "_lib*.so"
 
 

@@ -177,6 +177,8 @@ class NativeModel:
         query_start: Integers,
         block_tables: Integers,
         sample_rows: Integers,
+        *,
+        needs_logits: bool = True,
     ) -> NDArray[np.float32]:
         """Run one step: store keys and values of all tokens, attend causally, give logits.
 
@@ -187,9 +189,12 @@ class NativeModel:
             query_start: [S + 1], first row of each sequence, then T; a sequence may have no rows.
             block_tables: [S, width], block ids by position // block_size.
             sample_rows: [R], ascending rows whose logits are wanted.
+            needs_logits: False: ``likeliest`` is enough, which for a few rows takes less to find
+                (csrc/screen.cpp).
 
         Returns:
-            [R, vocab] float32, a view that the next call overwrites.
+            [R, vocab] float32, a view that the next call overwrites; [0, vocab] unless
+            ``needs_logits``.
 
         Raises:
             ConfigError: an id, position or block out of range; then nothing has run.
@@ -205,8 +210,9 @@ class NativeModel:
                 f"{len(tokens)} token ids, {len(places)} positions, query_start of {len(starts)} "
                 f"and block tables of shape {list(tables.shape)} do not go together"
             )
-        if len(self._logits) < len(rows):
+        if needs_logits and len(self._logits) < len(rows):
             self._logits = np.empty((len(rows), self._vocab), dtype=np.float32)
+        if len(self._most_likely) < len(rows):
             self._most_likely = np.empty(len(rows), dtype=np.int32)
         step = Step(
             tokens=len(tokens),
@@ -218,12 +224,12 @@ class NativeModel:
             query_start=starts.ctypes.data,
             tables=tables.ctypes.data,
             sample_rows=rows.ctypes.data,
-            logits=self._logits.ctypes.data,
+            logits=self._logits.ctypes.data if needs_logits else None,
             likeliest=self._most_likely.ctypes.data,
         )
         check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
         self.likeliest = self._most_likely[: len(rows)]
-        return self._logits[: len(rows)]
+        return self._logits[: len(rows) if needs_logits else 0]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in order."""

@@ -45,12 +45,17 @@ class NativeSampler:
         """Choose a token for each row of logits [rows, vocab], which are left as they are.
 
         Args:
+            logits: may be [0, vocab] when no row's settings read them.
             likeliest: [rows], the first of each row's largest logits, -1 where one is not finite.
 
         Raises:
             ValueError: the arguments are not about the same rows.
         """
-        if logits.ndim != 2 or not len(logits) == len(rows) == len(likeliest):
+        complete = len(logits) == len(rows) or (
+            len(logits) == 0
+            and not any(row.sampling.reads_logits or row.forbidden is not None for row in rows)
+        )
+        if logits.ndim != 2 or not complete or len(likeliest) != len(rows):
             raise ValueError(
                 f"logits of shape {list(logits.shape)}, {len(rows)} rows and {len(likeliest)} "
                 "likeliest tokens do not go together"

@@ -55,10 +55,14 @@ class NativeStep:
         positions: NDArray[np.int64],
         batch: AttentionBatch,
         sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
     ) -> NDArray[np.float32]:
         starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
         np.cumsum(batch.counts, out=starts[1:])
-        return self._model.forward(token_ids, positions, starts, batch.block_tables, sampled)
+        return self._model.forward(
+            token_ids, positions, starts, batch.block_tables, sampled, needs_logits=needs_logits
+        )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._model.copy_blocks(pairs)

@@ -40,6 +40,8 @@ class TorchStep:
         positions: NDArray[np.int64],
         batch: AttentionBatch,
         sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
     ) -> torch.Tensor:
         self._attention.prepare(batch)
         return self._decoder.forward(

@@ -264,6 +264,20 @@ class TestReshaped:
         with pytest.raises(ValueError, match=r"\[2, 20\], 1 rows and 2 likeliest"):
             NativeSampler().sample(logits, [make_row(vocab=20)], likeliest_of(logits))
 
+    def test_no_logits_are_enough_for_rows_that_do_not_read_them(self) -> None:
+        nothing, likeliest = np.empty((0, 50), dtype=np.float32), np.array([7, -1], dtype=np.int32)
+        greedy = make_row(vocab=50)
+        native = NativeSampler()
+        samples = native.sample(nothing, [greedy, greedy], likeliest)
+        assert samples.token_ids[0] == 7 and samples.finite == [True, False]
+        for other in (
+            make_row(vocab=50, temperature=1.0),
+            make_row(vocab=50, logprobs=0),
+            make_row(vocab=50, forbidden=np.zeros(50, dtype=np.bool_)),
+        ):
+            with pytest.raises(ValueError, match="do not go together"):
+                native.sample(nothing, [greedy, other], likeliest)
+
     def test_masks_of_another_size_are_refused(self) -> None:
         logits = make_logits(1, 20)
         row = make_row(vocab=20, forbidden=np.zeros(21, dtype=np.bool_))
