@@ -6,7 +6,8 @@ ready. Parts are medians of what both processes log about themselves: the API pr
 other and add up to ``ready``; the engine's run beside ``web`` and ``engine``, and the model's are
 within its ``build``. The last server then gets 64 requests of 128 prompt and 128 output tokens at
 once, and as many new ones again, whose prefixes are cached beside the first. ``peak`` is the sum
-over the processes of the most that each had resident, as ``benchmarks.peers`` has it.
+over the processes of the most that each had resident, as ``benchmarks.peers`` has it. Where other
+work goes on, processor time says more than seconds.
 
 QUICK=1 starts three times. The last line is JSON.
 """
@@ -64,6 +65,8 @@ class Start:
 
     ready: float
     first_token: float
+    # processor time of both processes until then: what a busy machine does not change
+    cpu: float
     # by the names of PARTS
     parts: dict[str, float]
 
@@ -145,8 +148,9 @@ def starting(log: Path, *flags: str) -> Iterator[Server]:
         ready = time.monotonic() - began
         _ask(port, 1, PROMPT, 1, seed=-1)
         first_token = time.monotonic() - began
+        cpu = process.cpu_seconds()
         parts = parse(log.read_text().splitlines())
-        yield Server(process, port, Start(ready, first_token, parts))
+        yield Server(process, port, Start(ready, first_token, cpu, parts))
 
 
 def measure(model: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -173,6 +177,7 @@ def measure(model: str, rounds: int, folder: Path) -> dict[str, Any]:
         "ready_s": round(statistics.median(start.ready for start in starts), 2),
         "first_token_s": round(statistics.median(start.first_token for start in starts), 2),
         "first_token_best_s": round(min(start.first_token for start in starts), 2),
+        "cpu_s": round(statistics.median(start.cpu for start in starts), 2),
         "parts_s": parts,
         "memory_mb": stages,
         "peak_rss_mb": round(peak),
@@ -186,6 +191,7 @@ def show(results: dict[str, Any]) -> None:
     print(f"{'ready, from the command on':62}{results['ready_s']:>9.2f}")
     print(f"{'first token (best ' + str(results['first_token_best_s']) + ')':62}"
           f"{results['first_token_s']:>9.2f}")  # fmt: skip
+    print(f"{'processor time until then, both processes':62}{results['cpu_s']:>9.2f}")
     print(f"\n{'memory, MiB':26}{'process':10}{'now':>9}{'anonymous':>11}{'peak':>9}")
     for stage, processes in results["memory_mb"].items():
         for process, row in sorted(processes.items()):

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Final
 
 from paceline import __version__
-from paceline.cli import chat, generate, plan, pull, serve, simulate, top
 from paceline.cli.arguments import Parser
 from paceline.core.errors import EngineError, PacelineError
 
 __all__ = ["build_parser", "main"]
+
+# modules of this package, each with an ``add_parser``; in the order of --help
+_COMMANDS: Final = ("serve", "chat", "generate", "pull", "plan", "simulate", "top")
 
 _EPILOG = """\
 first steps:
@@ -28,8 +32,8 @@ first steps:
 """
 
 
-def build_parser() -> Parser:
-    """The whole command line. Imports nothing heavy."""
+def build_parser(commands_of: Sequence[str] = _COMMANDS) -> Parser:
+    """The command line, whole or with some commands only. Imports nothing heavy."""
     parser = Parser(
         prog="paceline",
         description="Serve open-weight language models.",
@@ -39,14 +43,17 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True, parser_class=Parser
     )
-    for module in (serve, chat, generate, pull, plan, simulate, top):
-        module.add_parser(commands)
+    for name in commands_of:
+        import_module(f"paceline.cli.{name}").add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # the others need not be imported for the one that is named
+    named = argv[0] if argv and argv[0] in _COMMANDS else None
+    args = build_parser(_COMMANDS if named is None else (named,)).parse_args(argv)
     run: Callable[..., int] = args.run
     try:
         return run(args)

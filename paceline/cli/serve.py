@@ -339,6 +339,7 @@ async def _serve(
     from paceline.cli.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer
     from paceline.engine.client import ProcessEngineClient
+    from paceline.engine.garbage import uncollected
     from paceline.engine.supervisor import SupervisedEngineClient
 
     async def engine(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
@@ -359,20 +360,21 @@ async def _serve(
     starting = asyncio.ensure_future(
         SupervisedEngineClient.start(engine, max_restarts=max_restarts, window=RESTART_WINDOW)
     )
-    # the engine's process first: the web framework is imported while that one loads its model
-    await asyncio.sleep(0)
-    stages.done("start", time.monotonic())
-    try:
-        config, serve = await asyncio.to_thread(prepare)
-        stages.done("web", time.monotonic())
-    except BaseException:
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, PacelineError):
-            await (await starting).close()
-        raise
-    client = await starting
-    # and the tokenizer, which is loaded meanwhile
-    stages.done("engine", time.monotonic())
+    with uncollected():
+        # the engine's process first: the web framework is imported while that one loads its model
+        await asyncio.sleep(0)
+        stages.done("start", time.monotonic())
+        try:
+            config, serve = await asyncio.to_thread(prepare)
+            stages.done("web", time.monotonic())
+        except BaseException:
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PacelineError):
+                await (await starting).close()
+            raise
+        client = await starting
+        # and the tokenizer, which is loaded meanwhile
+        stages.done("engine", time.monotonic())
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
     def ready(host: str, port: int) -> None:

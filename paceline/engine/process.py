@@ -34,7 +34,7 @@ import zmq
 
 from paceline.core.errors import EngineDeadError, PacelineError
 from paceline.engine.core import EngineCore
-from paceline.engine.garbage import collected_seldom
+from paceline.engine.garbage import collected_seldom, uncollected
 from paceline.engine.in_flight import InFlightFile
 from paceline.engine.loop import EngineLoop
 from paceline.engine.messages import (
@@ -102,7 +102,8 @@ def _build_and_run(
         outbox.send(encode(message))
 
     try:
-        core, info = build(launch.config)
+        with uncollected():
+            core, info = build(launch.config)
     except Exception as error:
         _report("the engine could not start", error)
         send(Dead.of(error))

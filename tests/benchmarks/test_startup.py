@@ -29,5 +29,6 @@ def test_every_part_of_a_server_without_a_model_is_found(tmp_path: Path) -> None
     with starting(tmp_path / "log", "--backend", "null") as server:
         start = server.start
     assert 0 < start.ready < start.first_token
+    assert start.cpu > 0.1
     # what tells of a model's file is missing
     assert set(start.parts) == {name for name in PARTS if not name.startswith("model.")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from paceline.engine.garbage import collected_seldom
+from paceline.engine.garbage import collected_seldom, uncollected
 
 
 class Cycle:
@@ -40,3 +40,20 @@ def test_what_was_there_before_is_not_looked_at() -> None:
         assert found() is not None
     gc.collect()
     assert found() is None
+
+
+def test_a_start_is_not_looked_at() -> None:
+    assert gc.isenabled()
+    collections = sum(generation["collections"] for generation in gc.get_stats())
+    with uncollected():
+        kept = [[str(i)] for i in range(100_000)]
+        assert sum(generation["collections"] for generation in gc.get_stats()) == collections
+    assert gc.isenabled() and len(kept) == 100_000
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        # whoever had it off before keeps it off
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
