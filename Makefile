@@ -14,12 +14,13 @@
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
-#                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 choose)
+#                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose)
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
-#   make bench-overhead   processor time of the server beyond the engine
+#   make bench-startup    seconds to the first token, where they go, and memory
+#   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
@@ -34,6 +35,7 @@ QUICK ?=
 VLLM_RUNS ?=
 PEERS ?=
 ROWS ?=
+ROUNDS ?=
 CLIENTS ?=
 RATES ?=
 CONSTRAINTS ?= constraints.txt
@@ -44,11 +46,11 @@ QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/check
 	tests/test_public.py
 STAMP := $(VENV)/.installed
 
-export QUICK VLLM_RUNS PEERS ROWS RATES TORCH_INDEX
+export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
-	bench-metrics bench-background bench-faults bench-overhead
+	bench-metrics bench-background bench-faults bench-overhead bench-startup
 .DEFAULT_GOAL := test
 
 serve: $(STAMP)
@@ -118,6 +120,9 @@ bench-faults: $(STAMP) model
 
 bench-overhead: $(STAMP) model
 	@$(BIN)/python -m benchmarks.overhead
+
+bench-startup: $(STAMP) model
+	@$(BIN)/python -m benchmarks.startup
 
 venv: $(STAMP)
 

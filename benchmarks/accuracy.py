@@ -40,14 +40,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.backends.formats import choose_formats
 from paceline.backends.native import (
     NativeModel,
     available_cpus,
     checkpoint_tensors,
     unavailable_reason,
 )
-from paceline.backends.torch.formats import choose_formats
-from paceline.backends.torch.rope import inverse_frequencies
+from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
 
@@ -151,12 +151,10 @@ def build(path: Path, name: str, threads: int, shape: tuple[int, int]) -> Native
     windows, length = shape
     checkpoint = open_checkpoint(path)
     dtype, kv_dtype = name.split("/")
-    frequencies, factor = inverse_frequencies(checkpoint.config, length)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     return NativeModel(
         checkpoint.config,
         checkpoint_tensors(checkpoint),
-        ((angles.cos() * factor).numpy(), (angles.sin() * factor).numpy()),
+        rotary_tables(checkpoint.config, length),
         dtype=dtype,
         kv_dtype=kv_dtype,
         num_blocks=windows * -(-length // BLOCK),
@@ -227,7 +225,9 @@ def automatic_format(path: Path) -> str:
         dtype="auto",
         kv_dtype="auto",
         block_size=BLOCK,
-        device=torch.device("cpu"),
+        device="cpu",
+        # PyTorch, which does not compute here, is not asked
+        torch_dtype=str,
     )
     return f"{chosen.dtype}/{chosen.kv_dtype}"
 

@@ -11,16 +11,27 @@ prompt of 1024 tokens, with logits for every sequence's last token. A step's tim
 computing all products at the inner loop's rate, plus reading the step's keys and values once.
 ``share`` is floor / median. 4-bit weights are computed as int8 in batches above 6 rows.
 
+Then choosing tokens from random logits, beside the sampler that needs PyTorch (on one thread, as it
+is used beside native kernels), call by call in turns: medians of whole calls for 1 and 64 rows of
+SmolLM2's vocabulary. Logits are normal, with a deviation of 6 (a few dozen tokens hold 95 % of the
+probability) and of 1 (36,000 tokens do, so that top_p has to look at them all).
+
 Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant.
+PARTS=steps or PARTS=sampling measures one part only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +42,15 @@ from paceline.backends.native import (
     variants,
 )
 from paceline.backends.native.pieces import PackedMatrix, read_bandwidth
+from paceline.backends.native.sampling import NativeSampler
+from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.checkpoints.base import expected_shapes
 from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.core.request import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))
 ISA = os.environ.get("ISA") or None
+PARTS = (os.environ.get("PARTS") or "steps,sampling").split(",")
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 192
 PROMPT = 1024
@@ -50,6 +65,18 @@ FORMATS = (
     ("q4", "int8"),
 )
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
+# deviations of the logits, and what rows ask for
+SPREADS = (6.0, 1.0)
+SAMPLED_ROWS = (1, 64)
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature 1": {},
+    "top_k 50": {"top_k": 50},
+    "min_p 0.05": {"min_p": 0.05},
+    "top_p 0.95": {"top_p": 0.95},
+    "top_p, top_k, min_p": {"top_p": 0.95, "top_k": 50, "min_p": 0.02},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "logprobs 5": {"logprobs": 5},
+}
 # rows from which 4-bit weights are computed in int8
 Q4_ROWS = 6
 
@@ -92,15 +119,17 @@ def dot_rate(dtype: str, threads: int) -> float:
     return best
 
 
-def make_model(dtype: str, kv_dtype: str, threads: int) -> NativeModel:
+def make_model(
+    dtype: str, kv_dtype: str, threads: int, config: ModelConfig = CONFIG
+) -> NativeModel:
     random = np.random.default_rng(0)
     angles = np.arange(2048)[:, None] * CONFIG.rope.theta ** (-np.arange(32) / 32)
     tensors = (
         (name, (random.standard_normal(shape, dtype=np.float32) * shape[-1] ** -0.5))
-        for name, shape in expected_shapes(CONFIG).items()
+        for name, shape in expected_shapes(config).items()
     )
     return NativeModel(
-        CONFIG,
+        config,
         tensors,
         (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
         dtype=dtype,
@@ -158,16 +187,66 @@ def floor_s(
     return max(read, compute) + kv
 
 
-def main() -> int:
-    reason = unavailable_reason()
-    if reason is not None:
-        print(reason, file=sys.stderr)
-        return 1
-    threads = available_cpus()
-    isa = ISA or variants()[0]
-    print(f"{threads} threads, kernels {isa} (usable: {', '.join(variants())})\n")
+def sampled_rows(settings: dict[str, Any], count: int) -> list[SampleRow]:
+    """Rows with seeds of their own, 100 tokens of prompt and 200 of output."""
+    vocab, tokens = CONFIG.vocab_size, np.arange(300, dtype=np.int32)
+    params = (SamplingParams(max_tokens=300, seed=seed, **settings) for seed in range(count))
+    return [SampleRow(PreparedSampling(each, vocab), tokens, 100) for each in params]
 
-    print("ceilings")
+
+def in_turns(*calls: Callable[[], object]) -> list[float]:
+    """Median seconds of each call."""
+    times: list[list[float]] = [[] for _ in calls]
+    budget = 0.5 if QUICK else 2.0
+    while len(times[0]) < 5 or (len(times[0]) < 99 and sum(map(sum, times)) < budget):
+        for call, mine in zip(calls, times, strict=True):
+            began = time.perf_counter()
+            call()
+            mine.append(time.perf_counter() - began)
+    return [statistics.median(mine) for mine in times]
+
+
+def sampling_times(threads: int) -> dict[str, dict[str, float]]:
+    """Print and return medians of both samplers, in milliseconds."""
+    # imported here: the native path does without it
+    import torch
+
+    from paceline.backends.torch.sampler import sample
+
+    torch.set_num_threads(1)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, vocab_size=128)
+    model = make_model("float32", "float32", threads, config)
+    sampler = NativeSampler(model)
+    random = np.random.default_rng(2)
+    results: dict[str, dict[str, float]] = {}
+    print(f"\n{'sampling':<22}{'deviation':>10}{'rows':>6}{'ms':>9}{'torch ms':>10}{'ratio':>7}")
+    for spread in SPREADS:
+        shape = (max(SAMPLED_ROWS), CONFIG.vocab_size)
+        logits = random.normal(0, spread, shape).astype(np.float32)
+        likeliest = logits.argmax(-1).astype(np.int32)
+        for (name, settings), count in itertools.product(SAMPLING.items(), SAMPLED_ROWS):
+            rows, part, known = sampled_rows(settings, count), logits[:count], likeliest[:count]
+            tensor = torch.from_numpy(part)
+            native, other = in_turns(
+                functools.partial(sampler.sample, part, rows, known),
+                functools.partial(sample, tensor, rows, known),
+            )
+            results[f"{name}, deviation {spread:g}, {count} rows"] = {
+                "ms": round(native * 1e3, 3),
+                "torch_ms": round(other * 1e3, 3),
+            }
+            print(
+                f"{name:<22}{spread:>10g}{count:>6}{native * 1e3:>9.3f}{other * 1e3:>10.2f}"
+                f"{other / native:>6.0f}x"
+            )
+            sys.stdout.flush()
+    model.close()
+    return results
+
+
+def model_steps(threads: int) -> dict[str, object]:
+    """Print and return the machine's ceilings and whole steps of the model."""
+    print("\nceilings")
     bandwidths = {size: read_bandwidth(size << 20, threads) for size in SIZES_MIB}
     for size, rate in bandwidths.items():
         print(f"  read {size:>4} MiB   {rate / 1e9:8.1f} GB/s")
@@ -201,16 +280,33 @@ def main() -> int:
             )
             sys.stdout.flush()
         model.close()
-    machine = {"threads": threads, "isa": isa}
     ceilings = {
         "read_gb_s": {str(size): round(rate / 1e9, 1) for size, rate in bandwidths.items()},
         "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in rates.items()},
     }
-    print(
-        json.dumps(
-            {"bench": "kernels", "machine": machine, "ceilings": ceilings, "results": results}
-        )
-    )
+    return {"ceilings": ceilings, "results": results}
+
+
+def main() -> int:
+    reason = unavailable_reason()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 1
+    if not set(PARTS) <= {"steps", "sampling"}:
+        print(f"PARTS={','.join(PARTS)}: there are steps and sampling", file=sys.stderr)
+        return 2
+    threads = available_cpus()
+    isa = ISA or variants()[0]
+    print(f"{threads} threads, kernels {isa} (usable: {', '.join(variants())})")
+    report: dict[str, object] = {
+        "bench": "kernels",
+        "machine": {"threads": threads, "isa": isa},
+    }
+    if "steps" in PARTS:
+        report |= model_steps(threads)
+    if "sampling" in PARTS:
+        report["sampling"] = sampling_times(threads)
+    print(json.dumps(report))
     return 0
 
 

@@ -8,12 +8,17 @@ other, each over a new connection: a chat of about 200 tokens, 64 tokens back. W
 the API process's processor time (user and system, from /proc), of the thread that runs the event
 loop and of all others (tokenizer pool, sockets), less what an idle server spends.
 
-Per request and per token are separated by runs with twice the tokens, in turns with the others:
-what grows is the token's. Shares come from one more run under cProfile, which makes Python calls
-look dearer than they are: they name the largest part, they do not measure it. Built-in functions
-count for whoever calls them.
+Per request and per token are separated by runs with four times the tokens, in turns with the
+others: what grows is the token's. Of runs of one kind the one in the middle counts. Shares come
+from one more run under cProfile, which makes Python calls look dearer than they are: they name the
+largest part, they do not measure it. Built-in functions count for whoever calls them.
 
-Prints a table and, last, one JSON line. QUICK=1 takes a quarter of the requests.
+BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
+both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
+falls on both. Printed are both and the ratio, this by that; who is not asked at the moment is idle.
+
+Prints a table and, last, one JSON line. QUICK=1 takes a quarter of the requests; TURNS=N sets how
+many times each run is taken.
 
     python -m benchmarks.overhead
 """
@@ -33,7 +38,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +48,10 @@ from benchmarks.peers.http_client import body_lines
 
 STREAMS = 64
 TOKENS = 64
+# times so many
+LONGER = 4
 # short and long runs in turns, so many of each, and requests of a client in one of them
-TURNS = 1 if os.environ.get("QUICK") else 2
+TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 3))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
 STEP_SECONDS = 0.03
 IDLE_SECONDS = 2.0
@@ -65,11 +73,13 @@ _GROUPS = (
     ("/engine/template_", "tokenise"),
     ("/engine/", "engine client"),
     ("/zmq/", "engine client"),
+    # it writes what goes the short way: the system's part of that is the most of it
+    ("/server/connections", "HTTP and sockets"),
     ("/server/", "build answers"),
     ("/msgspec/", "build answers"),
     ("/starlette/", "web framework"),
     ("/fastapi/", "web framework"),
-    ("/uvicorn/", "HTTP protocol"),
+    ("/uvicorn/", "HTTP and sockets"),
     ("/asyncio/", "event loop"),
     ("/contextlib", "event loop"),
     ("~", "event loop"),
@@ -89,9 +99,6 @@ class Cost:
     @property
     def total(self) -> float:
         return self.loop + self.others
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
 
 
 async def _serve(on_ready: Callable[[], None]) -> int:
@@ -138,13 +145,14 @@ def _engine() -> int:
 
 
 @contextlib.contextmanager
-def server(profile: Path | None = None) -> Iterator[tuple[int, int]]:
-    """A server process; its pid and port. ``profile`` gets what cProfile saw when it ends."""
+def server(checkout: Path = _ROOT, profile: Path | None = None) -> Iterator[tuple[int, int]]:
+    """A server process of a checkout; its pid and port. ``profile`` gets what cProfile saw when it
+    ends."""
     flags = [] if profile is None else [str(profile)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.overhead", "serve", *flags],
         stdout=subprocess.PIPE,
-        cwd=_ROOT,
+        cwd=checkout,
     )
     try:
         assert process.stdout is not None
@@ -227,6 +235,11 @@ def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: float) -> C
     )
 
 
+def typical(runs: list[Cost]) -> Cost:
+    """The run in the middle, the dearer one of two: what disturbs a run makes it dearer."""
+    return sorted(runs, key=lambda run: run.total)[len(runs) // 2]
+
+
 def split(short: Cost, long: Cost) -> tuple[float, float]:
     """Milliseconds a request, without its tokens, and a token."""
     token = (long.total - short.total) / (long.tokens - short.tokens)
@@ -251,41 +264,97 @@ def group(file: str) -> str:
     return next((name for part, name in _GROUPS if part in file), "other")
 
 
-def main() -> int:
-    results: dict[str, Any] = {}
-    with server() as (pid, port):
+@dataclass(slots=True)
+class Side:
+    """One of the servers that are compared."""
+
+    pid: int
+    port: int
+    # processor seconds a second without requests
+    idle: float
+    short: list[Cost] = field(default_factory=list)
+    long: list[Cost] = field(default_factory=list)
+
+    @classmethod
+    def warm(cls, pid: int, port: int) -> Side:
         asyncio.run(_load(port, 8, 1, stream=True))
         before = cpu_seconds(pid)[0]
         time.sleep(IDLE_SECONDS)
-        idle = (cpu_seconds(pid)[0] - before) / IDLE_SECONDS
-        for name, stream in (("stream", True), ("whole", False)):
-            short = long = Cost(0.0, 0.0, 0, 0)
-            for _ in range(TURNS):
-                short += measure(pid, port, TOKENS, stream=stream, idle=idle)
-                long += measure(pid, port, 2 * TOKENS, stream=stream, idle=idle)
-            request, token = split(short, long)
-            results[name] = {
-                "cpu_ms_per_request_of_64_tokens": round(1e3 * short.total / short.requests, 3),
-                "cpu_ms_per_request_without_tokens": round(request, 3),
-                "cpu_us_per_token": round(1e3 * token, 1),
-                "other_threads_share": round(long.others / long.total, 3),
-                "events_per_token": round(long.events / long.tokens, 3),
+        return cls(pid, port, (cpu_seconds(pid)[0] - before) / IDLE_SECONDS)
+
+    def take_turn(self, *, stream: bool) -> None:
+        run = partial(measure, self.pid, self.port, stream=stream, idle=self.idle)
+        self.short.append(run(TOKENS))
+        self.long.append(run(LONGER * TOKENS))
+
+    def figures(self) -> dict[str, float]:
+        """Of all turns since the last call."""
+        short, long = typical(self.short), typical(self.long)
+        self.short, self.long = [], []
+        request, token = split(short, long)
+        return {
+            "cpu_ms_per_request_of_64_tokens": round(1e3 * short.total / short.requests, 3),
+            "cpu_ms_per_request_without_tokens": round(request, 3),
+            "cpu_us_per_token": round(1e3 * token, 1),
+            "other_threads_share": round(long.others / long.total, 3),
+            "events_per_token": round(long.events / long.tokens, 3),
+        }
+
+
+def compare(sides: dict[str, Side]) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by kind of answer and side, and with two sides the first one's by the second's."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, stream in (("stream", True), ("whole", False)):
+        for turn in range(TURNS):
+            # neither is always the one that runs on what the other left in the caches
+            order = list(sides.values())
+            for side in order if turn % 2 == 0 else reversed(order):
+                side.take_turn(stream=stream)
+        found = {name: side.figures() for name, side in sides.items()}
+        if len(found) == 2:
+            new, old = found.values()
+            found["ratio"] = {
+                key: round(value / old[key], 3)
+                for key, value in new.items()
+                if key.startswith("cpu_") and old[key]
             }
-        status, scraped = asyncio.run(get(port, "/metrics"))
+        results[kind] = found
+    return results
+
+
+def main() -> int:
+    checkouts = {"this": _ROOT}
+    if os.environ.get("BASELINE"):
+        checkouts["baseline"] = Path(os.environ["BASELINE"]).resolve()
+        if not (checkouts["baseline"] / "benchmarks" / "overhead.py").is_file():
+            raise SystemExit(f"BASELINE={checkouts['baseline']} is no checkout with this benchmark")
+    results: dict[str, Any]
+    with contextlib.ExitStack() as stack:
+        sides = {
+            name: Side.warm(*stack.enter_context(server(checkout)))
+            for name, checkout in checkouts.items()
+        }
+        results = dict(compare(sides))
+        status, scraped = asyncio.run(get(sides["this"].port, "/metrics"))
         assert status == 200 and b"vllm:generation_tokens_total" in scraped
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         profile = Path(folder) / "profile"
-        with server(profile) as (_, port):
+        with server(profile=profile) as (_, port):
             asyncio.run(_load(port, TOKENS, TURNS * ROUNDS, stream=True))
-        results["shares_of_the_event_loop"] = shares(profile)
-    for name, figures in results.items():
-        print(f"\n{name.replace('_', ' ')}")
-        for key, value in figures.items():
-            print(f"  {key.replace('_', ' '):36} {value}")
-    largest = next(iter(results["shares_of_the_event_loop"]))
+        found = shares(profile)
+    for kind in ("stream", "whole"):
+        columns = results[kind]
+        print(f"\n{kind:38}" + "".join(f"{name:>10}" for name in columns))
+        for key in columns["this"]:
+            row = "".join(f"{columns[name].get(key, ''):>10}" for name in columns)
+            print(f"  {key.replace('_', ' '):36}{row}")
+    print("\nshares of the event loop")
+    for key, value in found.items():
+        print(f"  {key:36}{value:>10}")
+    largest = next(iter(found))
     print(f"\nlargest part: {largest}\n")
-    results["largest"] = largest
-    print(json.dumps({"bench": "overhead", "streams": STREAMS, "results": results}))
+    results |= {"shares_of_the_event_loop": found, "largest": largest}
+    print(json.dumps({"bench": "overhead", "streams": STREAMS, "turns": TURNS, "results": results}))
     return 0
 
 

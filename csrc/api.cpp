@@ -45,6 +45,18 @@ int guarded(F&& body) {
   return -1;
 }
 
+// scratch memory of a thread that samples without a model
+Sampler& caller_sampler() {
+  thread_local Sampler sampler;
+  return sampler;
+}
+
+// asked once: under a hypervisor, looking takes longer than a draw
+const Kernels& best_kernels() {
+  static const Kernels* const best = choose_kernels(nullptr);
+  return *best;
+}
+
 }  // namespace
 
 extern "C" {
@@ -94,6 +106,24 @@ int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_
   return guarded([&] { model->model.copy_blocks(from, to, count); });
 }
 
+int paceline_draw(PacelineModel* model, const PacelineDraw* draw) {
+  return guarded([&] {
+    if (model)
+      model->model.draw(*draw);
+    else
+      caller_sampler().draw(best_kernels(), nullptr, *draw);
+  });
+}
+
+int paceline_logprobs(PacelineModel* model, const PacelineLogprobs* logprobs) {
+  return guarded([&] {
+    if (model)
+      model->model.logprobs(*logprobs);
+    else
+      caller_sampler().logprobs(best_kernels(), nullptr, *logprobs);
+  });
+}
+
 int64_t paceline_block_bytes(const PacelineModel* model) { return model->model.block_bytes(); }
 
 int64_t paceline_weight_bytes(const PacelineModel* model) { return int64_t(model->model.weight_bytes()); }
@@ -123,9 +153,10 @@ PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t
       throw std::invalid_argument("4-bit weights need whole groups of 32 columns, got " + std::to_string(columns));
     made = std::make_unique<PacelineMatrix>(isa, threads);
     made->matrix = Matrix(Weights(weights), rows, columns, made->arena);
-    std::vector<float> scratch(size_t(columns), 0.0f);
-    for (int64_t r = 0; r < rows; ++r)
-      made->matrix.pack_row(r, Source(type), static_cast<const uint8_t*>(data) + r * stride, scratch.data());
+    std::vector<float> scratch(made->matrix.pack_scratch(), 0.0f);
+    for (int64_t r = 0; r < rows; r += kPanel)
+      made->matrix.pack_rows(r, rows - r < kPanel ? rows - r : kPanel, Source(type),
+                             static_cast<const uint8_t*>(data) + r * stride, stride, scratch.data());
   });
   return failed ? nullptr : made.release();
 }

@@ -261,7 +261,7 @@ void Model::rope_and_store(int member, const Share& share, const PacelineStep& s
   const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
   const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
   const float factor = kLog2e / std::sqrt(float(d));
-  uint8_t* cache = cache_.data() + layer_index * c.num_blocks * block_bytes_;
+  uint8_t* cache = cache_.data() + layer_index * layer_bytes_;
   float* query_scales = reinterpret_cast<float*>(query_scales_.data());
   each_row(member, share, [&](int64_t r) {
     const int64_t t = share.begin + r;
@@ -309,7 +309,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
     args.q = queries_.data() + query * query_bytes;
     args.q_stride = query_bytes;
     args.q_scale = reinterpret_cast<const float*>(query_scales_.data()) + query;
-    args.layer = cache_.data() + layer_index * c.num_blocks * block_bytes_;
+    args.layer = cache_.data() + layer_index * layer_bytes_;
     args.block_bytes = block_bytes_;
     args.head_bytes = head_bytes_;
     args.kv_head = item.kv_head;
@@ -436,12 +436,10 @@ void Model::copy_blocks(const int64_t* from, const int64_t* to, int64_t count) {
     if (from[i] < 0 || from[i] >= config_.num_blocks) refuse("source blocks", i, from[i], config_.num_blocks);
     if (to[i] < 0 || to[i] >= config_.num_blocks) refuse("destination blocks", i, to[i], config_.num_blocks);
   }
-  for (int64_t layer = 0; layer < config_.layers; ++layer) {
-    uint8_t* base = cache_.data() + layer * config_.num_blocks * block_bytes_;
-    // one after the other: a later pair may copy what an earlier one wrote
-    for (int64_t i = 0; i < count; ++i)
-      if (from[i] != to[i]) memcpy(base + to[i] * block_bytes_, base + from[i] * block_bytes_, size_t(block_bytes_));
-  }
+  uint8_t* base = cache_.data();
+  // one after the other: a later pair may copy what an earlier one wrote
+  for (int64_t i = 0; i < count; ++i)
+    if (from[i] != to[i]) memcpy(base + to[i] * block_bytes_, base + from[i] * block_bytes_, size_t(block_bytes_));
 }
 
 }  // namespace paceline

@@ -5,6 +5,7 @@
 #include "gemm.h"
 #include "attend.h"
 #include "attend_i8.h"
+#include "weigh.h"
 
 namespace PL_NAMESPACE {
 
@@ -249,6 +250,12 @@ static const Kernels table = {
     {attend<DotF32>, attend<DotBF16>, attend_i8},
     likeliest,
     merge_partials,
+    first_largest,
+    masked,
+    weigh,
+    tops,
+    sum_at_least,
+    collect,
 };
 
 }  // namespace PL_NAMESPACE

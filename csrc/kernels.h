@@ -29,6 +29,7 @@ constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half m
 constexpr int kMaxRows = 12;        // attention rows computed together, at most
 constexpr int kChunkTiles = 8;      // key tiles per softmax update
 constexpr int kMaxHeadDim = 256;
+constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
 
 enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3 };
 // rows of activations: what the matching weights multiply
@@ -89,6 +90,13 @@ struct AttendArgs {
   int next_end = 0;
 };
 
+// A logit's weight is 2 to the power (x - best) * (high + low), which is 1 for the best
+struct Exponent {
+  float best = 0;
+  float high = 0;
+  float low = 0;  // what float32 lost of the factor
+};
+
 struct Kernels {
   const char* name;
   int attend_rows;  // most rows `attend` takes, <= kMaxRows
@@ -113,6 +121,21 @@ struct Kernels {
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
   int32_t (*likeliest)(const float* x, int64_t n);
   void (*merge_partials)(const float* parts, int count, int64_t stride, int head_dim, float* out);
+
+  // Sampling, see sample.h. Logits may be minus infinity.
+  // the first of the largest of n floats, -1 if there is nothing above minus infinity
+  int32_t (*first_largest)(const float* x, int64_t n);
+  // n floats, minus infinity where the mask is 1 and not 0
+  void (*masked)(const float* x, const uint8_t* mask, int64_t n, float* out);
+  // Weights of n logits. Those below `least` or 2^-126 count as 0. w: n floats, and zeros up to a multiple
+  // of 16; may be null. sums: one for each kWeighChunk of them; may be null
+  void (*weigh)(const float* x, int64_t n, const Exponent& e, float least, float* w, float* sums);
+  // the largest of every 16th logit of a chunk, 16 a chunk: every logit is below or at one of them
+  void (*tops)(const float* x, int64_t n, float* out);
+  // how many of n floats are at least t, and their sum
+  void (*at_least)(const float* x, int64_t n, float t, double* sum, int64_t* count);
+  // places of the floats in [low, high), ascending; returns how many, or limit + 1 if there are more
+  int64_t (*collect)(const float* x, int64_t n, float low, float high, int64_t limit, int32_t* places);
 };
 
 // bytes of one tile: K, V and, for int8, their scales

@@ -1,4 +1,5 @@
 // Building a model: shapes, packing, and what must be there before the first step.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -55,8 +56,9 @@ Model::Model(const PacelineConfig& config)
   qkv_rows_ = (c.heads + 2 * c.kv_heads) * c.head_dim;
   tile_bytes_ = tile_bytes(kv_, int(c.head_dim));
   head_bytes_ = tile_bytes_ * (c.block_size / kTile);
-  block_bytes_ = head_bytes_ * c.kv_heads;
-  cache_.reserve(size_t(block_bytes_) * size_t(c.num_blocks) * size_t(c.layers));
+  layer_bytes_ = head_bytes_ * c.kv_heads;
+  block_bytes_ = layer_bytes_ * c.layers;
+  cache_.reserve(size_t(block_bytes_) * size_t(c.num_blocks));
 
   layers_.resize(size_t(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) {
@@ -123,20 +125,19 @@ void Model::pack(Linear& linear, Source type, const void* data, int64_t rows, in
   const int64_t run = spread ? 16 : kPanel, lead = spread ? 0 : offset % kPanel;
   const int64_t runs = (lead + rows + run - 1) / run;
   team_.run([&](int member) {
-    std::vector<float> scratch(size_t(columns), 0.0f), back;
+    // with 4 bits a second copy is made of what the first stands for
+    const bool twice = linear.batch.rows() > 0;
+    const size_t enough = std::max(linear.main.pack_scratch(), twice ? linear.batch.pack_scratch() : 0);
+    std::vector<float> scratch(enough, 0.0f), back(twice ? size_t(kPanel * columns) : 0);
     team_.each(member, runs, 1, [&](int64_t i) {
       const int64_t begin = i * run - lead < 0 ? 0 : i * run - lead;
       const int64_t end = (i + 1) * run - lead < rows ? (i + 1) * run - lead : rows;
-      for (int64_t r = begin; r < end; ++r) {
-        const int64_t to = spread ? r / 16 * spread + phase + r % 16 : offset + r;
-        const void* from = static_cast<const uint8_t*>(data) + r * stride;
-        linear.main.pack_row(to, type, from, scratch.data());
-        if (linear.batch.rows()) {
-          // of the 4-bit values, so that both copies stand for the same weights
-          back.resize(size_t(columns));
-          linear.main.unpack_row(to, back.data());
-          linear.batch.pack_row(to, Source::kF32, back.data(), scratch.data());
-        }
+      const int64_t to = spread ? begin / 16 * spread + phase : offset + begin;
+      const void* from = static_cast<const uint8_t*>(data) + begin * stride;
+      linear.main.pack_rows(to, end - begin, type, from, stride, scratch.data());
+      if (twice) {
+        for (int64_t r = 0; r < end - begin; ++r) linear.main.unpack_row(to + r, back.data() + r * columns);
+        linear.batch.pack_rows(to, end - begin, Source::kF32, back.data(), columns * 4, scratch.data());
       }
     });
   });

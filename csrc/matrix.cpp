@@ -65,10 +65,30 @@ int unit_columns(Weights kind) {
   return kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
 }
 
+// Values of one column, a row of a panel each.
+using Lanes = float[kPanel];
+
 // The rotation of int8 matrices: every whole group of 64 columns times the Hadamard matrix of order 64
-// over 8. Its own inverse.
-void rotate(float* x, int64_t columns) {
+// over 8. Its own inverse. For all rows of a panel at once: plain loops over lanes become vector code.
+void rotate(Lanes* group) {
   static_assert(kActGroup == 64);
+  for (int step = 1; step < kActGroup; step *= 2)
+    for (int i = 0; i < kActGroup; i += 2 * step)
+      for (int j = i; j < i + step; ++j) {
+        float* __restrict low = group[j];
+        float* __restrict high = group[j + step];
+        for (int lane = 0; lane < kPanel; ++lane) {
+          const float a = low[lane], b = high[lane];
+          low[lane] = a + b;
+          high[lane] = a - b;
+        }
+      }
+  for (int i = 0; i < kActGroup; ++i)
+    for (int lane = 0; lane < kPanel; ++lane) group[i][lane] *= 0.125f;
+}
+
+// The same for one row, of `columns` values.
+void rotate_row(float* x, int64_t columns) {
   for (float* group = x; columns >= kActGroup; columns -= kActGroup, group += kActGroup) {
     for (int step = 1; step < kActGroup; step *= 2)
       for (int i = 0; i < kActGroup; i += 2 * step)
@@ -242,40 +262,64 @@ void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratc
   }
 }
 
-void Matrix::pack_row(int64_t row, Source type, const void* source, float* scratch) {
-  if (kind_ == Weights::kQ4) return pack_q4(row, type, source, scratch);
-  decode_row(type, source, columns_, scratch);
-  uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
-  constexpr int64_t step = kPanel * 4;
-  if (kind_ == Weights::kF32) {
-    for (int64_t i = 0; i < columns_; ++i) memcpy(out + i * step, scratch + i, 4);
-  } else if (kind_ == Weights::kBF16) {
-    for (int64_t u = 0; u < units_; ++u) {
-      const uint32_t low = float_to_bf16(scratch[2 * u]);
-      const uint32_t high = 2 * u + 1 < columns_ ? float_to_bf16(scratch[2 * u + 1]) : 0u;
-      const uint32_t both = low | (high << 16);
-      memcpy(out + u * step, &both, 4);
+size_t Matrix::pack_scratch() const {
+  if (kind_ == Weights::kQ4) return size_t(columns_);
+  return size_t((columns_ + kActGroup - 1) / kActGroup * kActGroup * kPanel);
+}
+
+// Row by row, every value would go to a cache line of its own. So the values are turned first, and the
+// panel is written in order.
+void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, float* scratch) {
+  const uint8_t* from = static_cast<const uint8_t*>(source);
+  if (kind_ == Weights::kQ4) {
+    for (int64_t r = 0; r < count; ++r) pack_q4(row + r, type, from + r * stride, scratch);
+    return;
+  }
+  // [columns, kPanel]; what is beyond the rows and columns is zero
+  Lanes* turned = reinterpret_cast<Lanes*>(scratch);
+  for (int64_t c = 0; c < columns_; c += kActGroup) {
+    const int64_t width = columns_ - c < kActGroup ? columns_ - c : kActGroup;
+    // stored types keep 32 values together, so a group begins where so many columns end
+    const int64_t skip = c ? source_row_bytes(type, c) : 0;
+    float values[kActGroup] = {};
+    if (count < kPanel) memset(turned + c, 0, sizeof(Lanes) * kActGroup);
+    for (int64_t r = 0; r < count; ++r) {
+      decode_row(type, from + r * stride + skip, width, values);
+      for (int64_t i = 0; i < kActGroup; ++i) turned[c + i][r] = values[i];
     }
-  } else {
-    rotate(scratch, columns_);
-    float top = 0;
-    for (int64_t i = 0; i < columns_; ++i) {
-      const float x = std::fabs(scratch[i]);
-      top = x > top ? x : top;
-    }
-    const float factor = top > 0 ? 127.0f / top : 0.0f;
-    for (int64_t u = 0; u < units_; ++u) {
-      uint32_t word = 0x80808080u;
-      for (int64_t i = 0; i < 4 && 4 * u + i < columns_; ++i) {
-        // adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits
-        const float shifted = scratch[4 * u + i] * factor + 12582912.0f;
-        uint32_t bits;
-        memcpy(&bits, &shifted, 4);
-        word ^= (bits & 255u) << (8 * i);  // flips the sign bit: the value plus 128
+    if (kind_ == Weights::kI8 && width == kActGroup) rotate(turned + c);
+  }
+  float top[kPanel] = {}, factor[kPanel] = {};
+  if (kind_ == Weights::kI8) {
+    for (int64_t c = 0; c < columns_; ++c)
+      for (int lane = 0; lane < kPanel; ++lane) {
+        const float x = std::fabs(turned[c][lane]);
+        top[lane] = x > top[lane] ? x : top[lane];
       }
-      memcpy(out + u * step, &word, 4);
+    for (int lane = 0; lane < kPanel; ++lane) factor[lane] = top[lane] > 0 ? 127.0f / top[lane] : 0.0f;
+    for (int64_t r = 0; r < count; ++r) scale_[row + r] = top[r] / 127.0f;
+  }
+  uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
+  for (int64_t u = 0; u < units_; ++u) {
+    uint32_t words[kPanel];
+    if (kind_ == Weights::kF32) {
+      memcpy(words, turned[u], sizeof words);
+    } else if (kind_ == Weights::kBF16) {
+      for (int lane = 0; lane < kPanel; ++lane)
+        words[lane] = float_to_bf16(turned[2 * u][lane]) | uint32_t(float_to_bf16(turned[2 * u + 1][lane])) << 16;
+    } else {
+      for (int lane = 0; lane < kPanel; ++lane) words[lane] = 0x80808080u;
+      for (int64_t i = 0; i < 4 && 4 * u + i < columns_; ++i) {
+        float shifted[kPanel];
+        uint32_t bits[kPanel];
+        // adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits
+        for (int lane = 0; lane < kPanel; ++lane) shifted[lane] = turned[4 * u + i][lane] * factor[lane] + 12582912.0f;
+        memcpy(bits, shifted, sizeof bits);
+        // flips the sign bit: the value plus 128
+        for (int lane = 0; lane < kPanel; ++lane) words[lane] ^= (bits[lane] & 255u) << (8 * i);
+      }
     }
-    scale_[row] = top / 127.0f;
+    memcpy(out + u * kPanel * 4, words, size_t(count) * 4);
   }
 }
 
@@ -307,7 +351,7 @@ void Matrix::unpack_row(int64_t row, float* out) const {
     else
       out[i] = scale * float(int(unit[i % 4]) - 128);
   }
-  if (kind_ == Weights::kI8) rotate(out, columns_);
+  if (kind_ == Weights::kI8) rotate_row(out, columns_);
 }
 
 }  // namespace paceline

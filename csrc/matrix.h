@@ -59,8 +59,10 @@ class Matrix {
   int64_t columns() const { return columns_; }
   int64_t panel_count() const { return (rows_ + kPanel - 1) / kPanel; }
 
-  // One row; different rows may be packed from different threads. `scratch`: `columns` floats.
-  void pack_row(int64_t row, Source type, const void* source, float* scratch);
+  // `count` rows that follow each other in one panel, stored `stride` bytes apart. Different rows may be
+  // packed from different threads. `scratch`: `pack_scratch()` floats.
+  void pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, float* scratch);
+  size_t pack_scratch() const;
   // One row back, as the products see it.
   void unpack_row(int64_t row, float* out) const;
   Panels view() const;

@@ -10,6 +10,7 @@
 #include "matrix.h"
 #include "paceline_native.h"
 #include "pool.h"
+#include "sample.h"
 
 namespace paceline {
 
@@ -71,6 +72,10 @@ class Model {
   void forward(const PacelineStep& step);
   void copy_blocks(const int64_t* from, const int64_t* to, int64_t count);
 
+  // see paceline_native.h; throw std::invalid_argument
+  void draw(const PacelineDraw& draw) { sampler_.draw(*kernels_, &team_, draw); }
+  void logprobs(const PacelineLogprobs& logprobs) { sampler_.logprobs(*kernels_, &team_, logprobs); }
+
   // stand-ins for tests: one KV write and attention of the first layer alone; see paceline_native.h
   void attention_only(const PacelineStep& step, float* qkv, float* out);
 
@@ -79,7 +84,7 @@ class Model {
     *bytes = int64_t(cache_.size());
     return cache_.data();
   }
-  int64_t block_bytes() const { return block_bytes_ * config_.layers; }
+  int64_t block_bytes() const { return block_bytes_; }
   size_t weight_bytes() const { return arena_.size(); }
   const char* isa() const { return kernels_->name; }
   const std::array<double, kSections>& seconds() const { return seconds_; }
@@ -160,8 +165,10 @@ class Model {
   std::vector<float> cos_, sin_;
   std::vector<uint8_t> loaded_;
 
+  // block after block, of each all layers: the pages that are touched are those of the blocks in use
   Memory cache_;
-  int64_t block_bytes_ = 0;  // of one layer
+  int64_t block_bytes_ = 0;
+  int64_t layer_bytes_ = 0;  // of one layer of a block
   int64_t head_bytes_ = 0;
   int64_t tile_bytes_ = 0;
 
@@ -173,6 +180,7 @@ class Model {
   std::vector<int32_t> sampled_before_;
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, inner_, parts_, rows_;
+  Sampler sampler_;
   // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], what the logits
   // of a panel can be at most, and whether screening settled a row [sampled]
   Memory logits_, screened_;

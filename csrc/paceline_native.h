@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 4
+#define PACELINE_ABI 5
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -43,6 +43,33 @@ typedef struct {
   int32_t* likeliest;         /* [sampled] first of the largest logits, -1 where one is not finite */
 } PacelineStep;
 
+/* One token for each row. Logits are finite, or minus infinity where a token must not be chosen. */
+typedef struct {
+  int64_t rows, vocab;
+  const float* const* logits;  /* [rows], each of vocab floats */
+  const int32_t* likeliest;    /* [rows] first of the largest, -1: not known */
+  const uint8_t* const* masks; /* [rows], null or vocab bytes: 1 where a token must not be chosen, else 0 */
+  const double* temperature;   /* [rows] 0: the likeliest is chosen, the others do not matter */
+  const int64_t* top_k;        /* [rows] 0: any number */
+  const double* top_p;         /* [rows] 1: all */
+  const double* min_p;         /* [rows] 0: all */
+  const double* uniform;       /* [rows] in [0, 1) */
+  int32_t* tokens;             /* [rows] chosen; -1 where nothing may be */
+} PacelineDraw;
+
+/* Log-probabilities of one token of each row, and of the likeliest ones. What is said of a row that
+ * is not finite means nothing. */
+typedef struct {
+  int64_t rows, vocab;
+  int64_t count;              /* of the likeliest ones, at most vocab and 64 */
+  const float* const* logits; /* [rows], each of vocab floats */
+  const int32_t* tokens;      /* [rows] */
+  double* own;                /* [rows] */
+  int64_t* ranks;             /* [rows] 1 and how many logits are larger */
+  int32_t* top_tokens;        /* [rows, count] equal logits in the order of the vocabulary */
+  double* top;                /* [rows, count] */
+} PacelineLogprobs;
+
 typedef struct PacelineModel PacelineModel;
 typedef struct PacelineMatrix PacelineMatrix;
 
@@ -60,6 +87,9 @@ int paceline_set_rope(PacelineModel* model, const float* cos, const float* sin);
 int paceline_ready(PacelineModel* model);
 int paceline_forward(PacelineModel* model, const PacelineStep* step);
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count);
+/* By the model's team and with its kernels; model may be null: on the calling thread, with the best. */
+int paceline_draw(PacelineModel* model, const PacelineDraw* draw);
+int paceline_logprobs(PacelineModel* model, const PacelineLogprobs* logprobs);
 int64_t paceline_block_bytes(const PacelineModel* model);
 int64_t paceline_weight_bytes(const PacelineModel* model);
 const char* paceline_isa(const PacelineModel* model);

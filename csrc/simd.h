@@ -89,6 +89,18 @@ PL_INLINE vf keep(vf a, int lo, int hi, float fill) {
   const uint32_t mask = ((1u << hi) - 1) & ~((1u << lo) - 1);
   return _mm512_mask_blend_ps(__mmask16(mask), set1(fill), a);
 }
+// a bit for each lane where a >= b
+PL_INLINE uint32_t at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+// x in the lanes where a >= b, 0 in the others
+PL_INLINE vf where_at_least(vf a, vf b, vf x) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x);
+}
+// sum + x in the lanes where x >= t, and so many more in count
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  const __mmask16 m = _mm512_cmp_ps_mask(x, t, _CMP_GE_OQ);
+  *count += __builtin_popcount(m);
+  return _mm512_mask_add_ps(sum, m, sum, x);
+}
 PL_INLINE vf load_half(const void* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
 }
@@ -211,6 +223,18 @@ PL_INLINE vf keep(vf x, int lo, int hi, float fill) {
   for (int i = 0; i < 16; ++i) t[i] = i >= lo && i < hi ? t[i] : fill;
   return load(t);
 }
+PL_INLINE uint32_t at_least(vf x, vf y) {
+  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ))) |
+         uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))) << 8;
+}
+PL_INLINE vf where_at_least(vf x, vf y, vf z) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), z.a),
+          _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ), z.b)};
+}
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  *count += __builtin_popcount(at_least(x, t));
+  return add(sum, where_at_least(x, t, x));
+}
 PL_INLINE vf load_half(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -318,6 +342,16 @@ PL_INLINE vf butterfly(vf a) {
   PL_LANES(vf, i & S ? a.x[i ^ S] - a.x[i] : a.x[i] + a.x[i ^ S]);
 }
 PL_INLINE vf keep(vf a, int lo, int hi, float fill) { PL_LANES(vf, i >= lo && i < hi ? a.x[i] : fill); }
+PL_INLINE uint32_t at_least(vf a, vf b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= uint32_t(a.x[i] >= b.x[i]) << i;
+  return bits;
+}
+PL_INLINE vf where_at_least(vf a, vf b, vf c) { PL_LANES(vf, a.x[i] >= b.x[i] ? c.x[i] : 0); }
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  for (int i = 0; i < 16; ++i) *count += x.x[i] >= t.x[i];
+  return add(sum, where_at_least(x, t, x));
+}
 PL_INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, rest = h & 1023u;
   if (exponent == 0) {
@@ -358,11 +392,8 @@ PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
 PL_INLINE vi dot_nibbles(vi acc, vi u, vi s) { return dot_bytes(acc, u, s); }
 #endif
 
-// 2 to the power x; relative error below 2e-7 for |x| <= 126, clamped outside
-PL_INLINE vf exp2v(vf x) {
-  x = vmin(vmax(x, set1(-126.0f)), set1(126.0f));
-  const vf n = round_even(x);
-  const vf f = sub(x, n);
+// 2 to the power n + f for a whole n and |f| <= 1/2; relative error below 2e-7 for |n| <= 126
+PL_INLINE vf exp2_parts(vf n, vf f) {
   vf p = set1(1.5403530e-4f);
   p = fma(p, f, set1(1.3333558e-3f));
   p = fma(p, f, set1(9.6181291e-3f));
@@ -371,6 +402,13 @@ PL_INLINE vf exp2v(vf x) {
   p = fma(p, f, set1(6.9314718e-1f));
   p = fma(p, f, set1(1.0f));
   return scale_by_power(p, n);
+}
+
+// 2 to the power x, clamped to |x| <= 126
+PL_INLINE vf exp2v(vf x) {
+  x = vmin(vmax(x, set1(-126.0f)), set1(126.0f));
+  const vf n = round_even(x);
+  return exp2_parts(n, sub(x, n));
 }
 
 // 2 to the power x for x up to about 0, of which eight bits are kept: relative error below 1.1e-4, and as

@@ -27,8 +27,8 @@ memory is the sum of the processes' peaks. Ceilings are those of ``benchmarks.ke
 
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
-choose; ROWS=none runs the online part alone, RATES=none the offline part. A peer that cannot be set
-up is reported absent with the reason.
+choose; ROWS=none runs the online part alone, RATES=none the offline part; ROUNDS=n says how often
+each engine runs a row. A peer that cannot be set up is reported absent with the reason.
 
 The last line is JSON.
 """
@@ -43,7 +43,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,15 @@ def chosen(variable: str, default: Sequence[str]) -> list[str]:
     if not value:
         return list(default)
     return [] if value == "none" else [part.strip() for part in value.split(",")]
+
+
+def rounds(value: str | None, default: int) -> int:
+    """ROUNDS from the environment. Raises ValueError for what is no number from 1 to 99."""
+    if not value:
+        return default
+    if not value.isdecimal() or not 1 <= int(value) <= 99:
+        raise ValueError(f"ROUNDS={value} is not a number from 1 to 99")
+    return int(value)
 
 
 def gate(model: Path, formats: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -157,7 +166,7 @@ def run_offline(
             return "measured in rows with a shared prefix only"
         if contender.peer in SLOW_PEERS and row.total_tokens > plan.slow_tokens:
             return f"rows above {plan.slow_tokens} tokens are left out of a quick run"
-        if plan is QUICK and row.shared and contender.peer == OpenVino.name:
+        if row.shared and row.total_tokens > plan.slow_tokens and contender.peer == OpenVino.name:
             return "it takes a minute for this row: left out of a quick run"
         return None
 
@@ -250,7 +259,13 @@ def main() -> int:
         return 1
     # ended from outside, it ends what it started: finally clauses run
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    plan = QUICK if os.environ.get("QUICK") else FULL
+    kind = "quick" if os.environ.get("QUICK") else "full"
+    plan = QUICK if kind == "quick" else FULL
+    try:
+        plan = replace(plan, rounds=rounds(os.environ.get("ROUNDS"), plan.rounds))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
     rates = [float(rate) for rate in chosen("RATES", [str(rate) for rate in plan.rates])]
     cpus = tuple(sorted(os.sched_getaffinity(0)))
@@ -314,7 +329,6 @@ def main() -> int:
         "absent": absent,
     }
     names = [peer.name for peer in offline_peers]
-    kind = "quick" if plan is QUICK else "full"
     print(f"\n{about['cpu']}, {about['cores']} cores; {kind} run, median of {plan.rounds}\n")
     if offline:
         print(offline_table(offline, names), "\n")

@@ -5,6 +5,7 @@ Whatever holds the logits, a row's choice follows from these alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.request import SamplingParams
 
-__all__ = ["PreparedSampling", "SampleRow", "Samples", "uniforms"]
+__all__ = ["PreparedSampling", "Reshaping", "SampleRow", "Samples", "uniforms"]
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -49,9 +50,8 @@ class PreparedSampling:
         "forbidden",
         "params",
         "penalizes",
+        "reads_logits",
         "reshapes",
-        "restricts",
-        "takes_likeliest",
     )
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
@@ -76,16 +76,50 @@ class PreparedSampling:
         if params.allowed_token_ids is not None:
             self.forbidden = np.ones(vocab_size, dtype=np.bool_)
             self.forbidden[[i for i in params.allowed_token_ids if i < vocab_size]] = False
-        # some tokens may be out of the question, whatever the position
-        self.restricts = self.forbidden is not None or bool(params.bad_words)
         # logits are changed before the choice, whatever the position
-        self.reshapes = self.penalizes or bool(self.bias_ids) or self.restricts
-        # without a grammar, the likeliest token is all there is to know of a row
-        self.takes_likeliest = (
-            params.temperature <= 0.0
-            and params.logprobs is None
-            and not self.reshapes
-            and not (self.ending_ids and params.min_tokens)
+        self.reshapes = (
+            self.penalizes
+            or bool(self.bias_ids)
+            or self.forbidden is not None
+            or bool(params.bad_words)
+        )
+        # more than the likeliest token matters, even without a grammar
+        self.reads_logits = (
+            params.temperature > 0.0
+            or params.logprobs is not None
+            or self.reshapes
+            or bool(self.ending_ids and params.min_tokens)
+        )
+
+
+class Reshaping(NamedTuple):
+    """What changes a row's logits before the choice, to be applied in the order of the fields."""
+
+    # added, as often as an id is named
+    bias_ids: Sequence[int]
+    bias_values: Sequence[float]
+    # prompt and output. Positive logits are divided by the penalty and others multiplied, once a
+    # token, and nothing becomes infinite that was not; 1: nothing to do
+    tokens: NDArray[np.int32]
+    repetition_penalty: float
+    # presence is subtracted once a token, frequency as often as it occurs; 0: nothing to do
+    output: NDArray[np.int32]
+    presence_penalty: float
+    frequency_penalty: float
+    # what must not be chosen, put at minus infinity: where a mask [vocab] is true, and these ids.
+    # Last, since a penalty could make NaN of infinity
+    masks: Sequence[NDArray[np.bool_]]
+    banned_ids: Sequence[int]
+
+    @property
+    def names_tokens(self) -> bool:
+        """There is more to do than the masks."""
+        return (
+            bool(self.bias_ids)
+            or bool(self.banned_ids)
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
         )
 
 
@@ -115,9 +149,40 @@ class SampleRow(NamedTuple):
         )
 
     @property
-    def restricts(self) -> bool:
-        """Some tokens are out of the question, maybe all."""
-        return self.forbidden is not None or self.sampling.restricts
+    def reshapes(self) -> bool:
+        """The logits are changed before the choice, maybe so that no token is left."""
+        return self.sampling.reshapes or self.forbidden is not None or self.forbids_ending
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """The choice is the first of the largest raw logits."""
+        return self.sampling.params.temperature == 0.0 and not self.reshapes
+
+    def reshaping(self) -> Reshaping:
+        """What is done to the logits at this position."""
+        sampling, params = self.sampling, self.sampling.params
+        output = self.tokens[self.num_prompt_tokens :]
+        masks = (self.forbidden, sampling.forbidden)
+        banned = [word[-1] for word in params.bad_words if _ends_with(output, word[:-1])]
+        if self.forbids_ending:
+            banned += sampling.ending_ids
+        return Reshaping(
+            sampling.bias_ids,
+            sampling.bias_values,
+            self.tokens,
+            params.repetition_penalty,
+            output,
+            params.presence_penalty,
+            params.frequency_penalty,
+            [mask for mask in masks if mask is not None],
+            banned,
+        )
+
+
+def _ends_with(output: NDArray[np.int32], tail: tuple[int, ...]) -> bool:
+    return not tail or (
+        len(output) >= len(tail) and output[len(output) - len(tail) :].tolist() == list(tail)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,6 +49,19 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
+        """A matrix as it is stored, [rows, bytes per row], and GGUF's name of the type, e.g.
+        "Q4_1" or "BF16". Rows are in Hugging Face order.
+
+        Raises CheckpointError for an unknown name or what is no matrix.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back memory that holds what was read so far. Raw tensors stay readable: the system
+        reads them again."""
+        ...
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a ``.gguf`` file or a Hugging Face folder.

@@ -14,6 +14,7 @@ whole rows is exact for quantised tensors too.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -91,7 +92,9 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file: GGUFFile = read_gguf(path)
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = np.frombuffer(self._map, dtype=np.uint8)
         self._tensors: dict[str, GGUFTensor] = {}
         for tensor in self._file.tensors.values():
             name = _hugging_face_name(tensor.name)
@@ -134,15 +137,15 @@ class GGUFCheckpoint:
         return self._reorder(name, self._values(self._find(name)))
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
-        """The stored blocks of a matrix, ``[rows, bytes per row]``, and their type, e.g. "Q4_1".
-
-        Rows are in Hugging Face order. Read-only and backed by the file, except for q and k of the
-        ``llama`` architecture, which are copies.
-        """
+        """See ``base.Checkpoint``. Read-only and backed by the file, except for q and k of the
+        ``llama`` architecture, which are copies."""
         tensor = self._find(name)
         if len(tensor.shape) != 2:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}; only matrices have rows")
         return self._reorder(name, self._bytes(tensor)), tensor.type.name
+
+    def release(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def check_shapes(self) -> tuple[str, ...]:
         """Names of the model's tensors.

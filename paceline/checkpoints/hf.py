@@ -68,11 +68,7 @@ class HFCheckpoint:
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         entry = self._find(name)
-        with entry.path.open("rb") as file:
-            file.seek(entry.start)
-            data = file.read(entry.num_bytes)
-        if len(data) != entry.num_bytes:
-            raise CheckpointError(f"{entry.path} was cut short while it was open")
+        data = _read(entry)
         if entry.dtype == "BF16":
             # bfloat16 is the upper half of a float32
             upper = np.frombuffer(data, dtype="<u2").astype(np.uint32)
@@ -81,6 +77,15 @@ class HFCheckpoint:
             code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
             values = np.frombuffer(data, dtype=code).astype(np.float32)
         return values.reshape(entry.shape)
+
+    def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
+        entry = self._find(name)
+        if len(entry.shape) != 2:
+            raise CheckpointError(f"{name} has shape {list(entry.shape)}; only matrices have rows")
+        return np.frombuffer(_read(entry), dtype=np.uint8).reshape(entry.shape[0], -1), entry.dtype
+
+    def release(self) -> None:
+        """Nothing to do: what was read belongs to whoever asked for it."""
 
     def check_shapes(self) -> tuple[str, ...]:
         """Names of the model's tensors.
@@ -103,6 +108,15 @@ class HFCheckpoint:
             return self._entries[name]
         except KeyError:
             raise CheckpointError(f"{self._folder} has no tensor {name}") from None
+
+
+def _read(entry: SafetensorsEntry) -> bytes:
+    with entry.path.open("rb") as file:
+        file.seek(entry.start)
+        data = file.read(entry.num_bytes)
+    if len(data) != entry.num_bytes:
+        raise CheckpointError(f"{entry.path} was cut short while it was open")
+    return data
 
 
 def _read_entries(folder: Path) -> dict[str, SafetensorsEntry]:

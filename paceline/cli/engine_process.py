@@ -5,26 +5,33 @@ Its settings arrive as JSON on standard input; what to do with them is ``engine.
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 
 from paceline.cli.logs import configure_logging
 from paceline.cli.settings import EngineSettings
+from paceline.cli.startup import Stages, process_age
 from paceline.cli.wiring import build_core
 from paceline.engine.core import EngineCore
 from paceline.engine.process import engine_main
 from paceline.engine.types import EngineInfo
 
-__all__ = ["ARGUMENTS", "build", "main"]
+__all__ = ["build", "main"]
 
-# how a client starts this module
-ARGUMENTS = (sys.executable, "-m", "paceline.cli.engine_process")
+_log = logging.getLogger("paceline.cli")
 
 
 def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     """An engine from ``EngineSettings.to_json``."""
+    stages = Stages(process_age(), time.monotonic())
     settings = EngineSettings.from_json(config)
     configure_logging(settings.log_level, settings.log_format)
-    return build_core(settings)
+    stages.done("import", time.monotonic())
+    built = build_core(settings)
+    stages.done("build", time.monotonic())
+    stages.log(_log, "engine_built")
+    return built
 
 
 def main() -> int:

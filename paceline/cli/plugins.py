@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "load_policy", "policy_names"]
 
@@ -13,6 +16,9 @@ GROUP = "paceline.policies"
 
 
 def _found() -> dict[str, EntryPoint]:
+    # takes longer to import than most of this package
+    from importlib.metadata import entry_points
+
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
@@ -27,8 +33,10 @@ def load_policy(name: str) -> None:
     Raises:
         ConfigError: the package that offers it cannot be loaded.
     """
+    if name in POLICIES:
+        return
     entry = _found().get(name)
-    if name in POLICIES or entry is None:
+    if entry is None:
         return
     try:
         POLICIES[name] = entry.load()

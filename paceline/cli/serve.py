@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,16 +25,20 @@ from paceline.cli.options import (
     add_model_argument,
     engine_settings,
 )
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Awaitable, Callable
 
     from paceline.cli.settings import EngineSettings
     from paceline.engine.types import EngineInfo
     from paceline.server.config import ServerConfig
     from paceline.server.keys import ApiKey
+
+    # ``server.lifecycle.serve``
+    Serve = Callable[..., Awaitable[int]]
 
 __all__ = ["RESTART_WINDOW", "add_parser", "ready_line"]
 
@@ -232,8 +237,7 @@ def slo_class(text: str) -> Slo:
 
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.logs import configure_logging
-    from paceline.server.config import ServerConfig
-    from paceline.server.lifecycle import bind
+    from paceline.server.listening import bind
 
     configure_logging(args.log_level, args.log_format)
     api_keys = _api_keys(args.api_key_file)
@@ -255,27 +259,36 @@ def run(args: argparse.Namespace) -> int:
 
         import uvloop
 
-        from paceline.cli.wiring import default_sampling
+        def configure() -> ServerConfig:
+            return _server_config(args, settings, api_keys, listener.getsockname()[1])
 
-        config = ServerConfig(
-            served_model_names=tuple(args.served_model_name),
-            drain_timeout=args.drain_timeout,
-            max_body_bytes=args.max_body_size,
-            default_sampling=default_sampling(settings),
-            slo_classes={each.slo_class: each for each in args.slo_class},
-            price_per_hour=args.price_per_hour,
-            trust_request_chat_template=args.trust_request_chat_template,
-            tool_call_parser=args.tool_call_parser,
-            sse_keep_alive=args.sse_keep_alive,
-            slow_reader_timeout=args.slow_reader_timeout,
-            api_keys=api_keys,
-            otlp_endpoint=args.otlp_endpoint,
-            **limit_settings(args),
-            batches=batch_config(args, listener.getsockname()[1]),
-        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
-            return runner.run(_serve(settings, config, listener, metrics_listener, *supervision))
+            return runner.run(_serve(settings, configure, listener, metrics_listener, *supervision))
+
+
+def _server_config(
+    args: argparse.Namespace, settings: EngineSettings, api_keys: tuple[ApiKey, ...], port: int
+) -> ServerConfig:
+    from paceline.cli.wiring import default_sampling
+    from paceline.server.config import ServerConfig
+
+    return ServerConfig(
+        served_model_names=tuple(args.served_model_name),
+        drain_timeout=args.drain_timeout,
+        max_body_bytes=args.max_body_size,
+        default_sampling=default_sampling(settings),
+        slo_classes={each.slo_class: each for each in args.slo_class},
+        price_per_hour=args.price_per_hour,
+        trust_request_chat_template=args.trust_request_chat_template,
+        tool_call_parser=args.tool_call_parser,
+        sse_keep_alive=args.sse_keep_alive,
+        slow_reader_timeout=args.slow_reader_timeout,
+        api_keys=api_keys,
+        otlp_endpoint=args.otlp_endpoint,
+        **limit_settings(args),
+        batches=batch_config(args, port),
+    )
 
 
 def _warn_if_reachable(listener: socket.socket) -> None:
@@ -292,6 +305,9 @@ def _warn_if_reachable(listener: socket.socket) -> None:
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
     """Raises ConfigError for a file that cannot be read or holds something else."""
+    single = os.environ.get("PACELINE_API_KEY")
+    if path is None and not single:
+        return ()
     from paceline.core.errors import ConfigError
     from paceline.server.keys import ApiKey, parse_key_file
 
@@ -304,7 +320,6 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
         keys = parse_key_file(text, f"--api-key-file {path}")
         if not keys:
             raise ConfigError(f"--api-key-file {path} holds no key")
-    single = os.environ.get("PACELINE_API_KEY")
     if single:
         keys.append(ApiKey.of("environment", "admin", single))
     return tuple(keys)
@@ -312,30 +327,52 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
 
 async def _serve(
     settings: EngineSettings,
-    config: ServerConfig,
+    configure: Callable[[], ServerConfig],
     listener: socket.socket,
     metrics_listener: socket.socket | None,
     stall_timeout: float,
     max_restarts: int,
 ) -> int:
-    from paceline.cli.engine_process import ARGUMENTS
+    import asyncio
+
+    from paceline.cli.settings import ENGINE_PROCESS
+    from paceline.cli.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer
     from paceline.engine.client import ProcessEngineClient
     from paceline.engine.supervisor import SupervisedEngineClient
-    from paceline.server.lifecycle import serve
 
     async def engine(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
         wanted = settings if before is None else successor(settings, before.info, number)
         return await ProcessEngineClient.start(
-            ARGUMENTS,
+            ENGINE_PROCESS,
             wanted.to_json(),
             lambda: build_tokenizer(settings) if before is None else before.tokenizer,
             stall_timeout=stall_timeout,
         )
 
-    client = await SupervisedEngineClient.start(
-        engine, max_restarts=max_restarts, window=RESTART_WINDOW
+    def prepare() -> tuple[ServerConfig, Serve]:
+        from paceline.server.lifecycle import serve
+
+        return configure(), serve
+
+    stages = Stages(process_age(), time.monotonic())
+    starting = asyncio.ensure_future(
+        SupervisedEngineClient.start(engine, max_restarts=max_restarts, window=RESTART_WINDOW)
     )
+    # the engine's process first: the web framework is imported while that one loads its model
+    await asyncio.sleep(0)
+    stages.done("start", time.monotonic())
+    try:
+        config, serve = await asyncio.to_thread(prepare)
+        stages.done("web", time.monotonic())
+    except BaseException:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PacelineError):
+            await (await starting).close()
+        raise
+    client = await starting
+    # and the tokenizer, which is loaded meanwhile
+    stages.done("engine", time.monotonic())
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
     def ready(host: str, port: int) -> None:
@@ -343,6 +380,8 @@ async def _serve(
             # on standard error: programs read one line on standard output
             metrics_host, metrics_port = metrics_listener.getsockname()[:2]
             _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
+        stages.done("listen", time.monotonic())
+        stages.log(_log, "started")
         print(ready_line(client.info, name, host, port), flush=True)
 
     return await serve(
@@ -375,6 +414,7 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int) -> str:
     why = f"; auto: {info.choice}" if info.choice else ""
     return (
         f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
-        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, up to "
+        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, which is "
+        f"{info.num_blocks * info.block_bytes / 2**20:.0f} MiB when full, up to "
         f"{info.max_model_len} tokens a request{why}) - try: {curl}"
     )

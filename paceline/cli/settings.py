@@ -5,12 +5,16 @@ The server's process makes it from flags and hands it to the engine's process on
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["EngineSettings"]
+__all__ = ["ENGINE_PROCESS", "EngineSettings"]
+
+# starts a process that builds an engine from ``EngineSettings.to_json`` (``cli/engine_process.py``)
+ENGINE_PROCESS = (sys.executable, "-m", "paceline.cli.engine_process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

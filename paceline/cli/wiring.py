@@ -1,7 +1,7 @@
 """The composition root: settings in, a backend, an engine core and a tokenizer out.
 
 ``build_core`` runs in the engine's process (or in this one, for offline use); ``build_tokenizer``
-in the process that makes text. Only ``build_core`` loads torch.
+in the process that makes text. Only ``build_core`` loads torch, and only where it computes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_backend(settings: EngineSettings) -> ModelBackend:
     if settings.backend == "null":
         return _null_backend(settings)
     if settings.backend == "torch":
-        return _torch_backend(settings)
+        return _model_backend(settings)
     raise ConfigError(f"unknown backend {settings.backend!r}: use torch or null")
 
 
@@ -82,11 +82,11 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     )
 
 
-def _torch_backend(settings: EngineSettings) -> ModelBackend:
-    from paceline.backends.torch.backend import TorchBackend
+def _model_backend(settings: EngineSettings) -> ModelBackend:
+    from paceline.backends.load import load_backend
 
     assert settings.model_path is not None  # checked by EngineSettings
-    return TorchBackend.load(
+    return load_backend(
         Path(settings.model_path),
         device=settings.device,
         dtype=settings.dtype,

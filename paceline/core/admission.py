@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -34,6 +34,8 @@ class Expired(NamedTuple):
 
     request_id: str
     error: QueueFullError
+    # those that waited for its prompt and were dropped with it
+    fork_ids: tuple[str, ...] = ()
 
 
 class Admission:
@@ -45,6 +47,11 @@ class Admission:
         self._limits: list[tuple[float, int, Request]] = []
         # by QueueFullError.reason
         self.refused: Counter[str] = Counter()
+
+    def is_full(self, num_waiting: int) -> bool:
+        """Whether ``check`` refuses whoever comes."""
+        limit = self._config.max_num_waiting
+        return limit is not None and num_waiting >= limit
 
     def is_crowded(self, num_waiting: int) -> bool:
         """Whether it matters for ``check`` whose requests wait."""
@@ -74,7 +81,7 @@ class Admission:
             QueueFullError: not now.
         """
         config = self._config
-        if config.max_num_waiting is not None and num_waiting >= config.max_num_waiting:
+        if self.is_full(num_waiting):
             raise self._refusal(
                 "queue-full",
                 f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}",
@@ -111,8 +118,9 @@ class Admission:
         wait = _RETRY_SECONDS if seconds is None else max(seconds, 0.001)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
-    def limit(self, request: Request, number: int) -> None:
-        """Watch over how long a queued request waits to be started."""
+    def limit(self, request: Request) -> None:
+        """Watch over how long a queued request, whose order is known, waits to be started."""
+        number = request.order[1]
         limits = (request.slo.queue_ttl, self._config.queue_timeout_s)
         shortest = min((limit for limit in limits if limit is not None), default=None)
         if shortest is not None:
@@ -129,13 +137,15 @@ class Admission:
             found.append(heapq.heappop(self._limits)[2])
         return found
 
-    def expiry(self, request: Request, now: float, predicted: float | None) -> Expired:
+    def expiry(
+        self, request: Request, forks: Iterable[Request], now: float, predicted: float | None
+    ) -> Expired:
         """What to tell the caller of one that was not, given how long it would take now."""
         waited = now - request.arrival_time
         error = self._refusal(
             "expired", f"it waited {waited:.1f} s without being started", predicted
         )
-        return Expired(request.request_id, error)
+        return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
 
 
 def check_door(

@@ -65,10 +65,13 @@ class Deadlines:
         deadline = request.slo.deadline
         if deadline is None or request.relegated or not self._step_time.ready:
             return False
-        seconds = self._left(request) * self._step_seconds(1)
-        if request.num_uncomputed_tokens > 1:
-            seconds += self._work.prompt_seconds(request.num_uncomputed_tokens)
-        return now + seconds > request.arrival_time + deadline
+        latest = request.arrival_time + deadline - self._left(request) * self._step_seconds(1)
+        if request.num_uncomputed_tokens <= 1:
+            return now > latest
+        if now + self._work.prompt_seconds(request.num_uncomputed_tokens) <= latest:
+            return False
+        # what is cached of its prompt takes no time: looked for only if that matters
+        return now + self._work.prompt_seconds(self._waiting.num_lacking(request)) > latest
 
     def look(self, survey: Survey, now: float) -> list[Request]:
         """Say whether deadlines press, and return who is to be left out, if a step that begins at
@@ -95,7 +98,7 @@ class Deadlines:
         short = self._step_seconds(max(1, survey.num_running))
         beside = self._step_time.predict(survey.base) if survey.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
-        filling = self._waiting.num_prompt_tokens * per_token
+        filling = self._waiting.num_new_tokens * per_token
         # by request: seconds of the machine's time, and when it must have been given these: tokens
         # come one a step, and what is between them is not its own
         jobs: dict[str, tuple[float, float]] = {}
@@ -106,7 +109,7 @@ class Deadlines:
             left = surely_left(request, _QUANTILE)
             own = left * per_row
             between = max(0.0, min(left * full, left * short + filling) - own)
-            own += request.num_uncomputed_tokens * per_token
+            own += request.num_lacking_tokens * per_token
             jobs[request.request_id] = own, due - between
             end += own
             late = late or end > due - between

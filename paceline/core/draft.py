@@ -10,17 +10,20 @@ from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.token_budget import Allowance
 
-__all__ = ["Draft"]
+__all__ = ["TILE", "Draft"]
 
 # a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
 # every token of every request
 _new = tuple.__new__
 # a best-effort request that was passed over in so many steps gets a row, late or not
 _MAX_SKIPPED_STEPS: Final = 8
+# the same for those who save up for their rows: prompts in every step leave them no room for what
+# they have saved
+_MAX_SAVING_STEPS: Final = 64
 # tokens of such rows in one step at most
 _CHARITY: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
-_TILE: Final = 16
+TILE: Final = 16
 
 
 class Draft:
@@ -137,14 +140,14 @@ class Draft:
         limit, start = min(most, self.limit(request)), request.num_computed_tokens
         if limit == math.inf:
             return max(1, self.budget)
-        low, high = 1, max(1, self.budget // _TILE)
+        low, high = 1, max(1, self.budget // TILE)
         while low < high:
             middle = (low + high + 1) // 2
-            if model.predict(self.shape.plus(start, middle * _TILE)) <= limit:
+            if model.predict(self.shape.plus(start, middle * TILE)) <= limit:
                 low = middle
             else:
                 high = middle - 1
-        return low * _TILE
+        return low * TILE
 
     def spares(self, request: Request, model: StepTimeModel) -> bool:
         """Whether a best-effort request that runs gets a row: if there is room, or if it was passed
@@ -164,12 +167,10 @@ class Draft:
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
-        if limit < self.seconds:
-            # its share is saved up: it gets on without charity
-            return False
+        patience = _MAX_SAVING_STEPS if limit < self.seconds else _MAX_SKIPPED_STEPS
         wide = request.num_uncomputed_tokens > 1
-        cost = _TILE if wide else 1
-        if request.num_skipped_steps <= _MAX_SKIPPED_STEPS or cost > self.charity:
+        cost = TILE if wide else 1
+        if request.num_skipped_steps <= patience or cost > self.charity:
             return False
         self.charity -= cost
         request.num_skipped_steps = 0

@@ -45,7 +45,7 @@ def _peak(longest_first: Sequence[tuple[int, int]]) -> int:
 
 
 class MemoryOutlook:
-    """Whether memory lasts until those running, and one more, have ended. Made for one step.
+    """Whether memory lasts until those running, and one more, have ended. Good for one step.
 
     Blocks that several requests hold are counted once; a request's last block as if it were full.
 
@@ -72,6 +72,12 @@ class MemoryOutlook:
         self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
         # (minus tokens to come, tokens now) of each, sorted; None until somebody needs to know
         self._sequences: list[tuple[int, int]] | None = None
+        # tokens now of all those that run, as if nobody shared any
+        self._wanted = 0
+
+    def hold(self, num_held_blocks: int) -> None:
+        """So many blocks are in use by now; nobody was added meanwhile."""
+        self._held = num_held_blocks * self._block_size
 
     def admits(self, request: Request, num_shared_blocks: int) -> bool:
         """Whether the cache will not overflow with ``request``, of whose blocks so many are in use
@@ -80,14 +86,13 @@ class MemoryOutlook:
             return True
         if self._sequences is None:
             self._sequences = sorted(map(self._outlook, self._running))
-            held = sum(now for _, now in self._sequences)
-            self._capacity += max(0, held - self._held)
+            self._wanted = sum(now for _, now in self._sequences)
         sequence = self._newcomer(request, num_shared_blocks)
         index = bisect_left(self._sequences, sequence)
         self._sequences.insert(index, sequence)
         peak = _peak(self._sequences)
         del self._sequences[index]
-        return peak <= self._capacity
+        return peak <= self._capacity + max(0, self._wanted - self._held)
 
     def add(self, request: Request, num_shared_blocks: int) -> None:
         """It was admitted."""
@@ -132,6 +137,11 @@ class FirstTokenForecast:
         self._free_places = 0
         self._tokens_per_step = 1
 
+    @property
+    def ready(self) -> bool:
+        """Whether enough was measured to say anything."""
+        return self._step_time.ready
+
     def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
         """Take in what runs. Good until the next step or end of a request.
 
@@ -147,24 +157,24 @@ class FirstTokenForecast:
         self._tokens_per_step = max(2, tokens_per_step)
 
     def seconds(
-        self, num_prompt_tokens: int, *, tokens_ahead: int, requests_ahead: int
+        self, num_new_tokens: int, *, tokens_ahead: int, requests_ahead: int
     ) -> float | None:
         """Seconds from now to the first token; None while nothing was measured.
 
         Args:
-            num_prompt_tokens: of the request.
+            num_new_tokens: of the request, prompt tokens that are not cached.
             tokens_ahead: prompt tokens of running and waiting requests to be computed before.
             requests_ahead: waiting requests that will be admitted before.
         """
         predict = self._step_time.predict
-        if not self._step_time.ready:
+        if not self.ready:
             return None
         base, step = self._base, self._tokens_per_step
         idle_step = predict(base)
         full_step = predict(base.plus(0, step))
         ahead = tokens_ahead / step * full_step
-        own = -(-num_prompt_tokens // step)
-        rest = num_prompt_tokens - (own - 1) * step
+        own = -(-num_new_tokens // step)
+        rest = num_new_tokens - (own - 1) * step
         prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
         wait = 0.0
         missing = requests_ahead + 1 - self._free_places

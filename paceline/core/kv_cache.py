@@ -134,6 +134,10 @@ class KVCacheManager:
         """Blocks a waiting request would start with that others hold, or it itself does."""
         return sum(self.pool.ref_count(block_id) > 0 for block_id in self.starting_blocks(request))
 
+    def num_found(self, request: Request) -> int:
+        """Prompt tokens of a new request that the prefix cache holds now."""
+        return len(self.starting_blocks(request)) * self.block_size
+
     def num_lacking(self, request: Request) -> int:
         """Known tokens of a waiting request that ``admit`` would leave to be computed."""
         if request.block_ids:

@@ -83,15 +83,19 @@ class Lateness:
             return False
         if slo.best_effort:
             return self._enabled and self._deadlines.is_hopeless(request, now)
-        return (
-            slo.ttft is not None
-            and self._enabled
-            and request.first_token_time is None
-            and not request.num_pending_tokens
-            and self._step_time.ready
-            and now + self._work.prompt_seconds(request.num_uncomputed_tokens)
-            > request.arrival_time + slo.ttft
-        )
+        if (
+            slo.ttft is None
+            or not self._enabled
+            or request.first_token_time is not None
+            or request.num_pending_tokens
+            or not self._step_time.ready
+        ):
+            return False
+        latest = request.arrival_time + slo.ttft
+        if now + self._work.prompt_seconds(request.num_uncomputed_tokens) <= latest:
+            return False
+        # what is cached of its prompt takes no time: looked for only if that matters
+        return now + self._work.prompt_seconds(self._waiting.num_lacking(request)) > latest
 
     def relegate(self, request: Request) -> None:
         """Make it best effort, or less if it is that, with an order to match; the caller has it in
@@ -152,7 +156,7 @@ class Lateness:
 
         def seconds(request: Request) -> float:
             # a fork has its prompt already
-            return request.num_uncomputed_tokens * per_token
+            return request.num_lacking_tokens * per_token
 
         first = list(islice(self._policy.service_order(waiting), _MAX_TRIAGED))
         for loser in triage(first, starts + unfinished * per_token, seconds, self._group):

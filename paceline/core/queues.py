@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from paceline.core.request import Request
@@ -46,29 +46,32 @@ class RequestQueue:
     """Requests by ``order``: a heap with lazy removal, O(log n) amortised."""
 
     def __init__(self) -> None:
-        # (*order, request), flat: comparing nested tuples costs twice as much
-        self._heap: list[tuple[float, int, Request]] = []
-        self._members: dict[str, Request] = {}
+        # (*order, number of the push, request), flat: comparing nested tuples costs twice as much
+        self._heap: list[tuple[float, int, int, Request]] = []
+        # with the number of the push that counts: one that came back has an entry for each
+        self._members: dict[str, tuple[int, Request]] = {}
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._members.values())
+        return (request for _, request in self._members.values())
 
     def __contains__(self, request: Request) -> bool:
         return request.request_id in self._members
 
     def push(self, request: Request) -> None:
-        self._members[request.request_id] = request
-        heapq.heappush(self._heap, (*request.order, request))
+        self._num_pushed += 1
+        self._members[request.request_id] = (self._num_pushed, request)
+        heapq.heappush(self._heap, (*request.order, self._num_pushed, request))
 
     def peek(self) -> Request | None:
         heap = self._heap
         while heap:
             entry = heap[0]
             if self._is_live(entry):
-                return entry[2]
+                return entry[3]
             heapq.heappop(heap)
         return None
 
@@ -80,25 +83,22 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        # its heap entry goes when it surfaces, or here when most are stale. Whoever pushes it again
-        # must have changed its order
+        # its heap entry goes when it surfaces, or here when most are stale
         del self._members[request.request_id]
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
             self._heap = list(filter(self._is_live, self._heap))
             heapq.heapify(self._heap)
 
-    def _is_live(self, entry: tuple[float, int, Request]) -> bool:
-        # a member that was removed and came back with another order has an entry for each
-        key, number, request = entry
-        return (
-            self._members.get(request.request_id) is request
-            and number == request.order[1]
-            and key == request.order[0]
-        )
+    def _is_live(self, entry: tuple[float, int, int, Request]) -> bool:
+        member = self._members.get(entry[3].request_id)
+        return member is not None and member[0] == entry[2]
 
     def check_integrity(self) -> None:
-        live = [entry[2].request_id for entry in filter(self._is_live, self._heap)]
-        assert sorted(live) == sorted(self._members), "heap and members of the queue differ"
+        live = [entry for entry in self._heap if self._is_live(entry)]
+        assert sorted(entry[3].request_id for entry in live) == sorted(self._members), (
+            "heap and members of the queue differ"
+        )
+        assert all(entry[:2] == entry[3].order for entry in live), "a member's order has changed"
 
 
 class FairQueue:
@@ -128,6 +128,11 @@ class FairQueue:
     def __iter__(self) -> Iterator[Request]:
         for queue in self._tenants.values():
             yield from queue
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those that have members."""
+        return self._tenants.keys()
 
     def __contains__(self, request: Request) -> bool:
         queue = self._tenants.get(request.tenant)

@@ -228,6 +228,8 @@ class Request:
     num_tokens: int = field(init=False)
     # most tokens this request can ever hold
     max_total_tokens: int = field(init=False)
+    # of the prompt, tokens that were not in the prefix cache when it came; set by the scheduler
+    num_new_tokens: int = field(init=False)
     # tokens that may end it
     stop_ids: frozenset[int] = field(init=False)
     # tokens whose keys and values are cached, or will be once planned steps ran
@@ -259,6 +261,8 @@ class Request:
     num_recomputed_tokens: int = 0
     # steps in a row in which a running best-effort request got nothing
     num_skipped_steps: int = 0
+    # seconds for which it was the first of best effort to wait
+    seconds_first: float = 0.0
     # admissions that overtook this request while it headed the queue
     times_bypassed: int = 0
     num_restored_tokens: int = 0
@@ -280,6 +284,7 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
+        self.num_new_tokens = self.num_prompt_tokens
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.stop_ids = self.sampling.eos_token_ids | self.sampling.stop_token_ids
 
@@ -297,6 +302,13 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Tokens, known or pending, that still need a forward pass."""
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def num_lacking_tokens(self) -> int:
+        """The same, less what a request that has not begun will find in the prefix cache, as far as
+        was known when it came."""
+        found = 0 if self.num_computed_tokens else self.num_prompt_tokens - self.num_new_tokens
+        return self.num_uncomputed_tokens - found
 
     def append_output(self, token_id: int) -> FinishReason | None:
         """Add one sampled token. Returns why the output ends with it, or None if it goes on."""

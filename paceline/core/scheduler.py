@@ -22,8 +22,6 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Iterable
 from itertools import chain
 
@@ -31,24 +29,26 @@ from paceline.core.admission import Admission, Expired, check_door
 from paceline.core.census import ClassUse, take_census
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.draft import Draft
+from paceline.core.flight import StepsInFlight
 from paceline.core.forecast import FirstTokenForecast
 from paceline.core.forks import Forks
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.lengths import LengthHistory
-from paceline.core.news import append_all, update_of
+from paceline.core.news import update_of
 from paceline.core.outputs import (
     RequestUpdate,
-    ScheduledRow,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
 )
 from paceline.core.planner import Planner
-from paceline.core.policies import FcfsPolicy, PolicyContext, SchedulingPolicy, make_policy
+from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.pressure import Pressure, PressureValve
+from paceline.core.prospects import Prospects
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.results import Results
 from paceline.core.shares import TenantShares
-from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.step_time import StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
 from paceline.core.waiting import WaitingRoom
@@ -57,13 +57,6 @@ from paceline.core.work import WorkEstimator, label_of
 
 __all__ = ["Scheduler"]
 
-# a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
-# every token of every request
-_new = tuple.__new__
-# what holds requests up until one that runs ends
-_FULL = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
-# of a step's time by its prediction: few steps take less
-_EARLY = 0.1
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
 
@@ -96,10 +89,7 @@ class Scheduler:
                 best_effort_step_s=config.best_effort_step_s,
                 background_share=config.background_share,
             )
-        # most policies do not count what was served: not asking them saves a call for every token
-        self._policy_listens = getattr(type(self.policy), "served", None) is not FcfsPolicy.served
         self.valve = PressureValve(config.pressure_threshold)
-        self.forecast = FirstTokenForecast(self.step_time, work)
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
         self._shares = TenantShares()
@@ -116,27 +106,23 @@ class Scheduler:
             work=work,
             budget=self.budget,
         )
-        # requests of planned steps whose result is not in yet, step by step, and predicted seconds
-        self._in_flight: deque[tuple[int, list[Request], StepShape, float]] = deque()
-        # when the last of them is predicted to end
-        self._busy_until = 0.0
+        self._running = self._planner.running
+        self._steps = StepsInFlight(self.step_time, config.plan_lead_s)
+        self._prospects = Prospects(
+            FirstTokenForecast(self.step_time, work),
+            self._waiting,
+            self._running,
+            max_num_seqs=config.max_num_seqs,
+            tokens_per_step=config.max_num_batched_tokens,
+        )
+        self._results = Results(self.policy, self._running, self._prospects, self._finish)
         # who was dropped before being started, until somebody asks
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
-        # what held the head of the queue up in the last step, and its prompt tokens
-        self._held_by: Reason | None = None
-        self._chunk = config.max_num_batched_tokens
-        # prompt tokens running requests lacked when the forecast last looked, and at which step
-        self._tokens_running = 0
-        self._looked_at = -1
         self._num_added = 0
         self._num_steps = 0
         self._num_discarded_tokens = 0
-        self._num_prefill_tokens = 0
-        self._num_decode_tokens = 0
-        self._predicted_seconds = 0.0
-        self._actual_seconds = 0.0
 
     # ------------------------------------------------------------------ events in
 
@@ -150,9 +136,11 @@ class Scheduler:
         check_door(request, self._requests, self.config, self.cache)
         request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         if request.fork_of is None:
-            request.predicted_ttft = self._predict_ttft(request)
-            request.forecast_bias = self.forecast.bias
             waiting = len(self._waiting) + len(self._forks)
+            if not self._admission.is_full(waiting):
+                self.kv.hash_prompt(request)
+                request.num_new_tokens -= self.kv.num_found(request)
+            self._prospects.note(request)
             own = 0
             if (
                 self.policy.keeps_tenants_apart
@@ -161,10 +149,10 @@ class Scheduler:
             ):
                 own = self._num_waiting_of(request.tenant)
             self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
-            self._admission.limit(request, self._num_added)
-            self.kv.hash_prompt(request)
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
+        if request.fork_of is None:
+            self._admission.limit(request)
         self._requests[request.request_id] = request
         self._shares.came(request.tenant)
         if request.fork_of is None:
@@ -181,7 +169,7 @@ class Scheduler:
             self._forks.add(parent, request)
 
     def _num_waiting_of(self, tenant: str) -> int:
-        running = sum([r.tenant == tenant for r in self._planner.running])
+        running = sum([r.tenant == tenant for r in self._running.requests])
         return self._shares.unfinished(tenant) - running
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
@@ -200,26 +188,6 @@ class Scheduler:
         self._expired.clear()
         return expired
 
-    def _predict_ttft(self, request: Request) -> float | None:
-        """Seconds to the first token if it were queued now; None while nothing is known."""
-        if not self.step_time.ready:
-            return None
-        if self._looked_at != self._num_steps:
-            self._looked_at = self._num_steps
-            full = bool(len(self._waiting)) and self._held_by in _FULL
-            running = self._planner.running
-            free = 0 if full else self.config.max_num_seqs - len(running)
-            self.forecast.look(running, free_places=free, tokens_per_step=self._chunk)
-            self._tokens_running = sum(
-                max(0, r.num_uncomputed_tokens - 1) for r in running if not r.slo.best_effort
-            )
-        requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
-        return self.forecast.seconds(
-            request.num_prompt_tokens,
-            tokens_ahead=self._tokens_running + tokens_ahead,
-            requests_ahead=requests_ahead,
-        )
-
     def _drop_expired(self, now: float) -> None:
         for request in self._admission.expired(now):
             if (
@@ -227,10 +195,11 @@ class Scheduler:
                 and self._requests.get(request.request_id) is request
                 and request.status is RequestStatus.WAITING
             ):
-                for fork in self._forks.of(request):
+                forks = self._forks.of(request)
+                for fork in forks:
                     self._finish(fork, FinishReason.ABORT)
-                predicted = self._predict_ttft(request)
-                self._expired.append(self._admission.expiry(request, now, predicted))
+                predicted = self._prospects.predict(request)
+                self._expired.append(self._admission.expiry(request, forks, now, predicted))
                 self._finish(request, FinishReason.ABORT)
 
     # ------------------------------------------------------------------ plans out
@@ -240,23 +209,52 @@ class Scheduler:
         """When the next step is best planned while one runs: as late as can be, so that whoever
         arrives until then is in it, and yet before the one that runs has ended. Minus infinity:
         at once."""
-        if not self._in_flight or not self.step_time.ready:
-            return -math.inf
-        seconds = self._in_flight[-1][3]
-        # most steps take at least so much of what was predicted
-        surely = min(1.0, self.step_time.quantile(_EARLY))
-        return self._busy_until - (1.0 - surely) * seconds - self.config.plan_lead_s
+        return self._steps.plan_at
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step and move the counters as if it had run.
 
         An empty plan (no rows) is not to be executed and not to be passed to ``update``.
         """
-        running = self._planner.running
+        running = self._running.requests
         self._drop_expired(now)
         pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
-        # steps run one after another, so this one starts when those planned before it have ended
-        starts = max(now, self._busy_until) if self._in_flight else now
+        starts = self._steps.starts(now)
+        survey = self._survey(starts)
+        allowance = self.budget.allow(survey, starts)
+        self._prospects.tokens_per_step = chunk = allowance.tokens - len(running)
+        draft = Draft(allowance)
+        if pressure >= Pressure.SMALL_CHUNKS:
+            draft.budget = min(draft.budget, len(running) + max(_MIN_CHUNK, chunk // 4))
+        self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
+        held_by = self._planner.fill(
+            draft, survey, now, starts=starts, held=self.wake_at is not None, pressure=pressure
+        )
+        held_by = held_by if len(self._waiting) else None
+        self._prospects.held_by = held_by
+        self._waiting.clocks.note(held_by, now)
+        if not draft.rows:
+            return SchedulerOutput(self._num_steps, (), (), (), (), 0)
+        if held_by is Reason.SLOTS or held_by is Reason.BUDGET:
+            self._waiting.prefetch()
+        plan = SchedulerOutput(
+            self._num_steps,
+            tuple(draft.rows),
+            tuple(draft.new),
+            tuple(draft.copies),
+            tuple(self._running.released),
+            draft.num_tokens,
+            *self.kv.take_swaps(),
+        )
+        self._num_steps += 1
+        self._running.released.clear()
+        self._steps.push(plan.step_id, draft.requests, draft.shape, starts)
+        self._prospects.forget()
+        return plan
+
+    def _survey(self, starts: float) -> Survey:
+        """What runs, once those of it who are late have made way."""
+        running = self._running.requests
         survey = Survey.of(running)
         lateness = self._planner.lateness
         moved = lateness.relegate_running(running, survey.wide, starts)
@@ -264,39 +262,9 @@ class Scheduler:
             survey = Survey.of(running)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
-            survey.favour(self._planner.favourable_tokens(head))
+            survey.favour(self._planner.intake.favourable_tokens(head))
             survey.shared = self._shares.are_several
-        allowance = self.budget.allow(survey, starts)
-        self._chunk = allowance.tokens - len(running)
-        draft = Draft(allowance)
-        if pressure >= Pressure.SMALL_CHUNKS:
-            draft.budget = min(draft.budget, len(running) + max(_MIN_CHUNK, self._chunk // 4))
-        self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
-        held_by = self._planner.fill(
-            draft, survey, now, starts=starts, held=self.wake_at is not None, pressure=pressure
-        )
-        self._held_by = held_by if len(self._waiting) else None
-        self._waiting.clocks.note(self._held_by, now)
-        if not draft.rows:
-            return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        if self._held_by is Reason.SLOTS or self._held_by is Reason.BUDGET:
-            self._waiting.prefetch()
-        plan = SchedulerOutput(
-            self._num_steps,
-            tuple(draft.rows),
-            tuple(draft.new),
-            tuple(draft.copies),
-            tuple(self._planner.released),
-            draft.num_tokens,
-            *self.kv.take_swaps(),
-        )
-        self._num_steps += 1
-        self._planner.released.clear()
-        shape = draft.shape
-        seconds = self.step_time.predict(shape)
-        self._in_flight.append((plan.step_id, draft.requests, shape, seconds))
-        self._busy_until = starts + seconds
-        return plan
+        return survey
 
     # ------------------------------------------------------------------ results in
 
@@ -308,115 +276,26 @@ class Scheduler:
         Tokens of requests that ended meanwhile are dropped. ``tell_all=False`` returns the news of
         requests that ended alone: a simulator has nobody to stream tokens to.
         """
-        self._looked_at = -1
-        step_id, requests, shape, _ = self._in_flight.popleft()
-        assert step_id == plan.step_id == result.step_id, "results must come in plan order"
-        self._num_prefill_tokens += shape.wide_tokens
-        self._num_decode_tokens += shape.narrow_rows
-        # the next one has just begun
-        self._busy_until = now + sum([step[3] for step in self._in_flight])
-        if result.elapsed > 0.0:
-            ready = self.step_time.ready
-            predicted = self.step_time.observe(shape, result.elapsed)
-            if ready:
-                self._predicted_seconds += predicted
-                self._actual_seconds += result.elapsed
-        failed = dict(result.errors)
-        logprobs = result.logprobs or (None,) * len(plan.rows)
-        updates: list[RequestUpdate] = []
-        served = self.policy.served
-        listens = self._policy_listens
-        ended = False
-        # looked up once: this loop turns once for every token
-        finished, samples_at = RequestStatus.FINISHED, ScheduledRow._fields.index("samples")
-        append = updates.append
-        for request, row, token_ids, row_logprobs in zip(
-            requests, plan.rows, result.sampled, logprobs, strict=True
-        ):
-            samples = row[samples_at]
-            if samples:
-                request.num_pending_tokens -= 1
-            if request.status is finished:
-                continue
-            if failed and row.request_id in failed:
-                self._finish(request, FinishReason.ERROR, prune=False)
-                updates.append(update_of(request, (), None, failed[row.request_id]))
-                ended = True
-                continue
-            if not samples:
-                continue
-            total = request.num_tokens + 1
-            if (
-                len(token_ids) == 1
-                and total < request.max_total_tokens
-                and token_ids[0] not in request.stop_ids
-                and request.first_token_time is not None
-            ):
-                # nearly all, by the shortest way: the other branch would do the same
-                request.output_token_ids.append(token_ids[0])
-                request.num_tokens = total
-            else:
-                if request.first_token_time is None:
-                    request.first_token_time = now
-                    self._learn_ttft(request, now)
-                token_ids, reason = append_all(request, token_ids)
-                if reason is not None:
-                    last = request.output_token_ids[-1]
-                    if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
-                        request.stop_reason = last
-                    self._finish(request, reason, prune=False)
-                    ended = True
-                    served(request, 0, len(token_ids))
-                    append(update_of(request, token_ids, row_logprobs))
-                    continue
-            if listens:
-                served(request, 0, len(token_ids))
-            if not tell_all:
-                continue
-            # what update_of would make, without the call
-            news = (
-                request.request_id,
-                token_ids,
-                row_logprobs,
-                None,
-                None,
-                request.num_cached_tokens,
-                request.first_scheduled_time,
-                request.num_preemptions,
-                None,
-                None,
-            )
-            append(_new(RequestUpdate, news))
-        if ended:
-            self._planner.running[:] = [
-                r for r in self._planner.running if r.status is RequestStatus.RUNNING
-            ]
-        return tuple(updates)
-
-    def _learn_ttft(self, request: Request, now: float) -> None:
-        """Take in what became of a forecast, where it was of what then happened."""
-        if (
-            request.predicted_ttft is not None
-            and not request.slo.best_effort
-            and not request.num_preemptions
-        ):
-            self.forecast.learn(
-                request.predicted_ttft / request.forecast_bias, now - request.arrival_time
-            )
+        self._prospects.forget()
+        requests = self._steps.pop(plan, result, now)
+        return self._results.take_in(plan, requests, result, now, tell_all=tell_all)
 
     def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
         """End a request and free its blocks; ``prune`` takes it out of the running list too."""
-        self._looked_at = -1
+        self._prospects.forget()
         if request.status is RequestStatus.RUNNING:
-            self._planner.released.append(request.request_id)
+            self._running.released.append(request.request_id)
             if prune:
-                self._planner.running.remove(request)
+                self._running.requests.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
         else:
             self._forks.remove(request)
         for child in self._forks.take(request):
+            # it stands on its own
             self._waiting.enter(child, child.arrival_time)
+            if request.first_scheduled_time is None:
+                self._admission.limit(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
@@ -436,21 +315,22 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Steps planned whose result is not in."""
-        return len(self._in_flight)
+        return len(self._steps)
 
     def stats(self) -> SchedulerStats:
         deferred = len(self._forks)
+        held_by = self._prospects.held_by
         return SchedulerStats(
-            num_running=len(self._planner.running),
+            num_running=len(self._running.requests),
             num_waiting=len(self._waiting) + deferred,
             num_waiting_capacity=len(self._waiting),
             num_waiting_deferred=deferred,
             num_blocks=self.cache.num_blocks,
             num_free_blocks=self.kv.pool.num_free,
-            num_preemptions=self._planner.num_preemptions,
+            num_preemptions=self._running.num_preemptions,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
-            num_recomputed_tokens=self._planner.num_recomputed_tokens,
+            num_recomputed_tokens=self._planner.intake.num_recomputed_tokens,
             num_swapped_out_blocks=self.kv.num_swapped_out,
             num_swapped_in_blocks=self.kv.num_swapped_in,
             num_relegated=self._planner.lateness.num_relegated,
@@ -458,24 +338,24 @@ class Scheduler:
             refused=tuple(self._admission.refused.items()),
             waited=tuple(zip(REASONS, self._waiting.clocks.reading(), strict=True)),
             pressure_level=self.valve.level,
-            predicted_step_seconds=self._predicted_seconds,
-            actual_step_seconds=self._actual_seconds,
-            num_prefill_tokens=self._num_prefill_tokens,
-            num_decode_tokens=self._num_decode_tokens,
+            predicted_step_seconds=self._steps.predicted_seconds,
+            actual_step_seconds=self._steps.actual_seconds,
+            num_prefill_tokens=self._steps.num_prefill_tokens,
+            num_decode_tokens=self._steps.num_decode_tokens,
             num_cached_free_blocks=self.kv.pool.num_cached_free,
             num_host_blocks=self.cache.num_host_blocks,
             num_free_host_blocks=self.kv.num_free_host_blocks,
-            held_by=None if self._held_by is None else REASONS[self._held_by],
+            held_by=None if held_by is None else REASONS[held_by],
         )
 
     def census(self) -> tuple[ClassUse, ...]:
         """Who runs and waits now, by SLO class; takes too long for every step."""
-        return take_census(self._planner.running, chain(self._waiting, self._forks))
+        return take_census(self._running.requests, chain(self._waiting, self._forks))
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
         forks = list(self._forks)
-        running = self._planner.running
+        running = self._running.requests
         known = [*running, *self._waiting, *forks]
         assert len(known) == len(self._requests), "a request is lost or in two places"
         assert {id(r) for r in known} == {id(r) for r in self._requests.values()}
@@ -488,7 +368,7 @@ class Scheduler:
             assert request.status is RequestStatus.WAITING
             assert not request.block_ids or request.fork_of or request.num_swapped_tokens
         for request in known:
-            flying = sum(r is request for step in self._in_flight for r in step[1])
+            flying = self._steps.num_rows(request)
             assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
             assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
         for fork in forks:

@@ -13,7 +13,8 @@ step-time model:
 * Best-effort work that runs alone is cut into short steps, so that whoever arrives is served soon.
 * Work that nobody waits for (best effort, no targets) pays for the time by which it lengthens the
   steps of others: each of their steps earns it a share of its own time, saved up to what a small
-  chunk takes. So the others' mean time per token grows by that share at most.
+  chunk takes, or the longest of its rows. So the others' mean time per token grows by that share at
+  most.
 
 This module does not know the queue, memory or the clock.
 """
@@ -168,8 +169,13 @@ class AdaptiveTokenBudget:
             return allowance._replace(background=0.0)
         base = running.base
         own = self._model.predict(base)
-        most = self._model.predict(base.plus(0, self._tile)) - own
-        self._credit = min(self._credit + share * own, max(most, share * own))
+        most = max(share * own, self._model.predict(base.plus(0, self._tile)) - own)
+        saved = self._credit + share * own
+        if saved > most:
+            # or one with many keys could never be paid for
+            rows = (r.num_computed_tokens for r in running.best_effort if r.slo.background)
+            most = max(most, self._model.row_seconds(max(rows, default=0)))
+        self._credit = min(saved, most)
         return allowance._replace(background=own + max(0.0, self._credit))
 
     @property

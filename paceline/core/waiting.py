@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.queues import WaitingQueue
-from paceline.core.request import Band, Request
+from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.waits import WaitClocks
 
 __all__ = ["WaitingRoom"]
@@ -108,10 +108,10 @@ class WaitingRoom:
         """Put a request at its place; one that was taken goes on waiting."""
         band = request.band
         self._size += 1
-        self._num_tokens[band] += request.num_prompt_tokens
+        self._num_tokens[band] += request.num_new_tokens
         if request.favoured:
             self._num_favoured[band] += 1
-            self._favoured_tokens[band] += request.num_prompt_tokens
+            self._favoured_tokens[band] += request.num_new_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
         if _is_targeted(request):
@@ -140,6 +140,11 @@ class WaitingRoom:
         """The first of all: best effort only if nobody else waits."""
         return self._queues[0].peek() or self.peek(best_effort=True)
 
+    def first_best_effort(self) -> Request | None:
+        """Of best effort, whoever comes first by order alone."""
+        heads = [queue.peek() for queue in self._queues[1:]]
+        return min((head for head in heads if head is not None), key=_ORDER, default=None)
+
     def take(self, head: Request) -> None:
         """Take out what ``peek`` or ``first`` has just shown."""
         taken = self._queues[head.band].pop()
@@ -147,17 +152,17 @@ class WaitingRoom:
         self._uncount(head)
 
     def remove(self, request: Request) -> None:
-        """Take a member out, wherever it stands. It may come back as best effort."""
+        """Take a member out, wherever it stands. It may come back in another band."""
         self._queues[request.band].remove(request)
         self._uncount(request)
 
     def _uncount(self, request: Request) -> None:
         band = request.band
         self._size -= 1
-        self._num_tokens[band] -= request.num_prompt_tokens
+        self._num_tokens[band] -= request.num_new_tokens
         if request.favoured:
             self._num_favoured[band] -= 1
-            self._favoured_tokens[band] -= request.num_prompt_tokens
+            self._favoured_tokens[band] -= request.num_new_tokens
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
@@ -174,9 +179,9 @@ class WaitingRoom:
         return self._targeted
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
-        """(requests, prompt tokens) taken to be served before a newcomer: all of them, less best
-        effort unless it is that itself. Before a favoured one only those that are favoured too: the
-        others wait for it."""
+        """(requests, new prompt tokens) taken to be served before a newcomer: all of them, less
+        best effort unless it is that itself. Before a favoured one only those that are favoured
+        too: the others wait for it."""
         band = request.band
         bands = Band.BACKGROUND if Band.ORDINARY < band < Band.BACKGROUND else band + 1
         if request.favoured:
@@ -184,9 +189,16 @@ class WaitingRoom:
         return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Of all members."""
+    def num_new_tokens(self) -> int:
+        """Of all members: prompt tokens that were not in the prefix cache when they came."""
         return sum(self._num_tokens)
+
+    def num_lacking(self, request: Request) -> int:
+        """Tokens of a member that would have to be computed if it were let in now; of one that
+        runs, those that it lacks."""
+        if request.status is RequestStatus.RUNNING:
+            return request.num_uncomputed_tokens
+        return self._kv.num_lacking(request)
 
     def prefetch(self) -> None:
         """Fetch the swapped blocks of the first, if it has any and there is room."""
@@ -220,8 +232,8 @@ class WaitingRoom:
         assert sorted(filter(None, promises)) == self.promised
         for band, queue in enumerate(self._queues):
             assert all(request.band == band for request in queue)
-            assert sum(request.num_prompt_tokens for request in queue) == self._num_tokens[band]
-            favoured = [request.num_prompt_tokens for request in queue if request.favoured]
+            assert sum(request.num_new_tokens for request in queue) == self._num_tokens[band]
+            favoured = [request.num_new_tokens for request in queue if request.favoured]
             assert len(favoured) == self._num_favoured[band]
             assert sum(favoured) == self._favoured_tokens[band]
             queue.check_integrity()

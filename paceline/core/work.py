@@ -52,11 +52,11 @@ class WorkEstimator:
         return self._step_time.predict(StepShape().plus(0, max(2, num_tokens)))
 
     def seconds(self, request: Request) -> float:
-        """The share of the engine's time that the rest of ``request`` needs."""
+        """The share of the engine's time that a new request needs."""
         output = self.output_tokens(request) - (request.num_tokens - request.num_prompt_tokens)
-        prompt = request.num_prompt_tokens
+        prompt, new = request.num_prompt_tokens, request.num_new_tokens
         if not self._step_time.ready:
-            return _PROMPT_SECONDS * prompt + _OUTPUT_SECONDS * output
+            return _PROMPT_SECONDS * new + _OUTPUT_SECONDS * output
         idle = self._step_time.predict(StepShape())
         row = self._step_time.predict(StepShape().plus(prompt + output // 2, 1)) - idle
-        return self.prompt_seconds(prompt) + output * row
+        return self.prompt_seconds(new) + output * row

@@ -26,6 +26,7 @@ from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.frontend import EngineFrontend
 from paceline.engine.in_flight import read_in_flight
 from paceline.engine.messages import (
+    IPC,
     ClientMessage,
     Dead,
     Launch,
@@ -34,7 +35,6 @@ from paceline.engine.messages import (
     decode_engine_message,
     encode,
 )
-from paceline.engine.process import IPC
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
 

@@ -112,7 +112,8 @@ class EngineCore:
         """Requests that were dropped before they were started, once each."""
         expired = self.scheduler.take_expired()
         if expired and self._recorder is not None:
-            self._recorder.ended([entry.request_id for entry in expired], self._clock())
+            ended = [name for entry in expired for name in (entry.request_id, *entry.fork_ids)]
+            self._recorder.ended(ended, self._clock())
         return expired
 
     def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:

@@ -34,17 +34,29 @@ class IncrementalDetokenizer:
         window    [ context | ids since | ids of an open character ]
                   ^ starts a character  ^ _cut: text up to here is delivered
 
-    The work per id is constant: the window is never longer than ``_WINDOW`` plus one push.
+    The work per id is constant: the window is never longer than ``_WINDOW`` plus one push. Ids
+    whose text depends on no neighbour (``token_text``) pass by the window while no character is
+    open: such a tokenizer's window is no context for anybody.
 
     One deviation: a decoder with byte fallback turns a whole run of byte tokens into U+FFFD when
     any part of the run is malformed. Well-formed characters at the start of such a run have been
     delivered by then, and stay.
     """
 
-    __slots__ = ("_before_cut", "_cut", "_delivered", "_skip", "_tokenizer", "_utf8", "_window")
+    __slots__ = (
+        "_before_cut",
+        "_cut",
+        "_delivered",
+        "_skip",
+        "_text_of",
+        "_tokenizer",
+        "_utf8",
+        "_window",
+    )
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._text_of = tokenizer.token_text
         self._skip = tokenizer.special_token_ids if skip_special_tokens else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
@@ -57,6 +69,17 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next ids; return the text they complete, possibly none."""
         window = self._window
+        if self._cut == len(window):
+            # one after the other is how most of them come
+            if len(token_ids) == 1:
+                (token_id,) = token_ids
+                if self._skip is not None and token_id in self._skip:
+                    return ""
+                text = self._text_of(token_id)
+            else:
+                text = self._plain(token_ids)
+            if text is not None:
+                return text
         old_cut = self._cut
         for token_id in token_ids:
             # decoders drop special ids before they look at neighbours, so they are no context
@@ -85,7 +108,21 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """The rest of the text, after which nothing may be pushed: bytes that never became a
         character end as U+FFFD."""
+        if self._cut == len(self._window):
+            return ""
         return self._decode(self._window)[self._delivered :]
+
+    def _plain(self, token_ids: Sequence[int]) -> str | None:
+        """Their text by itself; None if one of them has none."""
+        texts = []
+        for token_id in token_ids:
+            if self._skip is not None and token_id in self._skip:
+                continue
+            text = self._text_of(token_id)
+            if text is None:
+                return None
+            texts.append(text)
+        return "".join(texts)
 
     def _cut_at(self, index: int) -> None:
         if index > self._cut:

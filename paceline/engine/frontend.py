@@ -6,6 +6,7 @@
 
 A stream holds what its reader has not taken yet. A slow reader gets several deltas joined into one,
 so it costs memory for its text and nothing else, and it never slows the engine or other readers.
+A reader who waits may be spared the wake-up: its sink (``protocol.Sink``) is asked first.
 
 Everything here runs on one event loop. Subclasses carry messages: ``_send`` out, ``_receive`` in.
 """
@@ -22,7 +23,6 @@ from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
     InvalidRequestError,
-    PacelineError,
 )
 from paceline.engine.messages import (
     Abort,
@@ -34,7 +34,7 @@ from paceline.engine.messages import (
     Refused,
 )
 from paceline.engine.output_processor import OutputProcessor, merge_outputs
-from paceline.engine.protocol import Tokenizer
+from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.types import (
     EngineFaults,
     EngineInfo,
@@ -56,36 +56,62 @@ _ABORT_GRACE: Final = 5.0
 class _Stream:
     """Outputs of one request between the engine and its reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, sink: Sink | None) -> None:
+        self._sink = sink
         self._unread: list[GenerationOutput] = []
-        self._error: PacelineError | None = None
-        self._news = asyncio.Event()
+        self._error: Exception | None = None
+        # what the one reader waits on, while it does
+        self._waiting: asyncio.Future[None] | None = None
+        # something was read: the sink is not asked before
+        self._begun = False
         # of all choices, read or not
         self.num_output_tokens = 0
 
     def put(self, output: GenerationOutput) -> None:
-        self._unread.append(output)
         self.num_output_tokens = output.num_output_tokens
+        waiting = self._waiting
+        if (
+            self._sink is not None
+            and self._begun
+            # it has not been woken, so there is nothing unread and no error
+            and waiting is not None
+            and not waiting.done()
+            and not output.finished
+        ):
+            try:
+                if self._sink(output):
+                    return
+            except Exception as error:
+                self.fail(error)
+                return
+        self._unread.append(output)
         if len(self._unread) >= _UNREAD:
             self._unread = [merge_outputs(self._unread)]
-        self._news.set()
+        self._wake()
 
-    def fail(self, error: PacelineError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the stream; what is unread is still read first."""
         self._error = error
-        self._news.set()
+        self._wake()
 
     async def get(self) -> GenerationOutput:
         """Everything unread as one output; waits if there is nothing."""
-        await self._news.wait()
-        if self._unread:
-            output = merge_outputs(self._unread)
-            self._unread.clear()
-            if self._error is None:
-                self._news.clear()
-            return output
-        assert self._error is not None, "news without output or error"
-        raise self._error
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        self._begun = True
+        output = merge_outputs(self._unread)
+        self._unread.clear()
+        return output
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class EngineFrontend(abc.ABC):
@@ -146,7 +172,9 @@ class EngineFrontend(abc.ABC):
         stream = self._streams.get(request_id)
         return 0 if stream is None else stream.num_output_tokens
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def generate(
+        self, request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         """See ``EngineClient.generate``. Leave it by ``aclose`` or a cancelled task, and the
         engine stops working on the request at once."""
         self._raise_if_dead()
@@ -155,7 +183,7 @@ class EngineFrontend(abc.ABC):
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         self._processor.add(request)
-        stream = self._streams[request.request_id] = _Stream()
+        stream = self._streams[request.request_id] = _Stream(sink)
         if self._idle.is_set():
             self._idle.clear()
             self._progress_at = time.monotonic()

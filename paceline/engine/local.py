@@ -17,7 +17,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.frontend import EngineFrontend
 from paceline.engine.loop import EngineLoop, engine_stats
 from paceline.engine.messages import ClientMessage, Dead, EngineMessage, Shutdown
-from paceline.engine.protocol import Tokenizer
+from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.types import EngineInfo, GenerationOutput, GenerationRequest
 
 __all__ = ["LocalEngineClient"]
@@ -56,13 +56,15 @@ class LocalEngineClient(EngineFrontend):
     def info(self) -> EngineInfo:
         return self._info
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def generate(
+        self, request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         loop = asyncio.get_running_loop()
         if self._event_loop is None or self._event_loop.is_closed():
             self._event_loop = loop
         elif self._event_loop is not loop:
             raise RuntimeError("a LocalEngineClient serves one event loop at a time")
-        outputs = super().generate(request)
+        outputs = super().generate(request, sink)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

@@ -261,5 +261,6 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         policy=config.policy,
         enable_prefix_caching=cache.enable_prefix_caching,
         kv_dtype=backend.kv_dtype or backend.dtype,
+        block_bytes=backend.block_bytes,
         choice=backend.choice,
     )

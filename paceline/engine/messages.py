@@ -30,6 +30,7 @@ from paceline.core.outputs import RequestUpdate, TokenLogprobs
 from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
 
 __all__ = [
+    "IPC",
     "Abort",
     "Add",
     "ClientMessage",
@@ -44,6 +45,9 @@ __all__ = [
     "decode_engine_message",
     "encode",
 ]
+
+# what the addresses in ``Launch`` begin with
+IPC: Final = "ipc://"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

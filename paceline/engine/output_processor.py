@@ -75,19 +75,20 @@ class _Request:
 
     def output(self, choices: tuple[ChoiceDelta, ...]) -> GenerationOutput:
         times = None
+        request = self.request
         if self.first_token is not None:
             times = RequestTimes(
-                arrival=self.request.arrival_time,
+                arrival=request.arrival_time,
                 first_scheduled=self.first_scheduled,
                 first_token=self.first_token,
                 last_token=self.last_token,
             )
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return GenerationOutput(
-            request_id=self.request.request_id,
+            request_id=request.request_id,
             choices=choices,
             prompt_logprobs=prompt_logprobs,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             finished=not self.live,
@@ -124,6 +125,15 @@ class _Choice:
         if self.detokenizer is None:
             self.num_tokens += len(token_ids)
             return self._delta(update, "", len(token_ids), reason)
+        if self.stops is None and reason is None and update.logprobs is None:
+            # nearly all of them
+            self.num_tokens += len(token_ids)
+            return ChoiceDelta(
+                index=self.index,
+                text=self.detokenizer.push(token_ids),
+                token_ids=token_ids,
+                error=update.error,
+            )
         text = ""
         min_tokens = self.owner.request.sampling.min_tokens
         spoken = len(token_ids)
@@ -257,7 +267,7 @@ class OutputProcessor:
                 dropped.
             now: when the tokens arrived, for ``RequestTimes``.
         """
-        touched: dict[_Request, dict[int, ChoiceDelta]] = {}
+        touched: dict[_Request, list[ChoiceDelta]] = {}
         to_abort: list[str] = []
         for update in updates:
             choice = self._choices.get(update.request_id)
@@ -278,10 +288,12 @@ class OutputProcessor:
                     to_abort.append(update.request_id)
                 if not owner.live:
                     del self._requests[owner.request.request_id]
-            deltas = touched.setdefault(owner, {})
-            known = deltas.get(delta.index)
-            deltas[delta.index] = delta if known is None else _merge_deltas((known, delta))
-        outputs = tuple(owner.output(tuple(deltas.values())) for owner, deltas in touched.items())
+            deltas = touched.get(owner)
+            if deltas is None:
+                touched[owner] = [delta]
+            else:
+                _add(deltas, delta)
+        outputs = tuple([owner.output(tuple(deltas)) for owner, deltas in touched.items()])
         return Processed(outputs, tuple(to_abort))
 
 
@@ -297,6 +309,15 @@ def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
     choices = tuple(_merge_deltas(deltas[index]) for index in sorted(deltas))
     told = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
     return msgspec.structs.replace(last, choices=choices, prompt_logprobs=told)
+
+
+def _add(deltas: list[ChoiceDelta], delta: ChoiceDelta) -> None:
+    """Put ``delta`` behind what its choice had in the same batch, or else at the end."""
+    for place, known in enumerate(deltas):
+        if known.index == delta.index:
+            deltas[place] = _merge_deltas((known, delta))
+            return
+    deltas.append(delta)
 
 
 def _merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:

@@ -38,6 +38,7 @@ from paceline.engine.garbage import collected_seldom
 from paceline.engine.in_flight import InFlightFile
 from paceline.engine.loop import EngineLoop
 from paceline.engine.messages import (
+    IPC,
     ClientMessage,
     Dead,
     EngineMessage,
@@ -49,12 +50,11 @@ from paceline.engine.messages import (
 )
 from paceline.engine.types import EngineInfo
 
-__all__ = ["IPC", "EngineBuilder", "engine_main"]
+__all__ = ["EngineBuilder", "engine_main"]
 
 # makes the core from ``Launch.config``
 EngineBuilder = Callable[[bytes], tuple[EngineCore, EngineInfo]]
 
-IPC: Final = "ipc://"
 # seconds a last message may take to leave, and a step to end once the parent is gone
 _LINGER: Final = 2.0
 _ORPHAN_GRACE: Final = 5.0

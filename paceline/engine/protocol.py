@@ -6,7 +6,7 @@ Both have fakes in the library (``paceline.engine.testing``), so a server is tes
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from paceline.core.errors import EngineDeadError
 from paceline.engine.types import (
@@ -17,7 +17,16 @@ from paceline.engine.types import (
     GenerationRequest,
 )
 
-__all__ = ["EngineClient", "Tokenizer"]
+__all__ = ["EngineClient", "Sink", "Tokenizer"]
+
+# The short way of an output: called on the event loop as soon as it is there, in place of waking
+# whoever reads the iterator. True: taken, the iterator will not yield it. False: it goes the usual
+# way. It never waits; what it raises ends the request, and the iterator raises it.
+#
+# It is asked only while the iterator's reader has taken everything before and waits for more, so
+# outputs stay in order. The first output of a request (on each engine that it is sent to) and the
+# last always go the usual way, and so may any other.
+Sink: TypeAlias = Callable[[GenerationOutput], bool]
 
 
 class Tokenizer(Protocol):
@@ -47,6 +56,11 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes one id stands for; may be half a character."""
+        ...
+
+    def token_text(self, token_id: int) -> str | None:
+        """What one id adds to a decoded text whatever its neighbours are, as long as those before
+        it leave no character open; None where that depends on them."""
         ...
 
     def render_chat(
@@ -91,9 +105,11 @@ class EngineClient(Protocol):
         """What went wrong so far; never waits."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Deltas until ``finished``. Closing the iterator or cancelling its task aborts the
-        request and frees its blocks.
+    def generate(
+        self, request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncIterator[GenerationOutput]:
+        """Deltas until ``finished``, less what ``sink`` takes. Closing the iterator or cancelling
+        its task aborts the request and frees its blocks.
 
         Raises:
             RequestError: refused at the door (before the first delta).

@@ -33,6 +33,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput
 from paceline.core.request import Request
+from paceline.core.slo import Slo
 
 __all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder"]
 
@@ -73,6 +74,8 @@ class Recorder(Protocol):
 class _Added(NamedTuple):
     request: Request
     now: float
+    # as it was asked: a request that is late loses it
+    slo: Slo
 
 
 class _Stepped(NamedTuple):
@@ -122,7 +125,7 @@ class FileRecorder:
         self._thread.start()
 
     def added(self, request: Request, now: float) -> None:
-        self._put(_Added(request, now))
+        self._put(_Added(request, now, request.slo))
 
     def stepped(
         self,
@@ -234,7 +237,7 @@ def _request(added: _Added, now: float) -> dict[str, Any]:
         "preemptions": request.num_preemptions,
         "end": None if reason is None else reason.value,
         "max_tokens": request.sampling.max_tokens,
-        "slo": asdict(request.slo),
+        "slo": asdict(added.slo),
         "tenant": request.tenant,
         "priority": request.priority,
     }

@@ -36,7 +36,7 @@ from paceline.core.errors import (
     PoisonedRequestError,
 )
 from paceline.engine.client import ProcessEngineClient
-from paceline.engine.protocol import Tokenizer
+from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.quarantine import Place, Quarantine, Suspect, find_guilty
 from paceline.engine.supervised import (
     Aborted,
@@ -178,7 +178,9 @@ class SupervisedEngineClient:
             num_poisoned=counts.poisoned,
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def generate(
+        self, request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         """See ``EngineClient.generate`` and the module. A ``whole`` request that begins anew
         delivers an output with ``restarted`` first."""
         self._raise_if_dead()
@@ -190,7 +192,7 @@ class SupervisedEngineClient:
         self._idle.clear()
         try:
             while True:
-                async with contextlib.aclosing(self._attempt(call)) as outputs:
+                async with contextlib.aclosing(self._attempt(call, sink)) as outputs:
                     async for output in outputs:
                         call.begun = True
                         yield output
@@ -239,7 +241,9 @@ class SupervisedEngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    async def _attempt(self, call: Call) -> AsyncGenerator[GenerationOutput, None]:
+    async def _attempt(
+        self, call: Call, sink: Sink | None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         """Deltas from one engine; ends early when the engine does."""
         request, suspect = call.request, call.suspect
         place: Place | None = None
@@ -257,7 +261,10 @@ class SupervisedEngineClient:
                 loop = asyncio.get_running_loop()
                 loop.call_later(_TURN_SECONDS, self._quarantine.leave, place)
             call.place, call.engine = None, engine
-            async with contextlib.aclosing(engine.client.generate(request)) as outputs:
+            if suspect.on_trial:
+                # every output is looked at here
+                sink = None
+            async with contextlib.aclosing(engine.client.generate(request, sink)) as outputs:
                 async for output in outputs:
                     if suspect.on_trial and suspect.is_past(output.num_output_tokens):
                         suspect.on_trial = False

@@ -78,6 +78,12 @@ class ByteTokenizer:
             return bytes((token_id,))
         return self.SPECIAL.get(token_id, "").encode()
 
+    def token_text(self, token_id: int) -> str | None:
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],

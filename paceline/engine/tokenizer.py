@@ -57,8 +57,11 @@ class HFTokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._steps = _decoder_steps(backend)
-        # what token_bytes has said before
+        # what token_bytes and token_text have said before
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
+        # bytes in a row and nothing else: no id changes what another one says
+        self._is_plain = self._steps - {"Sequence"} == {"ByteLevel"}
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +111,22 @@ class HFTokenizer:
                 # asked for with every token of every answer; no more entries than the vocabulary
                 self._bytes[token_id] = known
         return known
+
+    def token_text(self, token_id: int) -> str | None:
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._plain_text(token_id) if self._is_plain else None
+            if 0 <= token_id < self._vocab_size:
+                self._texts[token_id] = text
+            return text
+
+    def _plain_text(self, token_id: int) -> str | None:
+        if token_id < 0:
+            return None
+        text = self.decode((token_id,), skip_special_tokens=False)
+        # part of a character is U+FFFD by itself
+        return text if text.encode() == self.token_bytes(token_id) else None
 
     def _spell(self, token_id: int) -> bytes:
         if token_id in self._added:

@@ -25,8 +25,6 @@ _COUNTERS: Final = (
     "num_decode_tokens",
     "predicted_step_seconds",
     "actual_step_seconds",
-    "num_prefill_tokens",
-    "num_decode_tokens",
 )
 
 _N = TypeVar("_N", int, float)

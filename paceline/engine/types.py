@@ -1,7 +1,9 @@
 """What crosses between a server and an engine.
 
 ``GenerationRequest`` goes in, ``GenerationOutput`` deltas come out. Both sides may live in one
-process or in two; everything here serialises with msgspec and nothing else is ever sent.
+process or in two; everything here serialises with msgspec and nothing else is ever sent. What comes
+with every token is no business of the garbage collector's (``gc=False``): it holds values alone, so
+no cycle can go through it.
 Times are seconds of ``time.monotonic()``, which all processes of one host share.
 """
 
@@ -53,7 +55,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
 
 
-class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """News of one choice: what was added since the last delta."""
 
     index: int
@@ -71,7 +73,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True):
     timeline: Timeline | None = None
 
 
-class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """When things happened to a request, for metrics."""
 
     arrival: float
@@ -80,7 +82,7 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_token: float
 
 
-class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One delivery to the caller of ``EngineClient.generate``."""
 
     request_id: str
@@ -117,6 +119,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     # of the KV cache
     kv_dtype: str
+    # of one KV block over all layers
+    block_bytes: int
     # why these formats, for people; "" where nothing was left to choose
     choice: str = ""
 

@@ -1,7 +1,28 @@
-"""The OpenAI-compatible HTTP server. Knows engines by ``EngineClient`` and ``Tokenizer`` alone."""
+"""The OpenAI-compatible HTTP server. Knows engines by ``EngineClient`` and ``Tokenizer`` alone.
 
-from paceline.server.app import create_app
-from paceline.server.config import ServerConfig, sampling_defaults
-from paceline.server.lifecycle import serve
+Names are imported when they are asked for: who only wants a socket need not wait for the web
+framework.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from paceline.server.app import create_app
+    from paceline.server.config import ServerConfig, sampling_defaults
+    from paceline.server.lifecycle import serve
 
 __all__ = ["ServerConfig", "create_app", "sampling_defaults", "serve"]
+
+_MODULES: Final = {
+    "ServerConfig": "config",
+    "create_app": "app",
+    "sampling_defaults": "config",
+    "serve": "lifecycle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -18,7 +18,8 @@ from paceline.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import ChatRequest
 from paceline.server.service import Service
-from paceline.server.sse import DONE, event
+from paceline.server.shortcut import Shortcut
+from paceline.server.sse import DONE, TextEvents, event
 from paceline.server.wire import (
     UNSET,
     CalledFunction,
@@ -43,15 +44,16 @@ _NOTHING = ChatDelta(content="")
 
 
 async def chat_events(
-    service: Service, request: ChatRequest, request_id: str, arrival: float
+    service: Service, request: ChatRequest, request_id: str, arrival: float, shortcut: Shortcut
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer; the last one is ``DONE``.
 
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
-    prompt, outputs = await start_chat(service, request, head, arrival)
+    prompt, outputs = await start_chat(service, request, head, arrival, shortcut)
     stream = ChatStream(head, request, prompt, service.client.tokenizer)
+    shortcut.render_with(stream.middle)
     async with aclosing(outputs):
         async for _, output in outputs:
             data = stream.events(output)
@@ -84,9 +86,13 @@ async def chat_answer(
 
 
 async def start_chat(
-    service: Service, request: ChatRequest, head: AnswerHead, arrival: float
+    service: Service,
+    request: ChatRequest,
+    head: AnswerHead,
+    arrival: float,
+    shortcut: Shortcut | None = None,
 ) -> tuple[list[int], AsyncGenerator[tuple[int, GenerationOutput], None]]:
-    """The prompt's ids, and its deltas as they come."""
+    """The prompt's ids, and its deltas as they come, less what ``shortcut`` takes."""
     options = request.options
     max_model_len = service.rules.max_model_len
     prompt = await service.prompts.chat(
@@ -102,7 +108,7 @@ async def start_chat(
         bad_words=await service.prompts.bad_words(options.bad_words),
     )
     engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
-    return prompt, service.run((engine_request,))
+    return prompt, service.run((engine_request,), shortcut)
 
 
 def _writer(request: ChatRequest, tokenizer: Tokenizer) -> TokenWriter:
@@ -162,6 +168,10 @@ class ChatStream:
         self._begun = False
         plan = request.template.tools
         self._plan = plan if plan is not None and plan.calls else None
+        # a delta that goes on is its text and nothing else
+        self._only_text = not (self._plan or self._writer or self._wants_ids or self._continuous)
+        # by choice
+        self._texts: dict[int, TextEvents] = {}
         self._collectors = [self._plan.collector() for _ in range(options.n)] if self._plan else []
 
     def events(self, output: GenerationOutput) -> bytes:
@@ -180,6 +190,18 @@ class ChatStream:
                 data += self._chunk(self._delta(delta, part))
         return data
 
+    def middle(self, output: GenerationOutput) -> bytes:
+        """``events``, for a delivery that is not the first and ends no choice."""
+        if not self._only_text:
+            return self.events(output)
+        # counts are told at the end, and the last delivery has them
+        data = b""
+        for delta in output.choices:
+            if delta.text:
+                texts = self._texts.get(delta.index) or self._text_events(delta.index)
+                data += texts.event(delta.text)
+        return data
+
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end of the stream."""
         if not self._request.options.include_usage:
@@ -193,6 +215,12 @@ class ChatStream:
             usage=self._usage.usage(),
         )
         return event(encode(chunk)) + DONE
+
+    def _text_events(self, index: int) -> TextEvents:
+        """Of chunks that add text to a choice."""
+        example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING))
+        self._texts[index] = TextEvents(example, "content")
+        return self._texts[index]
 
     def _begin(self) -> bytes:
         data = b""

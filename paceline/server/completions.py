@@ -24,7 +24,8 @@ from paceline.server.logprobs import (
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import CompletionRequest
 from paceline.server.service import Service
-from paceline.server.sse import DONE, event
+from paceline.server.shortcut import Shortcut
+from paceline.server.sse import DONE, TextEvents, event
 from paceline.server.wire import (
     UNSET,
     CompletionAnswer,
@@ -42,16 +43,22 @@ _DEFAULT_MAX_TOKENS: Final = 16
 
 
 async def completion_events(
-    service: Service, request: CompletionRequest, request_id: str, arrival: float
+    service: Service,
+    request: CompletionRequest,
+    request_id: str,
+    arrival: float,
+    shortcut: Shortcut,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer; the last one is ``DONE``.
 
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("cmpl", request_id, service.model_name)
-    prompts, outputs = await _start(service, request, head, arrival)
+    prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
+    # several prompts share the answer, and none of them goes this way
+    shortcut.render_with(stream.middle)
     async with aclosing(outputs):
         async for index, output in outputs:
             data = stream.events(index, output)
@@ -87,7 +94,11 @@ async def completion_answer(
 
 
 async def _start(
-    service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
+    service: Service,
+    request: CompletionRequest,
+    head: AnswerHead,
+    arrival: float,
+    shortcut: Shortcut | None = None,
 ) -> tuple[list[list[int]], AsyncGenerator[tuple[int, GenerationOutput], None]]:
     options = request.options
     max_model_len = service.rules.max_model_len
@@ -108,7 +119,7 @@ async def _start(
         )
         request_id = head.engine_id(index)
         requests.append(generation_request(request_id, prompt, sampling, options, arrival))
-    return prompts, service.run(requests)
+    return prompts, service.run(requests, shortcut)
 
 
 async def _echoes(
@@ -188,6 +199,10 @@ class CompletionStream:
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
         self._usage = UsageCount(len(prompts), explain=request.options.explain)
+        # a delta that goes on is its text and nothing else
+        self._only_text = not (self._writer or self._wants_ids or self._continuous)
+        # by choice
+        self._texts: dict[int, TextEvents] = {}
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice
@@ -211,6 +226,19 @@ class CompletionStream:
                 data += self._chunk(index, prompt, first, delta)
         return data
 
+    def middle(self, output: GenerationOutput) -> bytes:
+        """``events`` of the only prompt, for a delivery between the first and any choice's last."""
+        # the first delivery may have been another choice's
+        if not self._only_text or not all(self._begun):
+            return self.events(0, output)
+        # counts are told at the end, and the last delivery has them
+        data = b""
+        for delta in output.choices:
+            if delta.text:
+                texts = self._texts.get(delta.index) or self._text_events(delta.index)
+                data += texts.event(delta.text)
+        return data
+
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end of the stream."""
         if not self._include_usage:
@@ -231,13 +259,18 @@ class CompletionStream:
             self._wants_ids or self._continuous or self._writer is not None
         )
 
+    def _text_events(self, index: int) -> TextEvents:
+        """Of chunks that add text to a choice that has begun."""
+        example = self._event(CompletionChunkChoice(index=index, text=""))
+        self._texts[index] = TextEvents(example, "text")
+        return self._texts[index]
+
     def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
         logprobs = None
         if self._writer is not None and delta.logprobs:
             logprobs, self._offsets[index] = completion_logprobs(
                 delta.logprobs, self._writer, self._offsets[index]
             )
-        head = self._head
         choice = CompletionChunkChoice(
             index=index,
             text=self._echoes[prompt] + delta.text if first else delta.text,
@@ -247,6 +280,10 @@ class CompletionStream:
             token_ids=delta.token_ids if self._wants_ids else UNSET,
             prompt_token_ids=self._prompts[prompt] if first and self._wants_ids else UNSET,
         )
+        return self._event(choice)
+
+    def _event(self, choice: CompletionChunkChoice) -> bytes:
+        head = self._head
         chunk = CompletionChunk(
             id=head.id,
             created=head.created,

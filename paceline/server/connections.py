@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from paceline.server.bounds import Bounds
 from paceline.server.errors import Reply, error_body
+from paceline.server.shortcut import BODY_WRITER
 from paceline.server.slow_readers import WatchedProtocol
 
 __all__ = ["Connection", "allow_open_files"]
@@ -76,6 +77,11 @@ class Connection(WatchedProtocol):
             self._refuse(431, f"a request may have {most} headers, got {len(self.headers)}")
             raise _RefusedError
         super().on_headers_complete()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            # ASGI would have a dict for each; this one is between us
+            ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
+            self.scope["extensions"] = ours
 
     def on_message_complete(self) -> None:
         self._arrived()
@@ -161,6 +167,32 @@ class Connection(WatchedProtocol):
             head.append(f"retry-after: {_RETRY_SECONDS}")
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
+
+
+class _BodyWriter:
+    """See ``shortcut.BodyWriter``: what ``cycle.send`` does with a part of a chunked body, without
+    its being awaited. ``num_bytes`` is how much went this way."""
+
+    __slots__ = ("_cycle", "num_bytes")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.num_bytes = 0
+
+    @property
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return not (
+            cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not cycle.response_started
+            or not cycle.chunked_encoding
+        )
+
+    def write(self, body: bytes) -> None:
+        self.num_bytes += len(body)
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class _RefusedError(Exception):

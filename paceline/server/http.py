@@ -29,6 +29,7 @@ from paceline.server.fields import decode_object, show
 from paceline.server.keys import OPEN_PATHS
 from paceline.server.rate_limits import Ticket, caller_of
 from paceline.server.service import Service
+from paceline.server.shortcut import BODY_WRITER, BodyWriter
 from paceline.server.targets import parse_tenant
 from paceline.server.web import refuse_other_origins
 
@@ -117,7 +118,7 @@ class ExchangeMiddleware:
                     status,
                     seconds,
                     request_bytes=_declared_bytes(scope),
-                    response_bytes=sent,
+                    response_bytes=sent + _written_directly(scope),
                 )
 
     async def _refusal(self, scope: Scope) -> Response | None:
@@ -176,6 +177,12 @@ def _declared_bytes(scope: Scope) -> int:
         if name == b"content-length":
             return int(value) if value.isdigit() and len(value) <= 18 else 0
     return 0
+
+
+def _written_directly(scope: Scope) -> int:
+    """Bytes of the answer that nobody's ``send`` has seen."""
+    writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
+    return 0 if writer is None else writer.num_bytes
 
 
 def _handler(scope: Scope) -> str:

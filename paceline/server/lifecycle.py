@@ -25,15 +25,15 @@ from typing import Final
 
 import uvicorn
 
-from paceline.core.errors import ConfigError, EngineDeadError, EngineLostError
+from paceline.core.errors import EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
 from paceline.server.app import batches_of, create_app, service_of
 from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
 from paceline.server.connections import Connection, allow_open_files
+from paceline.server.listening import bind
 from paceline.server.metrics.exporter import exporting
 from paceline.server.service import Service
-from paceline.server.slow_readers import SEND_BUFFER_BYTES
 
 __all__ = ["bind", "serve"]
 
@@ -43,34 +43,7 @@ _log = logging.getLogger("paceline.server")
 _FLUSH_SECONDS: Final = 5
 # seconds that the disk of batches gets after a second signal
 _DISK_SECONDS: Final = 2.0
-_BACKLOG: Final = 2048
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-
-
-def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken.
-
-    ``flag`` is what the error names as the way out.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"cannot resolve host {host!r}: {error.strerror or error}") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # connections inherit it
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another {flag}"
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 async def serve(

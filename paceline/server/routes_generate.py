@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from paceline.server.protocol import (
 )
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
+from paceline.server.shortcut import Shortcut
 from paceline.server.sse import DONE, EventStream, event, first_event, unless_disconnected
 from paceline.server.targets import with_headers
 from paceline.server.token_generate import (
@@ -30,7 +31,7 @@ from paceline.server.token_generate import (
     token_events,
 )
 
-__all__ = ["JSON_BODY", "generate_router", "respond"]
+__all__ = ["JSON_BODY", "Events", "generate_router", "respond"]
 
 # bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
 JSON_BODY: Final = {
@@ -48,6 +49,9 @@ class _Parsed(Protocol):
 
 _R = TypeVar("_R", bound=_Parsed)
 _P = TypeVar("_P")
+# a streamed answer: of the service, a parsed request, its id, when it arrived, and what may take
+# some of the events once the first is out
+Events: TypeAlias = Callable[[Service, _P, str, float, Shortcut], AsyncGenerator[bytes, None]]
 
 
 def generate_router(service: Service) -> APIRouter:
@@ -83,7 +87,7 @@ async def _generate(
     service: Service,
     request: Request,
     parse: Callable[[dict[str, Any], RequestRules, str], _R],
-    events: Callable[[Service, _R, str, float], AsyncGenerator[bytes, None]],
+    events: Events[_R],
     answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
     failed: Callable[[Reply], bytes] = lambda reply: event(error_body(reply)) + DONE,
 ) -> Response:
@@ -101,7 +105,7 @@ async def respond(
     parsed: _P,
     options: GenerationOptions,
     arrival: float,
-    events: Callable[[Service, _P, str, float], AsyncGenerator[bytes, None]],
+    events: Events[_P],
     answer: Callable[[Service, _P, str, float], Awaitable[bytes]],
     failed: Callable[[Reply], bytes],
 ) -> Response:
@@ -115,10 +119,11 @@ async def respond(
         whole = answer(service, parsed, request_id, arrival)
         return json_response(await unless_disconnected(request.receive, whole))
     keep_alive = service.config.sse_keep_alive
-    source = events(service, parsed, request_id, arrival)
+    shortcut = Shortcut()
+    source = events(service, parsed, request_id, arrival, shortcut)
     first, rest = await first_event(source, request.receive, keep_alive)
 
     def describe(error: Exception) -> bytes:
         return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
-    return EventStream(first, rest, describe, keep_alive)
+    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut)

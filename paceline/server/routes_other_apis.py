@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -26,11 +27,27 @@ from paceline.server.responses import (
     response_events,
 )
 from paceline.server.responses_request import parse_responses, previous_id
-from paceline.server.routes_generate import JSON_BODY, respond
+from paceline.server.routes_generate import JSON_BODY, Events, respond
 from paceline.server.service import Service
+from paceline.server.shortcut import Shortcut
 from paceline.server.targets import with_headers
 
 __all__ = ["other_apis_router"]
+
+_P = TypeVar("_P")
+
+
+def _usual(
+    events: Callable[[Service, _P, str, float], AsyncGenerator[bytes, None]],
+) -> Events[_P]:
+    """Events that all go the usual way: one output may be several of these APIs' events."""
+
+    def without_shortcut(
+        service: Service, parsed: _P, request_id: str, arrival: float, _: Shortcut
+    ) -> AsyncGenerator[bytes, None]:
+        return events(service, parsed, request_id, arrival)
+
+    return without_shortcut
 
 
 def other_apis_router(service: Service) -> APIRouter:
@@ -56,7 +73,7 @@ def other_apis_router(service: Service) -> APIRouter:
             parsed,
             parsed.options,
             arrival,
-            messages_events,
+            _usual(messages_events),
             messages_answer,
             failed,
         )
@@ -79,7 +96,7 @@ def other_apis_router(service: Service) -> APIRouter:
             parsed,
             parsed.chat.options,
             arrival,
-            response_events,
+            _usual(response_events),
             response_answer,
             failed_event,
         )

@@ -31,6 +31,7 @@ from paceline.server.protocol import RequestRules
 from paceline.server.rate_limits import RateLimiter, Tally, current_ticket
 from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
+from paceline.server.shortcut import Shortcut
 from paceline.server.slow_readers import SlowReaders
 from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
@@ -112,9 +113,10 @@ class Service:
             self.idle.set()
 
     def run(
-        self, requests: Sequence[GenerationRequest]
+        self, requests: Sequence[GenerationRequest], shortcut: Shortcut | None = None
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-        """Deltas of all requests as they come, each with its request's place in ``requests``.
+        """Deltas of all requests as they come, each with its request's place in ``requests``. Of a
+        single request ``shortcut`` may take some.
 
         Closing the generator aborts what still runs. With API keys, requests of one tenant find
         cached prefixes of that tenant alone.
@@ -130,17 +132,17 @@ class Service:
         if len(self.keys) and not self.config.share_prefix_cache:
             requests = [_salted(request) for request in requests]
         tally = Tally.of(len(requests))
-        outputs = self._run(requests, tally)
+        outputs = self._run(requests, tally, shortcut)
         ticket = current_ticket()
         if ticket is None or self.limiter is None:
             return outputs
         return self.limiter.metered(ticket, requests, outputs, tally)
 
     async def _run(
-        self, requests: Sequence[GenerationRequest], tally: Tally
+        self, requests: Sequence[GenerationRequest], tally: Tally, shortcut: Shortcut | None
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
-            async for output in self._run_one(requests[0], tally, 0):
+            async for output in self._run_one(requests[0], tally, 0, shortcut):
                 yield 0, output
             return
         # bounded, so that a slow reader slows the engine client down, which merges deltas
@@ -173,16 +175,44 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(
-        self, request: GenerationRequest, tally: Tally, index: int
+        self,
+        request: GenerationRequest,
+        tally: Tally,
+        index: int,
+        shortcut: Shortcut | None = None,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Deltas of one request, of whose tokens ``tally`` hears under ``index`` at once."""
         observer = RequestObserver(self.metrics.requests, request)
         trace = None if self.tracing is None else self.tracing.follow(request)
-        outputs = self.client.generate(request)
         end, refused, shed = "abort", False, False
         failure: Exception | None = None
         # of a request whose answer goes out whole: what may still turn out to be void
         held: list[GenerationOutput] = []
+
+        def hold(output: GenerationOutput) -> None:
+            held.append(output)
+            if len(held) >= _HELD:
+                held[:] = [merge_outputs(held)]
+
+        def sink(output: GenerationOutput) -> bool:
+            """Whatever nobody has to be woken for."""
+            for choice in output.choices:
+                if choice.finish_reason is not None:
+                    return False
+            if not request.whole and (shortcut is None or not shortcut.is_open):
+                return False
+            now = time.monotonic()
+            tally.generated[index] = output.num_output_tokens
+            observer.output(output, now)
+            if trace is not None:
+                trace.output(output)
+            if request.whole:
+                hold(output)
+            elif shortcut is not None:
+                shortcut.take(output, now)
+            return True
+
+        outputs = self.client.generate(request, sink)
         try:
             async for output in outputs:
                 if output.restarted:
@@ -199,14 +229,12 @@ class Service:
                 if not request.whole:
                     yield output
                     continue
-                held.append(output)
+                hold(output)
                 if output.finished:
                     yield merge_outputs(held)
-                    continue
-                if len(held) >= _HELD:
-                    held = [merge_outputs(held)]
-                # the counts, for whoever has to pay for them
-                yield msgspec.structs.replace(output, choices=(), prompt_logprobs=None)
+                else:
+                    # the counts
+                    yield msgspec.structs.replace(output, choices=(), prompt_logprobs=None)
         except Exception as error:
             end, refused = type(error).__name__, isinstance(error, RequestError)
             shed = isinstance(error, QueueFullError)

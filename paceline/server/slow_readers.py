@@ -20,13 +20,10 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-__all__ = ["SEND_BUFFER_BYTES", "SlowReaders", "WatchedProtocol"]
+__all__ = ["SlowReaders", "WatchedProtocol"]
 
 _log = logging.getLogger("paceline.server")
 
-# what the operating system may hold for a connection (Linux doubles it); by itself it would go to
-# megabytes
-SEND_BUFFER_BYTES: Final = 64 * 1024
 # what this process holds beyond that before it stops taking more of an answer
 UNSENT_BYTES: Final = 16 * 1024
 # bytes per second at which somebody reads an answer that was written in one piece

@@ -14,13 +14,14 @@ from typing import Any, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.engine.types import GenerationRequest, TokenLogprobs
+from paceline.engine.types import GenerationOutput, GenerationRequest, TokenLogprobs
 from paceline.server.answers import AnswerHead, collect, generation_request
 from paceline.server.fields import Fields
 from paceline.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.prompts import sampling_for
 from paceline.server.protocol import CompletionRequest, RequestRules, parse_completion
 from paceline.server.service import Service
+from paceline.server.shortcut import Shortcut
 from paceline.server.sse import DONE, event
 from paceline.server.wire import ChatLogprobs, PromptLogprob, Usage, encode
 
@@ -113,36 +114,45 @@ async def token_answer(
 
 
 async def token_events(
-    service: Service, request: CompletionRequest, request_id: str, arrival: float
+    service: Service,
+    request: CompletionRequest,
+    request_id: str,
+    arrival: float,
+    shortcut: Shortcut,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer, usage on the last; then ``DONE``."""
     head = AnswerHead.of("gen", request_id, service.model_name)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
-    outputs = service.run((await _request(service, request, head, arrival),))
+
+    def told(output: GenerationOutput) -> bytes:
+        choices = [
+            TokenChoice(
+                index=delta.index,
+                token_ids=delta.token_ids,
+                logprobs=_logprobs(request, delta.logprobs or (), writer),
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+            )
+            for delta in output.choices
+        ]
+        usage = None
+        if output.finished:
+            counts = (output.num_prompt_tokens, output.num_output_tokens)
+            usage = Usage.of(*counts, output.num_cached_tokens)
+        answer = TokenAnswer(
+            request_id=head.id,
+            model=head.model,
+            choices=choices,
+            usage=usage,
+            prompt_logprobs=None,
+        )
+        return event(encode(answer))
+
+    shortcut.render_with(told)
+    outputs = service.run((await _request(service, request, head, arrival),), shortcut)
     async with aclosing(outputs):
         async for _, output in outputs:
-            choices = [
-                TokenChoice(
-                    index=delta.index,
-                    token_ids=delta.token_ids,
-                    logprobs=_logprobs(request, delta.logprobs or (), writer),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                )
-                for delta in output.choices
-            ]
-            usage = None
-            if output.finished:
-                counts = (output.num_prompt_tokens, output.num_output_tokens)
-                usage = Usage.of(*counts, output.num_cached_tokens)
-            answer = TokenAnswer(
-                request_id=head.id,
-                model=head.model,
-                choices=choices,
-                usage=usage,
-                prompt_logprobs=None,
-            )
-            yield event(encode(answer))
+            yield told(output)
     yield DONE
 
 

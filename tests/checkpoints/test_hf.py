@@ -288,3 +288,21 @@ def test_auto_map_of_a_supported_architecture_is_ignored(tmp_path: Path) -> None
     # the built-in code knows it; the file that auto_map names is never looked for
     config = read_config(tmp_path, auto_map={"AutoModelForCausalLM": "gone.Gone"})
     assert config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "size"),
+    [(torch.bfloat16, "BF16", 2), (torch.float16, "F16", 2), (torch.float32, "F32", 4)],
+)
+def test_raw_rows_are_the_stored_ones(
+    tmp_path: Path, dtype: torch.dtype, kind: str, size: int
+) -> None:
+    weights = write_model(tmp_path, dtype=dtype)
+    checkpoint = HFCheckpoint(tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    raw, stored = checkpoint.raw_tensor(name)
+    assert (stored, raw.dtype, raw.shape) == (kind, np.uint8, (32, 64 * size))
+    again = torch.frombuffer(bytearray(raw.tobytes()), dtype=dtype).reshape(32, 64)
+    assert torch.equal(again, weights[name])
+    with pytest.raises(CheckpointError, match=r"shape \[32\]; only matrices have rows"):
+        checkpoint.raw_tensor("model.norm.weight")

@@ -28,7 +28,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint("broken", f"{__name__}:NoSuchPolicy", plugins.GROUP),
         EntryPoint("fcfs", f"{__name__}:LifoPolicy", plugins.GROUP),
     )
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
     monkeypatch.setattr(plugins, "POLICIES", POLICIES)
     for name in ("lifo", "broken"):
         monkeypatch.delitem(POLICIES, name, raising=False)

@@ -40,6 +40,7 @@ INFO = EngineInfo(
     policy="fcfs",
     enable_prefix_caching=True,
     kv_dtype="int64",
+    block_bytes=1 << 17,
 )
 
 
@@ -110,10 +111,29 @@ def test_the_address_is_one_to_try(host: str, address: str) -> None:
     assert "it's" in shlex.split(line.partition("try: ")[2])[-1]
 
 
+def test_the_log_says_where_the_time_of_the_start_went() -> None:
+    began = time.monotonic()
+    with start_server(*NULL, "--log-format", "json") as server:
+        whole = time.monotonic() - began
+        server.stop()
+    lines = [json.loads(line) for line in server.errors]
+    fields = {line["message"].split()[0]: line.get("fields", {}) for line in lines}
+    started, built = fields["started"], fields["engine_built"]
+    assert list(started) == ["total", "start", "web", "engine", "listen"]
+    assert list(built) == ["total", "import", "build"]
+    # two decimals each, and clocks that tick in hundredths
+    for parts in (started, built):
+        assert parts["total"] == pytest.approx(sum(parts.values()) / 2, abs=0.01)
+        assert min(parts.values()) >= 0
+    assert built["import"] > 0.01
+    # the engine's process is started by then, and ready before anybody listens
+    assert built["total"] <= started["total"] <= whole + 0.03
+
+
 def test_what_was_chosen_is_said_and_why() -> None:
     chosen = msgspec.structs.replace(INFO, dtype="int8", kv_dtype="bfloat16", choice="fast")
     line = ready_line(chosen, "m", "127.0.0.1", 80)
-    assert "(m, int8 on cpu, 8 KV blocks of 16 in bfloat16, " in line
+    assert "(m, int8 on cpu, 8 KV blocks of 16 in bfloat16, which is 1 MiB when full, " in line
     assert "; auto: fast) - try:" in line
     assert ";" not in ready_line(INFO, "m", "127.0.0.1", 80).partition(" - try:")[0]
 
@@ -234,6 +254,8 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
         ([*NULL, "--port", "70000"], "between 0 and 65535"),
         ([*NULL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         ([*NULL, "--drain-timeout", "nan"], "must be at least 0"),
+        # found while the engine starts
+        ([*NULL, "--otlp-endpoint", "nonsense"], "nonsense"),
     ],
 )
 def test_what_cannot_start_says_so_in_one_line(

@@ -15,11 +15,11 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.core.backend import ModelBackend
 from paceline.core.request import FinishReason
+from tests.contract.ascii import VOCAB
 from tests.driving import Driver, make_request
 
 # of the KV cache, in tokens, whatever a backend's block size
 NUM_TOKENS = 384
-VOCAB = 128
 
 
 def make_null(_: Path) -> ModelBackend:
@@ -60,7 +60,7 @@ def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from paceline.backends.torch.backend import TorchBackend
+    from paceline.backends.load import load_backend
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -75,7 +75,7 @@ def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
         initializer_range=0.4,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    backend = TorchBackend.load(
+    backend = load_backend(
         folder,
         device="cpu",
         dtype="float32",

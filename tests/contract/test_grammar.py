@@ -18,28 +18,9 @@ from paceline.core.errors import RequestFailedError
 from paceline.core.grammar import ConstrainedBackend, Grammar
 from paceline.core.request import FinishReason
 from paceline.engine.grammar import GrammarCompiler
-from paceline.engine.testing import ByteTokenizer
-from tests.contract.test_backends import BACKENDS, GREEDY, SAMPLED, VOCAB, drive
+from tests.contract.ascii import END, Ascii
+from tests.contract.test_backends import BACKENDS, GREEDY, SAMPLED, drive
 from tests.driving import Driver, make_request
-
-END = 3
-
-
-class Ascii(ByteTokenizer):
-    """The tiny models' 128 ids as characters."""
-
-    @property
-    def vocab_size(self) -> int:
-        return VOCAB
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return frozenset({END, 4})
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        return frozenset({END, 4})
-
 
 WORDS = "(alpha|beta|gamma)( (alpha|beta|gamma)){6,9}"
 GRAMMARS = {

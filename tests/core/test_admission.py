@@ -99,7 +99,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     with pytest.raises(QueueFullError, match="limit is 30 s") as error:
         for index in range(20):
             driver.add(make_request(f"c{index}", 4, 50))
-    predicted = driver.scheduler._predict_ttft(make_request("d", 4, 50))
+    predicted = driver.scheduler._prospects.predict(make_request("d", 4, 50))
     assert predicted is not None
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
     assert error.value.reason == "predicted-wait"
@@ -154,7 +154,7 @@ def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError) as error:
         driver.add(make_request("c", 4, 40))
-    assert error.value.retry_after == driver.scheduler._predict_ttft(make_request("d", 4, 40))
+    assert error.value.retry_after == driver.scheduler._prospects.predict(make_request("d", 4, 40))
     driver.run()
 
 
@@ -252,3 +252,30 @@ def test_settings_are_checked(bad: dict[str, object]) -> None:
         SchedulerConfig(**bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_host_blocks"):
         CacheConfig(block_size=4, num_blocks=4, num_host_blocks=-1)
+
+
+def test_a_fork_whose_parent_is_cancelled_while_they_wait_keeps_its_limit() -> None:
+    driver = Driver(max_num_seqs=1)
+    ttl = Slo(queue_ttl=5.0)
+    driver.add(make_request("running", 4, 40))
+    driver.add(make_request("parent", 6, 4, slo=ttl))
+    driver.add(*(make_request(f"fork{i}", 6, 4, slo=ttl, fork_of="parent") for i in range(2)))
+    driver.step()
+    driver.abort("parent", "fork1")
+    assert not driver.scheduler.stats().num_waiting_deferred, "it stands on its own"
+    for _ in range(6):
+        driver.step()
+    assert [(e.request_id, e.fork_ids) for e in driver.expired] == [("fork0", ())]
+    driver.run()
+
+
+def test_with_a_request_that_expires_go_its_forks() -> None:
+    driver = Driver(max_num_seqs=1)
+    ttl = Slo(queue_ttl=5.0)
+    driver.add(make_request("running", 4, 40))
+    driver.add(make_request("parent", 6, 4, slo=ttl))
+    driver.add(*(make_request(f"fork{i}", 6, 4, slo=ttl, fork_of="parent") for i in range(2)))
+    for _ in range(7):
+        driver.step()
+    assert [(e.request_id, e.fork_ids) for e in driver.expired] == [("parent", ("fork0", "fork1"))]
+    driver.run()

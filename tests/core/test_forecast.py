@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.forecast import FirstTokenForecast, future_peak
+from paceline.core.forecast import FirstTokenForecast, MemoryOutlook, future_peak
 from paceline.core.lengths import LengthHistory
+from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.work import WorkEstimator
 from tests.driving import make_request
@@ -19,6 +20,35 @@ def test_future_peak_is_what_stepping_finds(sequences: list[tuple[int, int]]) ->
         alive = [(now, to_come) for now, to_come in sequences if to_come >= step]
         peak = max(peak, sum(now + step for now, _ in alive))
     assert future_peak(sequences) == peak
+
+
+def outlook(running: list[Request], num_held_blocks: int) -> MemoryOutlook:
+    work = WorkEstimator(StepTimeModel(), LengthHistory())
+    return MemoryOutlook(
+        running, work, num_blocks=40, num_held_blocks=num_held_blocks, block_size=4
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=4),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_an_outlook_may_be_told_later_what_is_held(
+    running: list[tuple[int, int]], waiting: list[tuple[int, int]], before: int, held: int
+) -> None:
+    requests = [make_request(f"r{i}", *sizes) for i, sizes in enumerate(running)]
+    kept, fresh = outlook(requests, before), outlook(requests, held)
+    kept.admits(make_request("first", *waiting[0]), 0)
+    kept.hold(held)
+    for index, sizes in enumerate(waiting):
+        newcomer = make_request(f"w{index}", *sizes)
+        admitted = fresh.admits(newcomer, 0)
+        assert kept.admits(newcomer, 0) == admitted
+        if admitted:
+            fresh.add(newcomer, 0)
+            kept.add(newcomer, 0)
 
 
 def trained() -> StepTimeModel:

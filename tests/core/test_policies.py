@@ -149,7 +149,8 @@ def test_cached_prefixes_are_not_charged() -> None:
 def test_the_vtc_bound_holds_between_backlogged_tenants(
     seed: int, num_seqs: int, num_blocks: int
 ) -> None:
-    """OSDI'24, theorem 1: |c_i - c_j| <= 2 max(w_p L, w_q M) while both have requests waiting."""
+    """OSDI'24, theorem 1: |c_i - c_j| <= 2 max(w_p L, w_q M) while both have requests waiting; and
+    what one of them had saved up when its last request had just been let in: a step's tokens."""
     rng = random.Random(seed)
     driver = Driver(
         policy="fair",
@@ -162,6 +163,7 @@ def test_the_vtc_bound_holds_between_backlogged_tenants(
     assert isinstance(policy, FairPolicy)
     longest = 24
     bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * num_blocks * driver.cache.block_size)
+    bound += PROMPT_WEIGHT * driver.config.max_num_batched_tokens
     num_added = 0
     tenants = ("a", "b", "c")
     # c is only there now and then; a and b always have requests waiting
@@ -180,6 +182,23 @@ def test_the_vtc_bound_holds_between_backlogged_tenants(
                     num_added += 1
         driver.step()
         assert abs(policy.counter("a") - policy.counter("b")) <= bound
+    driver.run()
+
+
+def test_tenants_without_number_are_not_remembered_for_ever() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    driver.add(make_request("heavy", 300, 40, tenant="heavy"))
+    driver.step()
+    driver.add(make_request("waiting", 8, 2, tenant="waiting"))
+    policy.served(driver.scheduler._requests["waiting"], 1, 0)
+    before = policy.counter("heavy"), policy.counter("waiting")
+    for number in range(25_000):
+        policy.served(make_request("r", 2, tenant=f"t{number}"), 2, 0)
+    assert sum(policy.counter(f"t{number}") > 0 for number in range(25_000)) <= 10_000
+    assert (policy.counter("heavy"), policy.counter("waiting")) == before
+    driver.scheduler.check_integrity()
     driver.run()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import expected_tokens
+from paceline.core.request import RequestStatus
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
 
@@ -199,8 +200,38 @@ def test_nobody_gives_blocks_up_for_one_that_comes_after_it() -> None:
     assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [list("abc")] * 2
     plan = driver.plan()
     assert [row.request_id for row in plan.rows] == ["b"]
-    running = [request.request_id for request in driver.scheduler._planner.running]
+    running = [request.request_id for request in driver.scheduler._planner.running.requests]
     assert running == ["a", "b"], "c made way"
     driver.run()
     assert driver.finished["a"].num_preemptions == 0
     assert len(driver.finished) == 3
+
+
+def test_nobody_is_preempted_for_one_whom_predicted_memory_keeps_out() -> None:
+    driver = Driver(policy="fcfs", max_num_seqs=3, num_blocks=100, future_memory_check=True)
+    batch = make_request("batch", 20, 60, slo=Slo(best_effort=True))
+    driver.add(*(make_request(f"chat{i}", 40, 140) for i in range(2)), batch)
+    for _ in range(6):
+        driver.step()
+    # beside two that will take 180 tokens of the 400 each, 240 more do not fit
+    driver.add(make_request("big", 40, 200, arrival=driver.now))
+    for _ in range(3):
+        driver.step()
+    assert batch.status is RequestStatus.RUNNING
+    assert driver.scheduler.stats().num_preemptions == 0
+    driver.run()
+
+
+def test_as_many_are_preempted_as_predicted_memory_needs() -> None:
+    driver = Driver(policy="priority", max_num_seqs=3, num_blocks=100, future_memory_check=True)
+    driver.add(*(make_request(f"low{i}", 40, 85, priority=1) for i in range(3)))
+    for _ in range(6):
+        driver.step()
+    assert driver.scheduler.stats().num_running == 3
+    # one place would do, but memory would not last
+    driver.add(make_request("urgent", 150, 100, arrival=driver.now, priority=0))
+    driver.step()
+    running = [request.request_id for request in driver.scheduler._planner.running.requests]
+    assert running == ["urgent", "low0"]
+    assert driver.scheduler.stats().num_preemptions == 2
+    driver.run()

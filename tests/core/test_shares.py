@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from paceline.core import intake
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.forecast import MemoryOutlook
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.shares import TenantShares
 from paceline.core.step_time import StepShape
@@ -114,7 +117,9 @@ def rows(driver: Driver) -> dict[str, int]:
     return {row.request_id: row.num_tokens for row in driver.plans[-1].rows}
 
 
-def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out() -> None:
+def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # 400 tokens of memory; who runs will take 320 in the end, with the light tenant's 520
     driver = Driver(policy="fair", num_blocks=100, max_model_len=400, future_memory_check=True)
     driver.add(*(make_request(f"heavy{i}", 200, 120, tenant="heavy") for i in range(3)))
@@ -124,7 +129,16 @@ def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out() ->
     light = driver.scheduler._requests["light"]
     assert light.favoured and driver.scheduler._waiting.ordinary.peek() is light
     assert driver.scheduler.kv.shortfall(light, beside_others=True) == 0, "free for now"
+    outlooks = []
+
+    class Counted(MemoryOutlook):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            outlooks.append(self)
+
+    monkeypatch.setattr(intake, "MemoryOutlook", Counted)
     driver.step()
+    assert len(outlooks) == 1, "memory is looked at once a step"
     assert rows(driver) == {"heavy0": 64}, "light is not let in, so heavy0 goes on"
     driver.step()
     assert rows(driver) == {"heavy0": 64}

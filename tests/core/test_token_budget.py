@@ -150,6 +150,22 @@ def test_background_work_may_add_what_it_has_saved_up() -> None:
     assert free.allow(both, 0.0).background == math.inf
 
 
+def test_a_row_with_many_keys_can_be_saved_up_for() -> None:
+    """A step of one ordinary row takes 12 ms and earns 1.2; a row of 20,000 keys takes 10."""
+    model = StepTimeModel()
+    for index in range(400):
+        shape = StepShape(32 * (index % 5), 0.0, 1 + index % 9, 2_500 * (index % 11))
+        model.observe(shape, row_seconds(shape) + 4e-7 * shape.narrow_keys)
+    night = batch(running(None))
+    night.num_computed_tokens = 20_000
+    budget = budget_of(model, background_share=0.1)
+    both = Survey.of([running(None), night])
+    allowed = [budget.allow(both, 0.0).background for _ in range(20)]
+    assert allowed[5] < 0.019
+    assert allowed[-1] == pytest.approx(0.022, rel=0.03)
+    assert allowed[-1] == pytest.approx(allowed[-2]), "no more than that is saved"
+
+
 def mean_gap(slo: Slo, share: float | None) -> tuple[float, int]:
     """One ordinary request decodes among twenty best-effort ones that have their prompts: mean
     seconds of its steps, and the tokens that the others got meanwhile."""

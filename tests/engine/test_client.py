@@ -114,6 +114,52 @@ async def test_tokens_text_and_description(start: Start) -> None:
         client.check_health()
 
 
+async def test_a_sink_takes_what_is_between_the_first_output_and_the_last(start: Start) -> None:
+    taken: list[GenerationOutput] = []
+    offered = 0
+
+    def sink(output: GenerationOutput) -> bool:
+        nonlocal offered
+        offered += 1
+        assert not output.finished
+        # one in four goes the usual way
+        if offered % 4 == 0:
+            return False
+        taken.append(output)
+        return True
+
+    async with closing(await start(step_time=0.002)) as client:
+        told: list[GenerationOutput] = []
+        async with aclosing(client.generate(make(max_tokens=60, n=2), sink)) as stream:
+            async for output in stream:
+                told.append(output)
+                # its reader is not waiting now, so nothing may overtake
+                seen = len(taken)
+                await asyncio.sleep(0.01 if len(told) < 4 else 0.0)
+                assert len(taken) == seen
+    assert told[0].num_output_tokens < 10 and told[-1].finished
+    assert taken and len(told) > 2
+    in_order = sorted([*told, *taken], key=lambda output: output.num_output_tokens)
+    whole = merge_outputs(in_order)
+    for choice in whole.choices:
+        assert list(choice.token_ids) == expected_tokens((3, 5), 60, VOCAB)
+    # as they were given out, too
+    assert [o.num_output_tokens for o in taken] == sorted(o.num_output_tokens for o in taken)
+
+
+async def test_what_a_sink_raises_ends_the_request_alone(start: Start) -> None:
+    def sink(output: GenerationOutput) -> bool:
+        raise ValueError("it cannot be written")
+
+    async with closing(await start(step_time=0.001)) as client:
+        other = asyncio.ensure_future(collect(client, make("other", max_tokens=40)))
+        with pytest.raises(ValueError, match="it cannot be written"):
+            async for _ in client.generate(make(max_tokens=900), sink):
+                pass
+        assert (await other).num_output_tokens == 40
+        await until(lambda: is_empty(client.stats))
+
+
 async def test_two_hundred_at_once(start: Start) -> None:
     async with closing(await start(core={"max_num_seqs": 32})) as client:
         requests = [

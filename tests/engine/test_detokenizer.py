@@ -76,6 +76,10 @@ class SentencePieceTokenizer(ByteTokenizer):
             return bytes((token_id - 1,))
         return self.words[token_id].replace("▁", " ").encode()
 
+    def token_text(self, token_id: int) -> str | None:
+        """A first space goes, and bytes make characters together."""
+        return None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 

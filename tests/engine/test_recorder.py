@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.backends.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
+from paceline.core.slo import Slo
 from paceline.engine.core import EngineCore
 from paceline.engine.recorder import FileRecorder
 from tests.driving import make_request
@@ -67,6 +69,40 @@ def test_steps_and_requests_are_written(tmp_path: Path) -> None:
     assert (a["prompt_tokens"], a["output_tokens"], a["end"]) == (20, 3, "length")
     assert a["taken"] < a["scheduled"] < a["first_token"] < a["last_token"]
     assert requests["gone"]["end"] == "abort"
+
+
+def test_what_was_asked_is_written_and_not_what_became_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    recorder = FileRecorder(path, SCHEDULER, CACHE, 2)
+    request = make_request("late", 5, slo=Slo(ttft=0.5))
+    recorder.added(request, 0.0)
+    # as when its first token cannot come in time any more
+    request.slo = replace(request.slo, best_effort=True)
+    recorder.ended(["late"], 9.0)
+    recorder.close()
+    written = lines(path)[1]["slo"]
+    assert (written["ttft"], written["best_effort"]) == (0.5, False)
+
+
+def test_forks_that_are_dropped_with_their_parent_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    ticks = iter(range(10_000))
+    core = EngineCore(
+        NullBackend(num_blocks=32, block_size=4),
+        replace(SCHEDULER, max_num_seqs=1, queue_timeout_s=6.0),
+        CACHE,
+        clock=lambda: float(next(ticks)),
+        recorder=FileRecorder(path, SCHEDULER, CACHE, 2),
+    )
+    core.add_request(make_request("a", 5, 12))
+    core.add_request(make_request("b", 5, 4))
+    core.add_request(make_request("b-fork", 5, 4, fork_of="b"))
+    while core.has_work:
+        core.step()
+        core.take_expired()
+    core.close()
+    ends = {line["request"]: line["end"] for line in lines(path) if "request" in line}
+    assert ends == {"a": "length", "b": "abort", "b-fork": "abort"}
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 
 from paceline.checkpoints.gguf_tokenizer import SUPPORTED_PRE_TOKENIZERS, build_tokenizer
 from paceline.core.errors import CheckpointError, InvalidRequestError
+from paceline.engine.chat_template import ChatTemplate
+from paceline.engine.detokenizer import IncrementalDetokenizer
 from paceline.engine.tokenizer import HFTokenizer, load_tokenizer
 from tests.checkpoints.builders import llama_tensors, write_gguf
 
@@ -98,6 +100,23 @@ def byte_level_metadata(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, 
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
     }
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_ids_with_a_text_of_their_own_join_to_decode(skip: bool) -> None:
+    backend = train_byte_level("gpt-2")
+    backend.add_tokens([AddedToken("a b"), AddedToken("\u0120x"), AddedToken("\u4f60")])
+    ours = HFTokenizer(backend, frozenset(), ChatTemplate({}, {}))
+    known = [i for i in range(ours.vocab_size) if ours.token_text(i) is not None]
+    # all but parts of characters, and a token that reads otherwise than it is written
+    assert len(known) > 0.5 * ours.vocab_size and backend.token_to_id("\u0120x") not in known
+    assert (ours.token_text(ours.vocab_size), ours.token_text(-1)) == ("", None)
+    generator = random.Random(7)
+    for _ in range(300):
+        ids = generator.choices(range(ours.vocab_size), k=30)
+        detokenizer = IncrementalDetokenizer(ours, skip_special_tokens=skip)
+        deltas = [detokenizer.push((i,)) for i in ids] + [detokenizer.finish()]
+        assert "".join(deltas) == ours.decode(ids, skip_special_tokens=skip), ids
 
 
 def load_gguf(folder: Path, metadata: dict[str, Any], arch: str = "llama") -> HFTokenizer:

@@ -32,9 +32,9 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
-    from paceline.backends.torch.backend import TorchBackend
+    from paceline.backends.load import load_backend
 
-    made = TorchBackend.load(
+    made = load_backend(
         smollm2_path,
         device="cpu",
         dtype="float32",
@@ -48,7 +48,10 @@ def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
 
 
 def generate(
-    backend: ModelBackend, prompts: dict[str, list[int]], **settings: Any
+    backend: ModelBackend,
+    prompts: dict[str, list[int]],
+    num_tokens: int = NUM_TOKENS,
+    **settings: Any,
 ) -> tuple[dict[str, list[int]], Driver]:
     defaults: dict[str, Any] = {
         "num_blocks": backend.info.num_blocks,
@@ -59,7 +62,7 @@ def generate(
     }
     driver = Driver(backend=backend, **(defaults | settings))
     for name, tokens in prompts.items():
-        driver.add(make_request(name, tokens, NUM_TOKENS, temperature=0.0))
+        driver.add(make_request(name, tokens, num_tokens, temperature=0.0))
     driver.run()
     return {name: driver.tokens[name] for name in prompts}, driver
 
@@ -91,9 +94,11 @@ def test_transformers_would_have_chosen_every_token(
 def test_alone(
     backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
-    for name in prompts:
-        tokens, _ = generate(backend, {name: prompts[name]}, max_num_seqs=1)
-        assert tokens[name] == batched[name]
+    for index, name in enumerate(prompts):
+        # a row that is alone all the time takes a minute for all of them
+        count = NUM_TOKENS if index % 4 == 0 else 8
+        tokens, _ = generate(backend, {name: prompts[name]}, count, max_num_seqs=1)
+        assert tokens[name] == batched[name][:count]
 
 
 def test_chunked(

@@ -18,10 +18,19 @@ import pytest
 
 from paceline.core.errors import QueueFullError
 from paceline.core.slo import NO_SLO, Slo
+from paceline.core.step_time import StepShape
 from tests.driving import Driver, make_request
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
+_SLOS = (NO_SLO, Slo(ttft=20.0, tpot=1.0), Slo(best_effort=True))
+
+
+def _seconds(shape: StepShape) -> float:
+    return 0.05 + 0.01 * shape.wide_tokens + 0.02 * shape.narrow_rows
+
+
+# a driver's arguments and, where not the same for all, what requests are drawn from
 CASES: dict[str, dict[str, Any]] = {
     "fcfs-roomy": {"num_blocks": 400},
     "fcfs-tight": {"num_blocks": 60, "watermark": 0.02},
@@ -36,17 +45,56 @@ CASES: dict[str, dict[str, Any]] = {
         "swap_block_seconds": 1e-4,
         "pressure_threshold": 0.88,
         "max_num_waiting": 300,
-        "seconds": lambda shape: 0.05 + 0.01 * shape.wide_tokens + 0.02 * shape.narrow_rows,
+        "seconds": _seconds,
     },
     "swapping": {"num_blocks": 60, "num_host_blocks": 60, "preemption": "swap"},
     "no-prefix-caching": {"num_blocks": 60, "enable_prefix_caching": False},
+    "sjf": {"num_blocks": 60, "policy": "sjf"},
+    "boost": {"num_blocks": 60, "policy": "boost", "seconds": _seconds},
+    "phase-aligned": {
+        "num_blocks": 60,
+        "policy": "phase-aligned",
+        "coalesce_window_s": 3.0,
+        "coalesce_size": 3,
+    },
+    "fair-tenants": {
+        "num_blocks": 60,
+        "depth": 2,
+        "policy": "fair",
+        "future_memory_check": True,
+        "max_num_waiting": 40,
+        "seconds": _seconds,
+        "tenants": ("flood", "flood", "flood", "flood", "flood", "light", "other"),
+        "slos": (NO_SLO, NO_SLO, NO_SLO, Slo(ttft=6.0, tpot=1.0)),
+    },
+    # all four bands, with deadlines that press and a share of the step
+    "bands": {
+        "num_blocks": 90,
+        "policy": "deadline",
+        "future_memory_check": True,
+        "best_effort_delay_s": 20.0,
+        "background_share": 0.5,
+        "best_effort_step_s": 1.0,
+        "seconds": _seconds,
+        "slos": (
+            NO_SLO,
+            Slo(ttft=6.0, tpot=1.0),
+            Slo(ttft=2.0),
+            Slo(best_effort=True, deadline=60.0),
+            Slo(best_effort=True, deadline=300.0),
+            Slo(best_effort=True),
+        ),
+    },
 }
 
 
 def decision_log(case: dict[str, Any]) -> tuple[int, str]:
     """Steps, and a hash over every plan, of 150 requests in a bursty trace."""
     rng = random.Random(7)
-    driver = Driver(**({"max_num_batched_tokens": 96, "max_num_seqs": 12} | case))
+    case = {"max_num_batched_tokens": 96, "max_num_seqs": 12} | case
+    tenants = case.pop("tenants", None)
+    slos = case.pop("slos", _SLOS if "seconds" in case else None)
+    driver = Driver(**case)
     waiting = 150
     while waiting or driver.scheduler.has_unfinished:
         for _ in range(min(waiting, rng.choice((0, 0, 0, 0, 1, 6)))):
@@ -56,8 +104,10 @@ def decision_log(case: dict[str, Any]) -> tuple[int, str]:
             parent = make_request(
                 name, prompt, rng.randint(1, 40), arrival=driver.now, priority=rng.randrange(3)
             )
-            if "seconds" in case:
-                parent.slo = rng.choice((NO_SLO, Slo(ttft=20.0, tpot=1.0), Slo(best_effort=True)))
+            if slos is not None:
+                parent.slo = rng.choice(slos)
+            if tenants is not None:
+                parent.tenant = rng.choice(tenants)
             try:
                 driver.add(parent)
             except QueueFullError:

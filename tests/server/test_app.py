@@ -15,6 +15,7 @@ import paceline
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
 from paceline.engine.local import LocalEngineClient
+from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app, sampling_defaults, serve
@@ -108,7 +109,9 @@ async def test_unseeded_requests_differ_and_seeds_are_kept(engine: LocalEngineCl
     seeds: list[int] = []
 
     class Spy(Fake):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async def generate(
+            self, request: GenerationRequest, sink: Sink | None = None
+        ) -> AsyncIterator[GenerationOutput]:
             seeds.append(request.sampling.seed)
             raise QueueFullError("full", 1.0)
             yield
@@ -135,7 +138,9 @@ class Fake:
 
 def failing(engine: LocalEngineClient, error: Exception) -> Any:
     class Failing(Fake):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async def generate(
+            self, request: GenerationRequest, sink: Sink | None = None
+        ) -> AsyncIterator[GenerationOutput]:
             raise error
             yield
 
@@ -233,7 +238,9 @@ async def test_default_sampling(engine: LocalEngineClient) -> None:
     seen: list[GenerationRequest] = []
 
     class Spy(Fake):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async def generate(
+            self, request: GenerationRequest, sink: Sink | None = None
+        ) -> AsyncIterator[GenerationOutput]:
             seen.append(request)
             raise QueueFullError("full", 1.0)
             yield
@@ -278,7 +285,9 @@ async def test_fields_reach_the_engine(engine: LocalEngineClient) -> None:
     seen: list[GenerationRequest] = []
 
     class Spy(Fake):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async def generate(
+            self, request: GenerationRequest, sink: Sink | None = None
+        ) -> AsyncIterator[GenerationOutput]:
             seen.append(request)
             raise QueueFullError("full", 1.0)
             yield
@@ -351,7 +360,9 @@ async def test_infinite_logprobs_are_clamped(engine: LocalEngineClient) -> None:
     low = float("-inf")
 
     class Certain(Fake):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async def generate(
+            self, request: GenerationRequest, sink: Sink | None = None
+        ) -> AsyncIterator[GenerationOutput]:
             entry = TokenLogprobs(65, low, 2, ((66, 0.0), (67, low)))
             yield GenerationOutput(
                 request_id=request.request_id,

@@ -17,6 +17,7 @@ import pytest
 
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError, EngineLostError, PoisonedRequestError
+from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app
@@ -231,12 +232,14 @@ async def test_a_line_of_a_batch_is_asked_again() -> None:
     client = null_client(NullBackend(vocab_size=VOCAB))
     generate, asked = client.generate, 0
 
-    async def lost_once(request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def lost_once(
+        request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         nonlocal asked
         asked += 1
         if asked == 1:
             raise EngineLostError("gone", 0.1)
-        async for output in generate(request):
+        async for output in generate(request, sink):
             yield output
 
     client.generate = lost_once  # type: ignore[method-assign]

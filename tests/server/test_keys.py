@@ -115,9 +115,9 @@ async def test_the_tenant_is_the_key(guarded: FastAPI, http: httpx.AsyncClient) 
     client: Any = guarded.state.service.client
     original = client.generate
 
-    def spy(request: Any) -> Any:
+    def spy(request: Any, sink: Any = None) -> Any:
         seen.append(request.tenant)
-        return original(request)
+        return original(request, sink)
 
     client.generate = spy
     try:

@@ -290,10 +290,13 @@ async def test_who_holds_what_by_class() -> None:
     backend = NullBackend(vocab_size=VOCAB, step_time=0.005, num_blocks=64)
     client = null_client(backend, max_num_seqs=2)
     async with connect(create_app(client, ServerConfig())) as http:
-        body = {"prompt": [1] * 40, "max_tokens": 500, "logit_bias": say("x"), "ignore_eos": True}
+        body = {"max_tokens": 500, "logit_bias": say("x"), "ignore_eos": True}
         calls = [
-            asyncio.create_task(http.post("/v1/completions", json=body | {"slo": name}))
-            for name in ("interactive", "standard", "standard")
+            # nothing in common, or a block has several owners
+            asyncio.create_task(
+                http.post("/v1/completions", json=body | {"slo": name, "prompt": [first] * 40})
+            )
+            for first, name in enumerate(("interactive", "standard", "standard"))
         ]
         waiting = {"slo_class": "standard", "state": "waiting"}
         text = await scrape(http)

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.server.metrics.exporter_process import HEADER, SEQUENCE, read_text
+from paceline.server.metrics.exporter_process import HEADER, SEQUENCE, Answers, read_text
 from tests.cli.servers import start_server
 
 from .helpers import metric
@@ -133,6 +133,70 @@ def test_a_text_being_replaced_is_not_shown() -> None:
     # its writer stopped halfway
     SEQUENCE.pack_into(memory, 0, 3)
     assert read_text(memory) is None
+
+
+def filled(text: bytes) -> mmap.mmap:
+    memory = mmap.mmap(-1, 1 << 20)
+    memory[HEADER.size : HEADER.size + len(text)] = text
+    HEADER.pack_into(memory, 0, 2, len(text), time.monotonic())
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "keep"),
+    [
+        (b"GET /metrics HTTP/1.1\r\nHost: x", 200, True),
+        (b"GET /metrics?a=b HTTP/1.1\r\nconnection:Close", 200, False),
+        (b"GET /metrics HTTP/1.0", 200, False),
+        (b"GET /metrics HTTP/1.0\r\nConnection: keep-alive", 200, True),
+        (b"GET /metric HTTP/1.1", 404, True),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0", 501, True),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 7", 501, False),
+        (b"POST /metrics HTTP/1.1\r\nTransfer-Encoding: chunked", 501, False),
+        (b"GET /metrics", 400, False),
+        (b"", 400, False),
+        (b"\x16\x03\x01 \x00 \xff", 400, False),
+    ],
+)
+def test_what_is_answered(head: bytes, status: int, keep: bool) -> None:
+    answer, kept = Answers(filled(b"a 1\nage 0.0\n")).to(head)
+    top, _, body = answer.partition(b"\r\n\r\n")
+    first, *headers = top.split(b"\r\n")
+    assert int(first.split(b" ")[1]) == status
+    assert (kept, b"Connection: close" in headers) == (keep, not keep)
+    assert b"Content-Length: %d" % len(body) in headers
+    if status == 200:
+        assert re.fullmatch(rb"a 1\nage 0\.\d{3}\n", body)
+
+
+def test_one_thread_serves_whoever_is_ready(tmp_path: Path) -> None:
+    """Half a request, several in one piece, and a page that is not read hold up nobody."""
+    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+    with live_server(tmp_path / "log", metrics_port=0) as server:
+        address = ("127.0.0.1", server.metrics_port)
+        with (
+            socket.create_connection(address, timeout=10) as half,
+            socket.create_connection(address, timeout=10) as unread,
+            socket.create_connection(address, timeout=10) as late,
+        ):
+            half.sendall(request[:20])
+            # more pages than the system keeps for it
+            unread.sendall(request * 400)
+            assert AGE in metrics(server)
+            half.sendall(request[20:] + request)
+            # a connection that is accepted before it says anything
+            time.sleep(1.5)
+            late.sendall(request)
+            for connection, count in ((late, 1), (half, 2), (unread, 400)):
+                data = b""
+                while data.count(f"\n{AGE} ".encode()) < count or not data.endswith(b"\n"):
+                    part = connection.recv(1 << 20)
+                    assert part, "closed before all was sent"
+                    data += part
+                assert data.count(b"HTTP/1.1 200 OK\r\n") == count
+            half.sendall(b"GET /" + b"x" * 17_000)
+            assert half.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
+            assert half.recv(1) == b""
 
 
 _SLICES = """

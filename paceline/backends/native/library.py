@@ -11,10 +11,20 @@ from typing import Final
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["ABI", "Config", "Step", "check", "library", "unavailable_reason", "variants"]
+__all__ = [
+    "ABI",
+    "Config",
+    "Draw",
+    "Logprobs",
+    "Step",
+    "check",
+    "library",
+    "unavailable_reason",
+    "variants",
+]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 4
+ABI: Final = 5
 _PATTERN: Final = "_lib*.so"
 
 
@@ -65,6 +75,40 @@ class Step(ctypes.Structure):
     )
 
 
+class Draw(ctypes.Structure):
+    """PacelineDraw."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("logits", c_void_p),
+        ("likeliest", c_void_p),
+        ("masks", c_void_p),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("uniform", c_void_p),
+        ("tokens", c_void_p),
+    )
+
+
+class Logprobs(ctypes.Structure):
+    """PacelineLogprobs."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("count", c_int64),
+        ("logits", c_void_p),
+        ("tokens", c_void_p),
+        ("own", c_void_p),
+        ("ranks", c_void_p),
+        ("top_tokens", c_void_p),
+        ("top", c_void_p),
+    )
+
+
 _SIGNATURES: Final = {
     "paceline_abi": (c_int, ()),
     "paceline_error": (c_char_p, ()),
@@ -76,6 +120,8 @@ _SIGNATURES: Final = {
     "paceline_ready": (c_int, (c_void_p,)),
     "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
     "paceline_copy_blocks": (c_int, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "paceline_draw": (c_int, (c_void_p, POINTER(Draw))),
+    "paceline_logprobs": (c_int, (c_void_p, POINTER(Logprobs))),
     "paceline_block_bytes": (c_int64, (c_void_p,)),
     "paceline_weight_bytes": (c_int64, (c_void_p,)),
     "paceline_isa": (c_char_p, (c_void_p,)),

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.core.errors import CheckpointError
 
 __all__ = ["KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
@@ -69,12 +68,17 @@ def locate(name: str) -> tuple[int, int]:
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, read when it is asked for."""
+    """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is."""
     for name in checkpoint.tensor_names():
-        shape = checkpoint.tensor_shape(name)
-        if isinstance(checkpoint, GGUFCheckpoint) and len(shape) == 2:
-            data, type_name = checkpoint.raw_tensor(name)
-            if type_name in TYPES:
-                yield name, RawTensor(np.ascontiguousarray(data), type_name, shape[1])
-                continue
-        yield name, checkpoint.tensor(name)
+        yield name, _read(checkpoint, name)
+        # or the pages of the whole file would pile up beside what was made of them
+        checkpoint.release()
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    shape = checkpoint.tensor_shape(name)
+    if len(shape) == 2:
+        data, type_name = checkpoint.raw_tensor(name)
+        if type_name in TYPES:
+            return RawTensor(np.ascontiguousarray(data), type_name, shape[1])
+    return checkpoint.tensor(name)

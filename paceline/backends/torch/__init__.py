@@ -1,6 +1,5 @@
-"""A model backend in PyTorch: weights, decoder, paged attention, sampling, and the runner.
+"""The compute path in PyTorch: weights, decoder, paged attention, sampling.
 
-``backend.TorchBackend`` is the way in. Reading order: ``backend`` (threads, sizing) -> ``runner``
-(plans to tensors) -> ``model`` -> ``attention`` and ``linear`` (the seams for faster kernels) ->
-``sampler``.
+Reading order: ``load`` -> ``step`` (arrays to tensors) -> ``model`` -> ``attention`` and ``linear``
+(the seams for faster kernels) -> ``sampler``.
 """

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.backends.steps import AttentionBatch
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.outputs import BlockSwap
 
-__all__ = ["AttentionBackend", "AttentionBatch", "TorchAttention", "block_bytes"]
+__all__ = ["AttentionBackend", "TorchAttention", "block_bytes"]
 
 # longest run of one request's queries in one product: bounds the scores' memory, and a later run's
 # keys are not touched by an earlier one
@@ -40,18 +41,6 @@ _MAX_SCORES: Final = 1 << 25
 _GATHER_COST: Final = 8
 # padding tolerated in a group, in that unit: about what the launches of one more group cost
 _GROUP_OVERHEAD: Final = 6000
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
-    """The rows of one step. Tokens are flat, row after row; T is the sum of ``counts``."""
-
-    # first position of each row computed in this step, [rows]
-    starts: NDArray[np.int64]
-    # positions of each row computed in this step, >= 1, [rows]
-    counts: NDArray[np.int64]
-    # block ids by position // block_size, [rows, width]; what follows a row's last one is ignored
-    block_tables: NDArray[np.int64]
 
 
 class AttentionBackend(Protocol):

@@ -95,7 +95,6 @@ class Decoder:
         positions: torch.Tensor,
         sampled: torch.Tensor,
         attention: AttentionBackend,
-        needs_logits: bool = True,
     ) -> torch.Tensor:
         """Run one step for which ``attention`` is prepared.
 
@@ -103,7 +102,6 @@ class Decoder:
             token_ids: int64 [T].
             positions: int64 [T], below the rotary table's length.
             sampled: int64 [S], the tokens whose logits are wanted; may be empty.
-            needs_logits: see ``runner.StepModel``; here there is no other way.
 
         Returns:
             logits [S, vocab] in float32.

@@ -1,7 +1,7 @@
 """Logits to tokens for a whole batch, each row by its own settings.
 
-Order, as in vLLM: log-probabilities are taken from the raw logits; then min_tokens and logit_bias,
-repetition, presence and frequency penalties; what grammar, allowed_token_ids and bad_words forbid;
+Order, as in vLLM: log-probabilities are taken from the raw logits; then logit_bias, repetition,
+presence and frequency penalties; what min_tokens, grammar, allowed_token_ids and bad_words forbid;
 greedy rows stop here; temperature, min_p, top_k, top_p, and one draw.
 
 A draw walks the cumulative distribution to one uniform number that depends on (seed, output
@@ -53,17 +53,7 @@ def sample(
         finite = torch.isfinite(logits.sum(-1, dtype=torch.float32)).tolist()
     else:
         finite = (likeliest >= 0).tolist()
-    special = [
-        index
-        for index, row in enumerate(rows)
-        if finite[index]
-        and (
-            row.sampling.params.temperature > 0.0
-            or row.sampling.reshapes
-            or row.forbidden is not None
-            or row.forbids_ending
-        )
-    ]
+    special = [index for index, row in enumerate(rows) if finite[index] and not row.takes_likeliest]
     token_ids: list[int]
     if likeliest is not None:
         token_ids = likeliest.tolist()
@@ -102,9 +92,9 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Choose from float32 logits [rows, vocab], which are overwritten; -1 where none is left."""
     _reshape(logits, rows)
-    restricted = [i for i, row in enumerate(rows) if row.restricts]
-    left = torch.isfinite(logits[restricted].amax(-1)).tolist() if restricted else []
-    empty = [i for i, has in zip(restricted, left, strict=True) if not has]
+    reshaped = [i for i, row in enumerate(rows) if row.reshapes]
+    left = torch.isfinite(logits[reshaped].amax(-1)).tolist() if reshaped else []
+    empty = [i for i, has in zip(reshaped, left, strict=True) if not has]
     if empty:
         # any number will do: it is not used
         logits[empty] = 0.0
@@ -153,25 +143,24 @@ class _Entries:
 
 def _reshape(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Apply what changes the order of tokens: bans, bias, penalties. In place."""
-    banned, bias, repetition, presence, frequency = (_Entries() for _ in range(5))
+    bias, repetition, presence, frequency, banned = (_Entries() for _ in range(5))
+    masks: list[tuple[int, NDArray[np.bool_]]] = []
     for i, row in enumerate(rows):
-        sampling, params = row.sampling, row.sampling.params
-        if row.forbids_ending:
-            banned.add(i, sampling.ending_ids, -np.inf)
-        if sampling.bias_ids:
-            bias.add(i, sampling.bias_ids, sampling.bias_values)
-        if not sampling.penalizes:
+        if not row.reshapes:
             continue
-        output = row.tokens[row.num_prompt_tokens :]
-        if params.repetition_penalty != 1.0:
-            repetition.add(i, row.tokens, params.repetition_penalty)
-        if params.presence_penalty != 0.0:
-            presence.add(i, output, params.presence_penalty)
-        if params.frequency_penalty != 0.0:
-            frequency.add(i, output, -params.frequency_penalty)
+        change = row.reshaping()
+        if change.bias_ids:
+            bias.add(i, change.bias_ids, change.bias_values)
+        if change.repetition_penalty != 1.0:
+            repetition.add(i, change.tokens, change.repetition_penalty)
+        if change.presence_penalty != 0.0:
+            presence.add(i, change.output, change.presence_penalty)
+        if change.frequency_penalty != 0.0:
+            frequency.add(i, change.output, -change.frequency_penalty)
+        masks.extend((i, mask) for mask in change.masks)
+        if change.banned_ids:
+            banned.add(i, change.banned_ids, -np.inf)
     device = logits.device
-    if (entries := banned.to(device)) is not None:
-        logits.index_put_(*entries)
     if (entries := bias.to(device)) is not None:
         logits.index_put_(*entries, accumulate=True)
     # a token that occurs twice gets the same value twice, so duplicates need no care here ...
@@ -187,31 +176,10 @@ def _reshape(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     # ... and here they add up, as they should
     if (entries := frequency.to(device)) is not None:
         logits.index_put_(*entries, accumulate=True)
-    _restrict(logits, rows)
-
-
-def _restrict(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Put what may not be chosen at minus infinity. In place."""
-    banned = _Entries()
-    for i, row in enumerate(rows):
-        for forbidden in (row.forbidden, row.sampling.forbidden):
-            if forbidden is not None:
-                mask = torch.from_numpy(forbidden).to(logits.device)
-                logits[i].masked_fill_(mask, -torch.inf)
-        words = row.sampling.params.bad_words
-        if words:
-            output = row.tokens[row.num_prompt_tokens :]
-            ids = [word[-1] for word in words if _ends_with(output, word[:-1])]
-            if ids:
-                banned.add(i, ids, -np.inf)
-    if (entries := banned.to(logits.device)) is not None:
+    for i, mask in masks:
+        logits[i].masked_fill_(torch.from_numpy(mask).to(device), -torch.inf)
+    if (entries := banned.to(device)) is not None:
         logits.index_put_(*entries)
-
-
-def _ends_with(output: NDArray[np.int32], tail: tuple[int, ...]) -> bool:
-    return not tail or (
-        len(output) >= len(tail) and output[len(output) - len(tail) :].tolist() == list(tail)
-    )
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:

@@ -27,7 +27,7 @@ class DeadlinePolicy(FcfsPolicy):
         work = self._context.work
         latest = []
         if slo.ttft is not None:
-            latest.append(slo.ttft - work.prompt_seconds(request.num_prompt_tokens))
+            latest.append(slo.ttft - work.prompt_seconds(request.num_new_tokens))
         if slo.deadline is not None:
             latest.append(slo.deadline - work.seconds(request))
         return arrival + min(latest, default=_PATIENCE)

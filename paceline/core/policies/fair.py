@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
@@ -14,6 +15,8 @@ __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
+# whose tokens are counted, at most, beside those that wait
+_MAX_TENANTS: Final = 10_000
 
 
 class FairPolicy(FcfsPolicy):
@@ -37,6 +40,9 @@ class FairPolicy(FcfsPolicy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._counters: dict[str, float] = {}
+        self._queues: list[FairQueue] = []
+        # counters until some are forgotten
+        self._most = _MAX_TENANTS
         self._saved = PROMPT_WEIGHT * context.config.max_num_batched_tokens
 
     def key(self, request: Request) -> float:
@@ -45,7 +51,9 @@ class FairPolicy(FcfsPolicy):
         return super().key(request) - early
 
     def make_queue(self) -> WaitingQueue:
-        return FairQueue(self.counter, _Level(self._counters, self._saved).lift)
+        queue = FairQueue(self.counter, _Level(self._counters, self._saved).lift)
+        self._queues.append(queue)
+        return queue
 
     def counter(self, tenant: str) -> float:
         """Weighted tokens served to ``tenant``, lifts included."""
@@ -64,7 +72,7 @@ class FairPolicy(FcfsPolicy):
             if index == len(own):
                 heapq.heappop(heads)
                 continue
-            counter += PROMPT_WEIGHT * request.num_prompt_tokens
+            counter += PROMPT_WEIGHT * request.num_new_tokens
             counter += OUTPUT_WEIGHT * self._context.work.output_tokens(request)
             heapq.heapreplace(heads, (counter, own[index].order, tenant, index))
 
@@ -72,6 +80,19 @@ class FairPolicy(FcfsPolicy):
         self._counters[request.tenant] = (
             self.counter(request.tenant) + PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
         )
+        if len(self._counters) > self._most:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Whoever calls may name as many tenants as they like: of those who do not wait, the half
+        that was served least begins anew. Nobody enters a queue further below its level for it."""
+        waiting = {tenant for queue in self._queues for tenant in queue.tenants}
+        idle = sorted((served, name) for name, served in self._counters.items())
+        for _, name in idle[: len(idle) // 2]:
+            if name not in waiting:
+                del self._counters[name]
+        # nearly all of them may wait
+        self._most = max(_MAX_TENANTS, 2 * len(self._counters))
 
 
 class _Level:

@@ -20,23 +20,26 @@ import ctypes
 import mmap
 import os
 import platform
+import selectors
 import socket
 import struct
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
-__all__ = ["HEADER", "SEQUENCE", "main", "read_text"]
+__all__ = ["HEADER", "SEQUENCE", "Answers", "Exporter", "main", "read_text"]
 
 HEADER = struct.Struct("<QQd")
 SEQUENCE = struct.Struct("<Q")
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 # connections at once: a scraper keeps one
 _MAX_CONNECTIONS = 32
-# seconds a connection may be idle
+# seconds a connection may be idle, and between looks for such
 _IDLE = 120.0
+_SWEEP = 10.0
+# bytes of a request's line and headers
+_MAX_HEAD = 16 * 1024
+# seconds for a connection's first bytes; after that it is accepted as it is
+_DEFER_SECONDS = 1
 # looks at a text that is being replaced, which takes microseconds
 _LOOKS = 1000
 _LOOK_EVERY = 1e-4
@@ -59,69 +62,192 @@ def read_text(memory: mmap.mmap) -> tuple[bytes, float] | None:
     return None
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = _IDLE
-    disable_nagle_algorithm = True
-    # head and body leave together
-    wbufsize = -1
-    memory: mmap.mmap
+class Answers:
+    """What is answered to the bytes of requests. Pure: bytes in, bytes out."""
 
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self._answer(404, b"only /metrics is served here\n")
-            return
-        found = read_text(self.memory)
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def to(self, head: bytes) -> tuple[bytes, bool]:
+        """The answer to one request without a body, and whether the connection is kept.
+
+        Args:
+            head: request line and headers, without the empty line at the end.
+        """
+        line, *headers = head.split(b"\r\n")
+        words = line.split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _answer(400, b"this is no HTTP request\n", keep=False), False
+        keep = words[2] != b"HTTP/1.0"
+        for header in headers:
+            name, _, value = header.partition(b":")
+            name, value = name.strip().lower(), value.strip().lower()
+            if name == b"connection":
+                keep = b"close" not in value and (keep or b"keep-alive" in value)
+            elif name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
+                # whatever follows is no request
+                keep = False
+        return self._answer(words[0], words[1].partition(b"?")[0], keep), keep
+
+    def _answer(self, method: bytes, path: bytes, keep: bool) -> bytes:
+        if method != b"GET":
+            return _answer(501, b"only GET is served here\n", keep=keep)
+        if path != b"/metrics":
+            return _answer(404, b"only /metrics is served here\n", keep=keep)
+        found = read_text(self._memory)
         if found is None:
-            self._answer(503, b"no metrics yet\n")
-            return
+            return _answer(503, b"no metrics yet\n", keep=keep)
         text, made = found
-        age = max(0.0, time.monotonic() - made)
-        self._answer(200, text[: text.rindex(b" ")] + f" {age:.3f}\n".encode())
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response_only(status)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: scrapes come all the time."""
+        age = b" %.3f\n" % max(0.0, time.monotonic() - made)
+        return _answer(200, memoryview(text)[: text.rindex(b" ")], age, keep=keep)
 
 
-class _Server(ThreadingHTTPServer):
-    """On a socket that listens already; connections past the limit are closed at once."""
+_PHRASES = {
+    200: b"OK",
+    400: b"Bad Request",
+    404: b"Not Found",
+    431: b"Request Header Fields Too Large",
+    501: b"Not Implemented",
+    503: b"Service Unavailable",
+}
 
-    daemon_threads = True
+
+def _answer(status: int, *body: bytes | memoryview, keep: bool) -> bytes:
+    head = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n" % (
+        status,
+        _PHRASES[status],
+        CONTENT_TYPE,
+        sum(map(len, body)),
+        b"" if keep else b"Connection: close\r\n",
+    )
+    return b"".join((head, *body))
+
+
+class _Connection:
+    """A scraper: what it has sent of its next request, and what it has not yet taken."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.heard_at = time.monotonic()
+        self._unread = b""
+        self._unsent = b""
+        self._keep = True
+
+    @property
+    def waits_to_send(self) -> bool:
+        return bool(self._unsent)
+
+    def proceed(self, answers: Answers) -> bool:
+        """Read, answer, send, as far as that goes at once; whether it goes on. Raises OSError when
+        the scraper is gone."""
+        if not self._unsent:
+            try:
+                data = self.socket.recv(_MAX_HEAD)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self.heard_at = time.monotonic()
+            self._unread += data
+        while self._keep:
+            if not self._unsent:
+                head, found, rest = self._unread.partition(b"\r\n\r\n")
+                if found and len(head) <= _MAX_HEAD:
+                    self._unread = rest
+                    self._unsent, self._keep = answers.to(head)
+                elif len(head) > _MAX_HEAD:
+                    self._unsent = _answer(431, b"too long\n", keep=False)
+                    self._keep = False
+                else:
+                    return True
+            if not self._send():
+                return True
+        return bool(self._unsent) and not self._send()
+
+    def _send(self) -> bool:
+        """Whether all of it is out."""
+        try:
+            sent = self.socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        if sent:
+            self.heard_at = time.monotonic()
+        self._unsent = self._unsent[sent:]
+        return not self._unsent
+
+
+class Exporter:
+    """Answers scrapes on one thread, so that each takes one wake-up of this process. On a machine
+    whose processors are all busy that is what an answer's time is made of: a thread of its own for
+    a connection is another one.
+
+    Args:
+        listener: a listening socket.
+    """
 
     def __init__(self, listener: socket.socket, memory: mmap.mmap) -> None:
-        handler = type("Handler", (_Handler,), {"memory": memory})
-        super().__init__(("", 0), handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        listener.setblocking(False)
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
+            # Linux: be woken for a new connection's request, not for the connection before it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_SECONDS)
+        self._listener = listener
+        self._answers = Answers(memory)
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[_Connection] = set()
+        self._selector.register(listener, selectors.EVENT_READ)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def run_until(self, file: int) -> None:
+        """Serve until ``file`` has come to its end."""
+        self._selector.register(file, selectors.EVENT_READ)
+        swept_at = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(_SWEEP):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Connection):
+                    self._proceed(key.data)
+                elif not os.read(file, 4096):
+                    return
+            now = time.monotonic()
+            if now - swept_at >= _SWEEP:
+                swept_at = now
+                for connection in tuple(self._connections):
+                    if now - connection.heard_at >= _IDLE:
+                        self._close(connection)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def _accept(self) -> None:
+        for _ in range(_MAX_CONNECTIONS):
+            try:
+                accepted, _address = self._listener.accept()
+            except OSError:
+                # nobody else waits, or who did is gone
+                return
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                accepted.close()
+                continue
+            connection = _Connection(accepted)
+            self._connections.add(connection)
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+            self._proceed(connection)
+
+    def _proceed(self, connection: _Connection) -> None:
+        waited = connection.waits_to_send
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+            goes_on = connection.proceed(self._answers)
+        except OSError:
+            goes_on = False
+        if not goes_on:
+            self._close(connection)
+        elif connection.waits_to_send != waited:
+            wanted = selectors.EVENT_READ if waited else selectors.EVENT_WRITE
+            self._selector.modify(connection.socket, wanted, connection)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: the scraper hung up."""
-
-
-def _leave_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
+    def _close(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
 
 
 def ask_for_short_slices() -> bool:
@@ -143,10 +269,8 @@ def ask_for_short_slices() -> bool:
 def main() -> None:
     ask_for_short_slices()
     listener = socket.socket(fileno=int(sys.argv[1]))
-    listener.setblocking(True)
     memory = mmap.mmap(int(sys.argv[2]), 0, prot=mmap.PROT_READ)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _Server(listener, memory).serve_forever(poll_interval=60.0)
+    Exporter(listener, memory).run_until(0)
 
 
 if __name__ == "__main__":

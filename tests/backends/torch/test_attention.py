@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch import attention as attention_module
-from paceline.backends.torch.attention import AttentionBatch, TorchAttention, block_bytes
+from paceline.backends.torch.attention import TorchAttention, block_bytes
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 
 BLOCK_SIZE = 4

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.backends.torch.conftest import load
+from tests.backends.conftest import load
+from tests.backends.plans import Plans, Tracked
 from tests.backends.torch.models import ARCHITECTURES, VOCAB, save_model
-from tests.backends.torch.plans import Plans, Tracked
 
 PROMPTS = [
     [5],

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.__main__ import rounds
 from benchmarks.peers.base import Command, Unavailable
 from benchmarks.peers.offline import Contender, Measured, Team, by_variant, run_rows, summary
 from benchmarks.peers.report import offline_table
@@ -135,3 +137,12 @@ def test_the_table_compares_with_the_best_other_engine() -> None:
     assert head.split() == ["tokens/s", *names, "ratio"]
     assert first.split() == ["4x10x10", "20", "40", "5", "10", "-", "2.00x", "fast"]
     assert second.split() == ["1x9x1", "(all)", "100", "-", "-", "-", "-", "-"]
+
+
+def test_rounds_come_from_the_environment() -> None:
+    assert rounds(None, 3) == 3
+    assert rounds("", 3) == 3
+    assert rounds("5", 3) == 5
+    for value in ("0", "-1", "100", "x", "²"):
+        with pytest.raises(ValueError, match=re.escape(f"ROUNDS={value}")):
+            rounds(value, 3)

@@ -89,7 +89,7 @@ async def test_lines_are_best_effort_without_a_target(tmp_path: Path) -> None:
         seen: list[Any] = []
         client: Any = server.service.client
         original = client.generate
-        client.generate = lambda request: (seen.append(request), original(request))[1]
+        client.generate = lambda request, sink: (seen.append(request), original(request, sink))[1]
         slo = {"class": "interactive", "queue_ttl_ms": 1}
         await server.until(await server.submit([line("a"), line("b", slo=slo)]))
         assert len(seen) == 2
@@ -104,11 +104,11 @@ class Counted:
         self._original = client.generate
         client.generate = self.generate
 
-    async def generate(self, request: Any) -> Any:
+    async def generate(self, request: Any, sink: Any = None) -> Any:
         self.now += 1
         self.most = max(self.most, self.now)
         try:
-            async for output in self._original(request):
+            async for output in self._original(request, sink):
                 yield output
         finally:
             self.now -= 1
@@ -169,12 +169,12 @@ async def test_refusals_are_asked_again(tmp_path: Path, monkeypatch: pytest.Monk
         original = client.generate
         left = 3
 
-        async def refusing(request: Any) -> Any:
+        async def refusing(request: Any, sink: Any) -> Any:
             nonlocal left
             left -= 1
             if left >= 0:
                 raise QueueFullError("full", retry_after=7.2, reason="queue-full")
-            async for output in original(request):
+            async for output in original(request, sink):
                 yield output
 
         client.generate = refusing
@@ -234,7 +234,9 @@ async def test_a_line_that_kills_engines_is_found(
             original = client.generate
             died = asyncio.Event()
 
-            async def deadly(request: Any, original: Any = original, died: Any = died) -> Any:
+            async def deadly(
+                request: Any, sink: Any, original: Any = original, died: Any = died
+            ) -> Any:
                 nonlocal deaths
                 if len(request.prompt_token_ids) == 5:
                     # the others run by now
@@ -245,7 +247,7 @@ async def test_a_line_that_kills_engines_is_found(
                     if between == "the server stays":
                         asyncio.get_running_loop().call_soon(died.clear)
                     raise EngineDeadError("killed")
-                async for output in original(request):
+                async for output in original(request, sink):
                     yield output
 
             def health(died: Any = died) -> None:
@@ -398,10 +400,10 @@ async def test_an_answer_on_its_way_counts(tmp_path: Path, monkeypatch: pytest.M
         client: Any = server.service.client
         original = client.generate
 
-        async def held(request: Any) -> Any:
+        async def held(request: Any, sink: Any) -> Any:
             if len(request.prompt_token_ids) > 1:
                 await asyncio.sleep(30)
-            async for output in original(request):
+            async for output in original(request, sink):
                 yield output
 
         client.generate = held

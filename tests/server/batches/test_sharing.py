@@ -42,7 +42,7 @@ async def test_lines_run_for_nobodys_exchange(tmp_path: Path) -> None:
         seen: list[str] = []
         client: Any = server.service.client
         original = client.generate
-        client.generate = lambda request: (seen.append(MARK.get()), original(request))[1]
+        client.generate = lambda *asked: (seen.append(MARK.get()), original(*asked))[1]
         MARK.set("the first caller")
         await server.http.post(URL, json={"prompt": "x", "max_tokens": 1})
         await server.until(await server.submit([line("a")]))
@@ -58,10 +58,10 @@ class Held:
         self._original = client.generate
         client.generate = self.generate
 
-    async def generate(self, request: Any) -> Any:
+    async def generate(self, request: Any, sink: Any = None) -> Any:
         if request.tenant == self._tenant:
             await self.go.wait()
-        async for output in self._original(request):
+        async for output in self._original(request, sink):
             yield output
 
 

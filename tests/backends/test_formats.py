@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from paceline.backends import formats
+from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.native import unavailable_reason
-from paceline.backends.torch import formats
-from paceline.backends.torch.formats import Formats, choose_formats
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
+from tests.backends.conftest import load
 from tests.backends.native.reference import tiny_config
-from tests.backends.torch.conftest import load
-from tests.backends.torch.plans import Plans
+from tests.backends.plans import Plans
 
-CPU = torch.device("cpu")
 PLAIN = tiny_config(head_dim=64)
 QUANTISED = replace(PLAIN, stored_dtype="Q4_1")
 
@@ -28,10 +26,16 @@ native = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavail
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A CPU with AVX-512 BF16, whatever this one is, and a native library."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(formats, "unavailable_reason", lambda: None)
     monkeypatch.setattr(formats, "variants", lambda: ("avx512bf16", "avx2", "portable"))
     return monkeypatch
+
+
+def torch_dtype(name: str) -> str:
+    """As PyTorch chooses on a processor with AVX-512 BF16."""
+    if name not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"dtype {name!r} is not supported")
+    return "bfloat16" if name == "auto" else name
 
 
 def choose(config: ModelConfig = PLAIN, **settings: Any) -> Formats:
@@ -40,7 +44,8 @@ def choose(config: ModelConfig = PLAIN, **settings: Any) -> Formats:
         "dtype": "auto",
         "kv_dtype": "auto",
         "block_size": 16,
-        "device": CPU,
+        "device": "cpu",
+        "torch_dtype": torch_dtype,
     }
     return choose_formats(config, **(defaults | settings))
 
@@ -62,11 +67,13 @@ def test_auto_takes_int8_for_a_file_of_few_bits(machine: pytest.MonkeyPatch) -> 
 
 def test_auto_needs_fast_byte_products(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(formats, "variants", lambda: ("avx2", "portable"))
-    machine.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    machine.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert names(choose(QUANTISED)) == ("native", "float32", "float32")
     machine.setattr(formats, "variants", lambda: ("avx512", "avx2", "portable"))
     assert names(choose(QUANTISED)) == ("native", "int8", "bfloat16")
+    # bfloat16 is only worth it where it is multiplied
+    chosen = choose(PLAIN)
+    assert names(chosen) == ("native", "float32", "float32")
+    assert "does not multiply bfloat16" in chosen.why
 
 
 def test_without_the_library_pytorch_computes(machine: pytest.MonkeyPatch) -> None:
@@ -94,7 +101,7 @@ def test_without_the_library_pytorch_computes(machine: pytest.MonkeyPatch) -> No
             "--kv-dtype bfloat16 needs --compute native.*in the weights' float32",
         ),
         ({"compute": "native", "block_size": 4}, "native cannot serve this: block_size=4"),
-        ({"compute": "native", "device": torch.device("cuda")}, "on the CPU, not on cuda"),
+        ({"compute": "native", "device": "cuda:0"}, "on the CPU, not on cuda:0"),
     ],
 )
 def test_refusals(machine: pytest.MonkeyPatch, settings: dict[str, Any], message: str) -> None:
@@ -134,7 +141,7 @@ def test_kv_dtype_sets_how_many_tokens_fit(llama_folder: Path) -> None:
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_sizing_counts_what_the_library_takes(kv_dtype: str) -> None:
     from paceline.backends.native import NativeModel
-    from paceline.backends.torch.native_step import native_block_bytes
+    from paceline.backends.native.step import native_block_bytes
     from tests.backends.native.reference import random_weights, rope_tables
 
     weights = random_weights(PLAIN, 0)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.torch.backend import TorchBackend
+from paceline.backends.load import load_backend
+from paceline.backends.worker import WorkerBackend
 from tests.backends.torch.models import save_model
 
 
-def load(folder: Path, **settings: Any) -> TorchBackend:
+def load(folder: Path, **settings: Any) -> WorkerBackend:
     """In float32 on the CPU, with few small blocks."""
     defaults: dict[str, Any] = {
         "device": "cpu",
@@ -21,7 +22,7 @@ def load(folder: Path, **settings: Any) -> TorchBackend:
         "kv_cache_bytes": 1 << 20,
         "max_num_seqs": 8,
     }
-    return TorchBackend.load(folder, **(defaults | settings))
+    return load_backend(folder, **(defaults | settings))
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +33,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama(llama_folder: Path) -> Iterator[TorchBackend]:
+def llama(llama_folder: Path) -> Iterator[WorkerBackend]:
     backend = load(llama_folder)
     yield backend
     backend.close()

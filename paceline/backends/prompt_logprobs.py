@@ -7,24 +7,22 @@ was not computed here, so such a request must not share blocks (``engine.fanout`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
-
-import torch
 
 from paceline.core.outputs import TokenLogprobs
 
 __all__ = ["PromptLogprobs"]
 
-# rows turned into probabilities at once
-_ROWS: Final = 64
-
 
 class PromptLogprobs:
-    """One request's, from position 0 on."""
+    """One request's, from position 0 on.
+
+    Args:
+        count: likeliest tokens to name with each.
+    """
 
     def __init__(self, prompt: Sequence[int], count: int) -> None:
+        self.count = count
         self._prompt = prompt
-        self._count = count
         self._entries: list[TokenLogprobs] = []
 
     def wanted(self, start: int, num_tokens: int) -> range:
@@ -34,20 +32,13 @@ class PromptLogprobs:
             return range(0)
         return range(len(self._entries), min(start + num_tokens, len(self._prompt) - 1))
 
-    def add(self, logits: torch.Tensor) -> None:
-        """Take in the logits [positions, vocab] of what ``wanted`` named."""
-        first = len(self._entries) + 1
-        for begin in range(0, len(logits), _ROWS):
-            logprobs = logits[begin : begin + _ROWS].float().log_softmax(-1)
-            ids = self._prompt[first + begin : first + begin + len(logprobs)]
-            own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1))
-            ranks = (logprobs > own).sum(-1).add_(1).tolist()
-            top, top_ids = logprobs.topk(min(max(1, self._count), logits.shape[1]), dim=-1)
-            for token_id, value, rank, names, values in zip(
-                ids, own.squeeze(1).tolist(), ranks, top_ids.tolist(), top.tolist(), strict=True
-            ):
-                likeliest = tuple(zip(names, values, strict=True))[: self._count]
-                self._entries.append(TokenLogprobs(token_id, value, rank, likeliest))
+    def targets(self, wanted: range) -> Sequence[int]:
+        """The tokens that the logits of these positions are about."""
+        return self._prompt[wanted.start + 1 : wanted.stop + 1]
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Take in what was found for the positions that ``wanted`` named."""
+        self._entries += entries
 
     def result(self) -> tuple[TokenLogprobs, ...] | None:
         """One entry per prompt token but the first; None if the beginning was not seen."""

@@ -1,4 +1,4 @@
-"""Loading, sizing and the life of a TorchBackend."""
+"""Loading, sizing and the life of a backend."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.torch.attention import block_bytes
-from paceline.backends.torch.backend import TorchBackend
 from paceline.backends.torch.linear import DenseLinear, PackedLinear, make_linear
 from paceline.backends.torch.weights import load_weights
+from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.backend import ModelBackend
 from paceline.core.errors import CheckpointError, ConfigError
-from tests.backends.torch.conftest import load
+from tests.backends.conftest import load
+from tests.backends.plans import Plans
 from tests.backends.torch.models import VOCAB, save_model
-from tests.backends.torch.plans import Plans
 
 PROMPT = [(i * 37 + 11) % VOCAB for i in range(45)]
 
 
-def test_info(llama: TorchBackend) -> None:
+def test_info(llama: WorkerBackend) -> None:
     assert isinstance(llama, ModelBackend)
     info = llama.info
     # 3 layers, keys and values, 4 positions, 2 heads of 16 floats
@@ -35,7 +35,7 @@ def test_info(llama: TorchBackend) -> None:
     assert (info.vocab_size, info.block_size, info.max_model_len) == (VOCAB, 4, 256)
 
 
-def test_two_backends_in_one_process(tmp_path: Path, llama: TorchBackend) -> None:
+def test_two_backends_in_one_process(tmp_path: Path, llama: WorkerBackend) -> None:
     """Other model, other block size, other dtype, steps in turn and at the same time."""
     save_model(tmp_path, "qwen3", num_hidden_layers=2)
     other = load(tmp_path, block_size=7, threads=1)
@@ -68,12 +68,12 @@ def test_close(llama_folder: Path) -> None:
     assert future.done()
     assert len(future.result().sampled[0]) == 1
     backend.close()
-    assert any(name.startswith("paceline-torch") for name in before)
+    assert any(name.startswith("paceline-model") for name in before)
     with pytest.raises(RuntimeError, match="closed"):
         backend.execute(plans.plan({}))
 
 
-def test_a_broken_plan_fails_its_future_only(llama: TorchBackend) -> None:
+def test_a_broken_plan_fails_its_future_only(llama: WorkerBackend) -> None:
     plans = Plans(llama)
     plans.add("a", PROMPT).sent = True  # never announced
     with pytest.raises(KeyError):
@@ -81,7 +81,7 @@ def test_a_broken_plan_fails_its_future_only(llama: TorchBackend) -> None:
     assert len(Plans(llama).generate(PROMPT, 2).output) == 2
 
 
-def test_bfloat16_agrees_with_float32(llama_folder: Path, llama: TorchBackend) -> None:
+def test_bfloat16_agrees_with_float32(llama_folder: Path, llama: WorkerBackend) -> None:
     backend = load(llama_folder, dtype="bfloat16")
     assert backend.info.dtype == "bfloat16"
     assert backend.info.block_bytes * 2 == llama.info.block_bytes
@@ -179,7 +179,7 @@ def test_block_bytes_counts_every_layer(llama_folder: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_agrees_with_the_processor(llama_folder: Path, llama: TorchBackend) -> None:
+def test_cuda_agrees_with_the_processor(llama_folder: Path, llama: WorkerBackend) -> None:
     backend = load(llama_folder, device="cuda")
     expected = Plans(llama).generate(PROMPT, 12).output
     assert Plans(backend).generate(PROMPT, 12).output == expected

@@ -7,10 +7,9 @@ change from start to start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
-
-import torch
 
 from paceline.backends.native import (
     DTYPES,
@@ -19,7 +18,6 @@ from paceline.backends.native import (
     unsupported_reason,
     variants,
 )
-from paceline.backends.torch.machine import choose_dtype
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 
@@ -27,6 +25,7 @@ __all__ = ["Formats", "choose_formats"]
 
 # kernels whose byte products are several times faster than their bfloat16 or float32 ones
 _BYTE_PRODUCTS: Final = ("avx512bf16", "avx512")
+_BFLOAT16_PRODUCTS: Final = "avx512bf16"
 # stored types of 16 bits and more; the others are GGUF's of 8 and fewer
 _WIDE: Final = ("float32", "bfloat16", "float16")
 
@@ -52,7 +51,8 @@ def choose_formats(
     dtype: str,
     kv_dtype: str,
     block_size: int,
-    device: torch.device,
+    device: str,
+    torch_dtype: Callable[[str], str],
 ) -> Formats:
     """Settle each of ``compute``, ``dtype`` and ``kv_dtype`` that is "auto".
 
@@ -60,6 +60,11 @@ def choose_formats(
     the gate of docs/accuracy.md, where they are fast and the file itself stores 8 bits or fewer
     (whoever serves a file of 16 bits has not asked for rounding); else bfloat16 where the processor
     multiplies it, else float32. The KV cache is float32 beside float32 weights, else bfloat16.
+
+    Args:
+        device: "cpu" or what PyTorch calls another one.
+        torch_dtype: what PyTorch takes for a name, "auto" among them; raises ConfigError for names
+            it does not compute in. Called only where PyTorch is to compute.
 
     Raises ConfigError for names that do not exist and combinations that nothing computes.
     """
@@ -78,7 +83,11 @@ def choose_formats(
         if reason is not None:
             raise ConfigError(f"--compute native {reason}; --compute torch serves it")
     if dtype == "auto":
-        dtype, why = _choose_dtype(config, compute, device)
+        if compute == "native":
+            dtype, why = _native_dtype(config)
+        else:
+            dtype = torch_dtype("auto")
+            why = _multiplies(dtype, device)
         reasons.append(why)
     elif compute == "native" and dtype not in DTYPES:
         raise ConfigError(f"--compute native computes in {', '.join(DTYPES)}, not {dtype}")
@@ -88,7 +97,7 @@ def choose_formats(
                 f"--dtype {dtype} needs --compute native, and here PyTorch computes"
                 + (f": {reasons[0]}" if reasons else "")
             )
-        choose_dtype(dtype, device)
+        torch_dtype(dtype)
     if compute == "native":
         return Formats(compute, dtype, _native_kv_dtype(dtype, kv_dtype), "; ".join(reasons))
     if kv_dtype not in ("auto", dtype):
@@ -106,29 +115,33 @@ def _native_kv_dtype(dtype: str, kv_dtype: str) -> str:
     return "float32" if dtype == "float32" else "bfloat16"
 
 
-def _native_refusal(config: ModelConfig, block_size: int, device: torch.device) -> str | None:
+def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | None:
     """Why the native path cannot serve this."""
-    if device.type != "cpu":
+    if device != "cpu":
         return f"runs on the CPU, not on {device}"
     reason = unavailable_reason() or unsupported_reason(config, block_size)
     return None if reason is None else f"cannot serve this: {reason}"
 
 
-def _choose_compute(config: ModelConfig, block_size: int, device: torch.device) -> tuple[str, str]:
+def _choose_compute(config: ModelConfig, block_size: int, device: str) -> tuple[str, str]:
     reason = _native_refusal(config, block_size, device)
     if reason is not None:
         return "torch", f"the native path {reason}"
     return "native", f"native kernels for {variants()[0]}"
 
 
-def _choose_dtype(config: ModelConfig, compute: str, device: torch.device) -> tuple[str, str]:
-    narrow = config.stored_dtype not in _WIDE
-    if compute == "native" and narrow and variants()[0] in _BYTE_PRODUCTS:
+def _native_dtype(config: ModelConfig) -> tuple[str, str]:
+    best = variants()[0]
+    if config.stored_dtype not in _WIDE and best in _BYTE_PRODUCTS:
         return "int8", (
             "int8 because it passes the accuracy gate on SmolLM2-135M (docs/accuracy.md), "
-            f"{variants()[0]} multiplies bytes fastest, and the file itself stores weights as "
+            f"{best} multiplies bytes fastest, and the file itself stores weights as "
             f"{config.stored_dtype}"
         )
-    dtype = str(choose_dtype("auto", device)).removeprefix("torch.")
+    dtype = "bfloat16" if best == _BFLOAT16_PRODUCTS else "float32"
+    return dtype, _multiplies(dtype, "cpu")
+
+
+def _multiplies(dtype: str, device: str) -> str:
     has = "multiplies" if dtype == "bfloat16" else "does not multiply"
-    return dtype, f"{dtype} because {device} {has} bfloat16"
+    return f"{dtype} because {device} {has} bfloat16"

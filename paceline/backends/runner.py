@@ -1,10 +1,11 @@
-"""Plans in, tensors through the model, tokens out.
+"""Plans in, arrays through the model, tokens out.
 
 Keeps each request's tokens and block table in a slot of preallocated arrays, so that a step's flat
-tensors are a few numpy gathers whatever the number of rows. Sampled tokens are written to the slot
+arrays are a few numpy gathers whatever the number of rows. Sampled tokens are written to the slot
 at once: the next plan may be run before the scheduler has seen them.
 
-This module does not know threads, files or how many blocks there are.
+This module does not know threads, files, how many blocks there are, or what kind of array a model's
+logits are in.
 """
 
 from __future__ import annotations
@@ -12,21 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from paceline.backends.constraint import OutputConstraint
+from paceline.backends.prompt_logprobs import PromptLogprobs
 from paceline.backends.sampling import PreparedSampling, SampleRow
-from paceline.backends.torch.attention import AttentionBatch
-from paceline.backends.torch.prompt_logprobs import PromptLogprobs
-from paceline.backends.torch.sampler import sample
+from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
 from paceline.core.errors import NAN_LOGITS, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
-    BlockSwap,
     NewRequest,
     ScheduledRow,
     SchedulerOutput,
@@ -35,7 +33,7 @@ from paceline.core.outputs import (
 )
 from paceline.core.request import SamplingParams
 
-__all__ = ["BlockStore", "ModelRunner", "StepModel"]
+__all__ = ["ModelRunner"]
 
 # one entry per sampled token, None for rows that asked for none
 RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
@@ -85,40 +83,6 @@ class _Slot:
             self.error = str(error)
 
 
-class BlockStore(Protocol):
-    """Where keys and values live: an ``AttentionBackend``, or a model that does it all."""
-
-    def prepare(self, batch: AttentionBatch) -> None: ...
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
-    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None: ...
-
-    def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
-
-
-class StepModel(Protocol):
-    """Token ids to logits; ``attention`` is the BlockStore the runner was given with it."""
-
-    @property
-    def likeliest(self) -> NDArray[np.int32] | None:
-        """Of the last ``forward``: the first of the largest logits of each row, -1 where one is not
-        finite; None where the model did not look."""
-        ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        sampled: torch.Tensor,
-        attention: Any,
-        needs_logits: bool = True,
-    ) -> torch.Tensor:
-        """Unless ``needs_logits``, ``likeliest`` is enough where there is one, and the logits may
-        have no rows."""
-        ...
-
-
 class ModelRunner:
     """Executes plans one after the other. Used from one thread.
 
@@ -129,20 +93,18 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: StepModel,
-        attention: BlockStore,
+        loaded: LoadedModel,
         *,
         vocab_size: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        device: torch.device,
     ) -> None:
-        self._decoder = decoder
-        self._attention = attention
+        self._model = loaded.model
+        self._sampler = loaded.sampler
+        self._score = loaded.score
         self._vocab_size = vocab_size
         self._block_size = block_size
-        self._device = device
         # the last token a request can get is stored here, but never computed
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         blocks = -(-max_model_len // block_size)
@@ -159,14 +121,13 @@ class ModelRunner:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
-        with torch.inference_mode():
-            if plan.swaps:
-                # not part of the step's time: that is to say how long its rows take
-                self._attention.swap_blocks(plan.swaps)
-            started = time.monotonic()
-            self._apply(plan)
-            sampled, logprobs, errors = self._execute(plan.rows)
-            prompt_logprobs = self._take_prompt_logprobs(plan.rows)
+        if plan.swaps:
+            # not part of the step's time: that is to say how long its rows take
+            self._model.swap_blocks(plan.swaps)
+        started = time.monotonic()
+        self._apply(plan)
+        sampled, logprobs, errors = self._execute(plan.rows)
+        prompt_logprobs = self._take_prompt_logprobs(plan.rows)
         return StepResult(
             step_id=plan.step_id,
             sampled=tuple(sampled),
@@ -179,8 +140,7 @@ class ModelRunner:
     def prefetch(self, plan: SchedulerOutput) -> None:
         """Fetch what a later step needs, after the result of this one was handed over."""
         if plan.prefetches:
-            with torch.inference_mode():
-                self._attention.swap_blocks(plan.prefetches)
+            self._model.swap_blocks(plan.prefetches)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released:
@@ -191,7 +151,7 @@ class ModelRunner:
             for copy in plan.block_copies:
                 slot = self._slots[copy.request_id]
                 self._tables[slot.index, copy.index] = copy.dst
-            self._attention.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
+            self._model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
 
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -238,7 +198,6 @@ class ModelRunner:
         token_ids = self._tokens[np.repeat(index, counts), positions]
         width = max(slot.num_blocks for slot in slots)
         tables = self._tables[index, :width].astype(np.int64)
-        self._attention.prepare(AttentionBatch(starts, counts, tables))
         sampling = [r for r, row in enumerate(rows) if row.samples]
         masks = self._start_masks(rows, slots, sampling)
         chosen = ends[sampling] - 1
@@ -253,18 +212,21 @@ class ModelRunner:
         if asked:
             begins = ends - counts - starts
             needed = np.unique(np.concatenate([chosen, *(begins[r] + w for r, w in asked.items())]))
-        logits = self._decoder.forward(
-            torch.from_numpy(token_ids.astype(np.int64)).to(self._device),
-            torch.from_numpy(positions).to(self._device),
-            torch.from_numpy(needed).to(self._device),
-            self._attention,
-            bool(asked or masks) or not all(slots[r].sampling.takes_likeliest for r in sampling),
+        logits = self._model.forward(
+            token_ids.astype(np.int64),
+            positions,
+            AttentionBatch(starts, counts, tables),
+            needed,
+            needs_logits=bool(asked or masks)
+            or any(slots[r].sampling.reads_logits for r in sampling),
         )
-        likeliest = self._decoder.likeliest
+        likeliest = self._model.likeliest
         for r, wanted in asked.items():
             gatherer = slots[r].prompt_logprobs
             assert gatherer is not None
-            gatherer.add(logits[np.searchsorted(needed, begins[r] + wanted)])
+            of_row = logits[np.searchsorted(needed, begins[r] + wanted)]
+            targets = gatherer.targets(wanted)
+            gatherer.add(self._score(of_row, targets, [gatherer.count] * len(targets)))
         if asked:
             places = np.searchsorted(needed, chosen)
             logits = logits[places]
@@ -330,15 +292,15 @@ class ModelRunner:
                 slot.num_blocks = count
                 fresh.extend(row.new_block_ids)
         if fresh:
-            self._attention.clear_blocks(fresh)
+            self._model.clear_blocks(fresh)
 
     def _sample(
         self,
         rows: Sequence[ScheduledRow],
         slots: Sequence[_Slot],
         sampling: Sequence[int],
-        logits: torch.Tensor,
-        likeliest: NDArray[np.int32] | None,
+        logits: Logits,
+        likeliest: Likeliest,
         masks: Masks,
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
         for r, failure in masks.items():
@@ -360,7 +322,7 @@ class ModelRunner:
             mask = masks.get(r)
             forbidden = None if isinstance(mask, str) else mask
             sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
-        samples = sample(logits, sample_rows, likeliest)
+        samples = self._sampler.sample(logits, sample_rows, likeliest)
         for i, r in enumerate(sampling):
             slot = slots[r]
             if slot.error is not None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.torch.backend import TorchBackend
-from tests.backends.torch.conftest import load
+from paceline.backends.native import unavailable_reason
+from paceline.backends.worker import WorkerBackend
+from tests.backends.conftest import load
+from tests.backends.plans import Plans
 from tests.backends.torch.models import VOCAB, make_model
-from tests.backends.torch.plans import Plans
 
 PROMPTS = {
     "short": [3, 5, 8],
@@ -25,12 +26,12 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.95}
 
 
 @pytest.fixture(scope="module")
-def reference(llama: TorchBackend) -> dict[str, list[int]]:
+def reference(llama: WorkerBackend) -> dict[str, list[int]]:
     return {name: Plans(llama).generate(prompt, LENGTH).output for name, prompt in PROMPTS.items()}
 
 
 def test_scattered_blocks_and_any_chunks(
-    llama: TorchBackend, reference: dict[str, list[int]]
+    llama: WorkerBackend, reference: dict[str, list[int]]
 ) -> None:
     for seed, chunk in ((1, None), (2, 1), (3, 3), (4, 4), (5, 5), (6, 44)):
         plans = Plans(llama, seed=seed)
@@ -42,7 +43,7 @@ def test_scattered_blocks_and_any_chunks(
 
 
 def test_rows_come_and_go_in_any_order(
-    llama: TorchBackend, reference: dict[str, list[int]]
+    llama: WorkerBackend, reference: dict[str, list[int]]
 ) -> None:
     plans = Plans(llama)
     for name, prompt in PROMPTS.items():
@@ -59,7 +60,7 @@ def test_rows_come_and_go_in_any_order(
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_resumed_after_preemption(llama: TorchBackend, sampling: dict[str, Any]) -> None:
+def test_resumed_after_preemption(llama: WorkerBackend, sampling: dict[str, Any]) -> None:
     alone = Plans(llama).generate(PROMPTS["long"], LENGTH, **sampling).output
     plans = Plans(llama)
     plans.add("long", PROMPTS["long"], **sampling)
@@ -74,7 +75,7 @@ def test_resumed_after_preemption(llama: TorchBackend, sampling: dict[str, Any])
 
 
 def test_steps_queued_ahead_use_the_tokens_sampled_here(
-    llama: TorchBackend, reference: dict[str, list[int]]
+    llama: WorkerBackend, reference: dict[str, list[int]]
 ) -> None:
     plans = Plans(llama)
     plans.add("long", PROMPTS["long"])
@@ -91,7 +92,7 @@ def test_steps_queued_ahead_use_the_tokens_sampled_here(
 
 @pytest.mark.parametrize("name", ["short", "block", "long"])
 def test_forks_copy_the_block_they_write(
-    name: str, llama: TorchBackend, reference: dict[str, list[int]]
+    name: str, llama: WorkerBackend, reference: dict[str, list[int]]
 ) -> None:
     plans = Plans(llama)
     parent = plans.add("parent", PROMPTS[name])
@@ -107,7 +108,7 @@ def test_forks_copy_the_block_they_write(
 
 @pytest.mark.parametrize("name", ["short", "long"])
 def test_a_running_request_can_be_the_one_that_copies(
-    name: str, llama: TorchBackend, reference: dict[str, list[int]]
+    name: str, llama: WorkerBackend, reference: dict[str, list[int]]
 ) -> None:
     plans = Plans(llama)
     plans.add("parent", PROMPTS[name])
@@ -139,7 +140,7 @@ def test_more_requests_than_slots(llama_folder: Path, reference: dict[str, list[
     backend.close()
 
 
-def test_the_last_token_of_a_full_context(llama_folder: Path, llama: TorchBackend) -> None:
+def test_the_last_token_of_a_full_context(llama_folder: Path, llama: WorkerBackend) -> None:
     expected = Plans(llama).generate(PROMPTS["short"], 20).output
     backend = load(llama_folder, max_model_len=23)
     assert backend.info.max_model_len == 23
@@ -147,13 +148,13 @@ def test_the_last_token_of_a_full_context(llama_folder: Path, llama: TorchBacken
     backend.close()
 
 
-def test_an_empty_plan(llama: TorchBackend) -> None:
+def test_an_empty_plan(llama: WorkerBackend) -> None:
     result = llama.execute(Plans(llama).plan({})).result(60)
     assert (result.sampled, result.logprobs, result.errors) == ((), (), ())
 
 
 @pytest.fixture(scope="module")
-def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchBackend]:
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerBackend]:
     """The embedding of token 150 is NaN, that of token 151 infinite; neither is ever sampled."""
     model = make_model("llama")
     with torch.no_grad():
@@ -169,7 +170,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchBackend]
 
 
 class TestFaultsOfOneRequest:
-    def test_not_a_number_fails_alone(self, poisoned: TorchBackend) -> None:
+    def test_not_a_number_fails_alone(self, poisoned: WorkerBackend) -> None:
         clean = {name: Plans(poisoned).generate(p, LENGTH).output for name, p in PROMPTS.items()}
         plans = Plans(poisoned)
         for name in ("short", "long"):
@@ -196,7 +197,7 @@ class TestFaultsOfOneRequest:
             plans.step({"nan": 9})
             plans.release("nan")
 
-    def test_tokens_outside_the_vocabulary(self, poisoned: TorchBackend) -> None:
+    def test_tokens_outside_the_vocabulary(self, poisoned: WorkerBackend) -> None:
         expected = Plans(poisoned).generate(PROMPTS["short"], 3).output
         plans = Plans(poisoned)
         plans.add("short", PROMPTS["short"])
@@ -212,7 +213,7 @@ class TestFaultsOfOneRequest:
         plans.run(until=3)
         assert plans.release("short").output == expected
 
-    def test_bias_outside_the_vocabulary(self, poisoned: TorchBackend) -> None:
+    def test_bias_outside_the_vocabulary(self, poisoned: WorkerBackend) -> None:
         plans = Plans(poisoned)
         plans.add("bias", [1, 2], logit_bias=((VOCAB, 1.0),))
         plans.add("fine", [1, 2], logit_bias=((VOCAB - 1, 1000.0),))
@@ -221,7 +222,7 @@ class TestFaultsOfOneRequest:
         assert plans.sequences["fine"].output == [VOCAB - 1]
 
 
-def test_sampling_does_not_depend_on_the_company(llama: TorchBackend) -> None:
+def test_sampling_does_not_depend_on_the_company(llama: WorkerBackend) -> None:
     settings: list[dict[str, Any]] = [
         {"temperature": 1.0, "seed": 1},
         {"temperature": 1.3, "seed": 2, "top_k": 30},
@@ -241,14 +242,18 @@ def test_sampling_does_not_depend_on_the_company(llama: TorchBackend) -> None:
     assert len({tuple(output) for output in alone}) == 5
 
 
-def test_log_probabilities_of_the_prompt(llama: TorchBackend) -> None:
+@pytest.mark.parametrize("compute", ["torch", "native"])
+def test_log_probabilities_of_the_prompt(compute: str, llama_folder: Path) -> None:
     """The same as the reference model's, whole or in chunks."""
+    if compute == "native" and unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    backend = load(llama_folder, compute=compute, block_size=16)
     prompt = PROMPTS["long"]
     with torch.no_grad():
         logits = make_model("llama")(torch.tensor([prompt])).logits[0]
     expected = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), prompt[1:]]
     for chunk in (None, 7):
-        plans = Plans(llama)
+        plans = Plans(backend)
         plans.add("asks", prompt, prompt_logprobs=2)
         plans.add("other", PROMPTS["block"])
         plans.run(until=2, chunk=chunk)
@@ -260,6 +265,7 @@ def test_log_probabilities_of_the_prompt(llama: TorchBackend) -> None:
             best = int(logits[position].argmax())
             assert entry.top[0][0] == best and len(entry.top) == 2
             assert (entry.rank == 1) == (entry.token_id == best)
+    backend.close()
 
 
 @pytest.mark.parametrize(
@@ -277,19 +283,19 @@ def test_log_probabilities_of_the_prompt(llama: TorchBackend) -> None:
     ids=str,
 )
 def test_logits_are_asked_for_where_somebody_reads_them(
-    llama: TorchBackend,
+    llama: WorkerBackend,
     monkeypatch: pytest.MonkeyPatch,
     sampling: dict[str, Any],
     expected: bool,
 ) -> None:
     assert llama._runner is not None
-    decoder, asked = llama._runner._decoder, []
+    model, asked = llama._runner._model, []
 
-    def forward(*arguments: Any) -> torch.Tensor:
-        asked.append(arguments[4])
-        return type(decoder).forward(decoder, *arguments)
+    def forward(*arguments: Any, needs_logits: bool) -> Any:
+        asked.append(needs_logits)
+        return type(model).forward(model, *arguments, needs_logits=needs_logits)
 
-    monkeypatch.setattr(decoder, "forward", forward, raising=False)
+    monkeypatch.setattr(model, "forward", forward, raising=False)
     plans = Plans(llama)
     plans.add("one", PROMPTS["block"], **sampling)
     plans.run("one", until=1)

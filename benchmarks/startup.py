@@ -1,0 +1,209 @@
+"""``paceline serve``: seconds to the first token, where they go, and what memory is held.
+
+Method. The server is started ROUNDS times on MODEL, whose file is in the page cache (a start that
+is not counted sees to it), and asked for one token of a prompt of 128 as soon as it says that it is
+ready. Parts are medians of what both processes log about themselves: the API process's follow each
+other and add up to ``ready``; the engine's run beside ``web`` and ``engine``, and the model's are
+within its ``build``. The last server then gets 64 requests of 128 prompt and 128 output tokens at
+once, and as many new ones again, whose prefixes are cached beside the first. ``peak`` is the sum
+over the processes of the most that each had resident, as ``benchmarks.peers`` has it.
+
+QUICK=1 starts three times. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.peers.__main__ import free_port, machine
+from benchmarks.peers.base import Command, Unavailable
+from benchmarks.peers.http_client import complete
+from benchmarks.peers.process import Process
+
+MODEL: Final = "smollm2-135m"
+ROUNDS: Final = 3 if os.environ.get("QUICK") else 7
+PROMPT: Final = 128
+OUTPUT: Final = 128
+CONCURRENT: Final = 64
+_START_SECONDS: Final = 300.0
+# above special tokens, below the end of any vocabulary, the null backend's too
+_IDS: Final = range(20, 250)
+
+# event in the log -> what its parts are called here
+EVENTS: Final = {"started": "api", "engine_built": "engine", "loaded": "model"}
+PARTS: Final = {
+    "api.start": "interpreter and flags, until the engine's process starts",
+    "api.web": "web framework imported, beside the engine",
+    "api.engine": "waiting for engine and tokenizer",
+    "api.listen": "routes made, listening",
+    "engine.import": "engine: interpreter and imports",
+    "engine.build": "engine: built, all of it",
+    "model.checkpoint": "  the file's header read and checked",
+    "model.choice": "  compute path and formats chosen",
+    "model.weights": "  weights read and packed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start, in seconds since the command."""
+
+    ready: float
+    first_token: float
+    # by the names of PARTS
+    parts: dict[str, float]
+
+
+def parse(lines: Iterable[str]) -> dict[str, float]:
+    """The parts that a server's JSON log tells of; other lines are passed over."""
+    parts: dict[str, float] = {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            event = EVENTS[entry["message"].split()[0]]
+        except (ValueError, KeyError, TypeError, IndexError):
+            continue
+        for name, seconds in entry.get("fields", {}).items():
+            if name != "total":
+                parts[f"{event}.{name}"] = seconds
+    return parts
+
+
+def memory(pid: int) -> dict[str, dict[str, float]]:
+    """MiB of each process of a session: ``now``, ``anonymous`` of that, and ``peak``."""
+    found: dict[str, dict[str, float]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(entry.name)) != pid:
+                continue
+            status = (entry / "status").read_text()
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        values = {key: int(value) / 1024 for key, value in re.findall(r"(\w+):\s+(\d+) kB", status)}
+        if "VmRSS" in values:
+            found["engine" if b"engine_process" in command else "api"] = {
+                "now": round(values["VmRSS"], 1),
+                "anonymous": round(values["RssAnon"], 1),
+                "peak": round(values["VmHWM"], 1),
+            }
+    return found
+
+
+class Server:
+    """A running server; see ``starting``."""
+
+    def __init__(self, process: Process, port: int, start: Start) -> None:
+        self.process = process
+        self.start = start
+        self._port = port
+
+    def generate(self, count: int, prompt: int, output: int, seed: int) -> None:
+        """So many requests at once, of random tokens. Raises Unavailable where one fails."""
+        _ask(self._port, count, prompt, output, seed)
+
+
+def _ask(port: int, count: int, prompt: int, output: int, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [rng.choices(_IDS, k=prompt) for _ in range(count)]
+
+    async def ask() -> list[str]:
+        work = (complete(port, "bench", ids, output, timeout=300) for ids in prompts)
+        return [timing.error for timing in await asyncio.gather(*work)]
+
+    for error in asyncio.run(ask()):
+        if error:
+            raise Unavailable(error)
+
+
+@contextmanager
+def starting(log: Path, *flags: str) -> Iterator[Server]:
+    """Start a server and get its first token. Raises Unavailable where it does not answer."""
+    port = free_port()
+    argv = (sys.executable, "-m", "paceline.cli.main", "serve", *flags, "--port", str(port))
+    options = ("--log-format", "json", "--served-model-name", "bench", "--batch-dir", "off")
+    began = time.monotonic()
+    with Process(Command((*argv, *options)), log) as process:
+        while not re.search(r"^paceline ready", log.read_text(), flags=re.MULTILINE):
+            if not process.alive or time.monotonic() - began > _START_SECONDS:
+                raise Unavailable(f"the server did not start: {process.tail()}")
+            time.sleep(0.005)
+        ready = time.monotonic() - began
+        _ask(port, 1, PROMPT, 1, seed=-1)
+        first_token = time.monotonic() - began
+        parts = parse(log.read_text().splitlines())
+        yield Server(process, port, Start(ready, first_token, parts))
+
+
+def measure(model: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """See the module's docstring."""
+    starts: list[Start] = []
+    stages: dict[str, Any] = {}
+    for index in range(rounds + 1):
+        with starting(folder / f"{index}.log", model) as server:
+            if index:
+                starts.append(server.start)
+            if index == rounds:
+                stages["first token"] = memory(server.process.pid)
+                for seed in (1, 2):
+                    server.generate(CONCURRENT, PROMPT, OUTPUT, seed)
+                    row = f"{seed} x {CONCURRENT} x {PROMPT}/{OUTPUT}"
+                    stages[row] = memory(server.process.pid)
+                peak = server.process.peak_rss_mb()
+    parts = {
+        name: round(statistics.median(start.parts[name] for start in starts), 3)
+        for name in PARTS
+        if all(name in start.parts for start in starts)
+    }
+    return {
+        "ready_s": round(statistics.median(start.ready for start in starts), 2),
+        "first_token_s": round(statistics.median(start.first_token for start in starts), 2),
+        "first_token_best_s": round(min(start.first_token for start in starts), 2),
+        "parts_s": parts,
+        "memory_mb": stages,
+        "peak_rss_mb": round(peak),
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    print(f"\n{'part':62}{'seconds':>9}")
+    for name, seconds in results["parts_s"].items():
+        print(f"{PARTS[name]:62}{seconds:>9.2f}")
+    print(f"{'ready, from the command on':62}{results['ready_s']:>9.2f}")
+    print(f"{'first token (best ' + str(results['first_token_best_s']) + ')':62}"
+          f"{results['first_token_s']:>9.2f}")  # fmt: skip
+    print(f"\n{'memory, MiB':26}{'process':10}{'now':>9}{'anonymous':>11}{'peak':>9}")
+    for stage, processes in results["memory_mb"].items():
+        for process, row in sorted(processes.items()):
+            print(f"{stage:26}{process:10}{row['now']:>9}{row['anonymous']:>11}{row['peak']:>9}")
+    print(f"{'peak, both processes':54}{results['peak_rss_mb']:>11}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", default=MODEL)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure(args.model, ROUNDS, Path(folder))
+    show(results)
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    print(json.dumps({"bench": "startup", "machine": machine(cpus), "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

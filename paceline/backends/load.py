@@ -1,0 +1,218 @@
+"""The way in: a checkpoint to a backend, by the compute path that suits machine and model.
+
+PyTorch is imported only where it computes, or where only it can say whether there is a device to
+compute on: it takes a second and 200 MB to load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+from paceline.backends.formats import Formats, choose_formats
+from paceline.backends.machine import choose_num_blocks, choose_threads, may_have_cuda
+from paceline.backends.rope import longest_sequence
+from paceline.backends.runner import ModelRunner
+from paceline.backends.steps import ModelLoader
+from paceline.backends.worker import WorkerBackend
+from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.core.backend import BackendInfo
+from paceline.core.errors import ConfigError
+
+__all__ = ["load_backend"]
+
+_log = logging.getLogger(__name__)
+
+
+def load_backend(
+    checkpoint_path: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+    threads: int | None = None,
+    compute: str = "torch",
+    swap_bytes: int | None = None,
+) -> WorkerBackend:
+    """Open a checkpoint and get ready to run plans.
+
+    Args:
+        checkpoint_path: a Hugging Face folder or a .gguf file.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: "auto", "float32" or "bfloat16"; of weights and activations.
+        kv_dtype: "auto", "float32", "bfloat16" or "int8"; of the KV cache. What is not the
+            weights' own dtype needs native compute.
+        block_size: tokens per KV block.
+        num_blocks: the KV pool's size; None: as ``kv_cache_bytes`` says.
+        kv_cache_bytes: the KV pool's size at most; None: see ``machine.choose_num_blocks``.
+        max_model_len: longest sequence served; None: all the model's positions.
+        max_num_seqs: requests that run at once; sizes buffers, more are possible.
+        threads: processor threads; None: as many as there are cores to use.
+        compute: "torch", "native" for the C++ library on the CPU, which adds the dtypes "int8"
+            and "q4" of weights, or "auto": native where it can serve the model.
+        swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size, taken as
+            it is used; on CUDA 4 GiB at most, pinned at once.
+
+    Raises:
+        CheckpointError: the model cannot be read.
+        ConfigError: settings that the model or the machine cannot do.
+    """
+    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    num_threads = choose_threads(threads)
+
+    def build() -> tuple[ModelRunner, BackendInfo]:
+        started = time.monotonic()
+        checkpoint = open_checkpoint(checkpoint_path)
+        opened = time.monotonic()
+        config = checkpoint.config
+        longest = longest_sequence(config)
+        length = longest if max_model_len is None else max_model_len
+        if not 1 <= length <= longest:
+            raise ConfigError(
+                f"max_model_len={length} is not in 1 to {longest}, the model's positions"
+            )
+        place = _choose_device(device)
+        formats = choose_formats(
+            config,
+            compute=compute,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            device=place,
+            torch_dtype=partial(_torch_dtype, device=place),
+        )
+        _log.info(
+            "compute=%s dtype=%s kv_dtype=%s%s",
+            formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
+        )  # fmt: skip
+        loader = _choose_loader(
+            checkpoint,
+            formats,
+            device=place,
+            block_size=block_size,
+            max_model_len=length,
+            threads=num_threads,
+        )
+        blocks, host_blocks = _choose_sizes(
+            loader,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            swap_bytes=swap_bytes,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=length,
+        )
+        chosen = time.monotonic()
+        loaded = loader.load(blocks, host_blocks)
+        _log.info(
+            "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
+            opened - started, chosen - opened, time.monotonic() - chosen,
+        )  # fmt: skip
+        runner = ModelRunner(
+            loaded,
+            vocab_size=config.vocab_size,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=length,
+        )
+        info = BackendInfo(
+            name=formats.compute,
+            vocab_size=config.vocab_size,
+            max_model_len=length,
+            block_size=block_size,
+            num_blocks=blocks,
+            block_bytes=loader.block_bytes,
+            dtype=formats.dtype,
+            device=place,
+            kv_dtype=formats.kv_dtype,
+            choice=formats.why,
+            num_host_blocks=host_blocks,
+            swap_block_seconds=loaded.swap_block_seconds,
+        )
+        return runner, info
+
+    return WorkerBackend(build)
+
+
+def _choose_device(name: str) -> str:
+    """ "cpu", or what PyTorch calls another device. Raises ConfigError for what is not there."""
+    if name == "cpu" or (name == "auto" and not may_have_cuda()):
+        return "cpu"
+    from paceline.backends.torch.machine import choose_device
+
+    return str(choose_device(name))
+
+
+def _torch_dtype(name: str, *, device: str) -> str:
+    from paceline.backends.torch.machine import choose_dtype, dtype_name
+
+    return dtype_name(choose_dtype(name, device))
+
+
+def _choose_loader(
+    checkpoint: Checkpoint,
+    formats: Formats,
+    *,
+    device: str,
+    block_size: int,
+    max_model_len: int,
+    threads: int,
+) -> ModelLoader:
+    if formats.compute == "native":
+        from paceline.backends.native.step import NativeLoader
+
+        return NativeLoader(
+            checkpoint=checkpoint,
+            dtype=formats.dtype,
+            kv_dtype=formats.kv_dtype,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            threads=threads,
+        )
+    from paceline.backends.torch.load import TorchLoader
+
+    return TorchLoader(
+        checkpoint=checkpoint,
+        dtype=formats.dtype,
+        device=device,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        threads=threads,
+    )
+
+
+def _choose_sizes(
+    loader: ModelLoader,
+    *,
+    num_blocks: int | None,
+    kv_cache_bytes: int | None,
+    swap_bytes: int | None,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> tuple[int, int]:
+    """Blocks of the KV pool and of the memory to swap to."""
+    block_bytes = loader.block_bytes
+    if num_blocks is None:
+        free_bytes, share = loader.pool_memory()
+        num_blocks = choose_num_blocks(
+            kv_cache_bytes,
+            block_bytes=block_bytes,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            free_bytes=free_bytes,
+            share=share,
+        )
+    if swap_bytes is None:
+        return num_blocks, int(min(num_blocks // 2, loader.max_host_bytes // block_bytes))
+    return num_blocks, swap_bytes // block_bytes

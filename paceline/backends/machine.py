@@ -1,0 +1,151 @@
+"""What this machine offers: processors, memory, and the KV pool that follows.
+
+Container limits count: a process in a cgroup may use less than the machine has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from paceline.core.errors import ConfigError
+
+__all__ = [
+    "CPU_SHARE",
+    "available_memory",
+    "choose_num_blocks",
+    "choose_threads",
+    "may_have_cuda",
+    "swap_seconds",
+]
+
+# of the host's free memory, for the KV pool
+CPU_SHARE: Final = 0.25
+# blocks moved to measure how long one takes
+_SWAPPED: Final = 8
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:
+    """Whether it is worth asking PyTorch for CUDA devices, which takes a second and 200 MB to load.
+
+    The driver's traces are looked for, native or (``dxg``) under Windows; CUDA_VISIBLE_DEVICES may
+    hide all devices. AMD's (``kfd``) are CUDA devices to PyTorch too.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    traces = (devices / "nvidiactl", devices / "dxg", devices / "kfd", proc / "driver" / "nvidia")
+    return any(trace.exists() for trace in traces)
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def choose_threads(wanted: int | None, *, cgroup: Path = _CGROUP) -> int:
+    """Physical cores that affinity and the cgroup's quota leave, at least 1; ``wanted`` wins.
+
+    A second hardware thread of a core shares its vector units, so it adds nothing to a product.
+    """
+    if wanted is not None:
+        if wanted < 1:
+            raise ConfigError(f"threads must be at least 1, got {wanted}")
+        return wanted
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if allowed is None:
+        return max(1, os.cpu_count() or 1)
+    cores = set()
+    for cpu in allowed:
+        siblings = _read_words(
+            Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        )
+        cores.add(siblings[0] if siblings else str(cpu))
+    count = len(cores)
+    quota = _read_words(cgroup / "cpu.max")
+    if len(quota) != 2:
+        limit = _read_words(cgroup / "cpu" / "cpu.cfs_quota_us")
+        quota = limit + _read_words(cgroup / "cpu" / "cpu.cfs_period_us")
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]) > 0:
+        count = min(count, int(quota[0]) // int(quota[1]))
+    return max(1, count)
+
+
+def available_memory(*, cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes this process could still allocate on the host: free memory of the machine, or what
+    the cgroup's limit leaves, whichever is less. Reclaimable page cache counts as free."""
+    words = _read_words(meminfo)
+    if "MemAvailable:" in words:
+        machine = int(words[words.index("MemAvailable:") + 1]) * 1024
+    else:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    for limit_file, used_file, stat_file, cache_key in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        limit, used = _read_words(cgroup / limit_file), _read_words(cgroup / used_file)
+        if limit and used and limit[0].isdigit() and used[0].isdigit():
+            stat = _read_words(cgroup / stat_file)
+            cached = int(stat[stat.index(cache_key) + 1]) if cache_key in stat else 0
+            return max(0, min(machine, int(limit[0]) - int(used[0]) + cached))
+    return machine
+
+
+def choose_num_blocks(
+    kv_cache_bytes: int | None,
+    *,
+    block_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    free_bytes: int,
+    share: float,
+) -> int:
+    """Blocks in the KV pool.
+
+    ``kv_cache_bytes`` is an upper bound when given. Otherwise ``share`` of ``free_bytes``, but no
+    more than ``max_num_seqs`` requests of ``max_model_len`` tokens can use.
+
+    Raises:
+        ConfigError: not even one block fits.
+    """
+    # the pool holds one more block than it offers: the padding of TorchAttention
+    if kv_cache_bytes is not None:
+        blocks = kv_cache_bytes // block_bytes
+        source = f"kv_cache_bytes={kv_cache_bytes}"
+    else:
+        useful = max_num_seqs * -(-max_model_len // block_size)
+        blocks = min(int(free_bytes * share) // block_bytes - 1, useful)
+        source = f"{share:.0%} of {free_bytes / 2**20:.0f} MiB of free memory"
+    if blocks < 1:
+        raise ConfigError(
+            f"the KV cache has no room for a block: one of {block_size} tokens takes {block_bytes} "
+            f"bytes, and there are {source}"
+        )
+    return blocks
+
+
+def swap_seconds(move: Callable[[int], object], num_blocks: int) -> float:
+    """Measured seconds to move one block; ``move(count)`` moves that many and returns when they are
+    there. 0.0 where there are none to move."""
+    count = min(num_blocks, _SWAPPED)
+    if count < 1:
+        return 0.0
+    seconds = math.inf
+    # the first time, memory is taken
+    for _ in range(3):
+        started = time.perf_counter()
+        move(count)
+        seconds = min(seconds, (time.perf_counter() - started) / count)
+    return seconds

@@ -1,0 +1,124 @@
+"""The native compute path as the runner drives it: a whole step in one call of the library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.native.model import NativeModel
+from paceline.backends.native.sampling import NativeSampler, token_logprobs
+from paceline.backends.native.tensors import checkpoint_tensors
+from paceline.backends.rope import rotary_tables
+from paceline.backends.steps import AttentionBatch, LoadedModel
+from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.config import ModelConfig
+from paceline.core.outputs import BlockSwap
+
+__all__ = ["NativeLoader", "NativeStep", "native_block_bytes"]
+
+_VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
+# int8: float32 scales, one for a token's keys and one for its values in every head
+_SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
+
+
+def native_block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> int:
+    """Bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block`` will say."""
+    per_head = 2 * (config.head_dim * _VALUE_BYTES[kv_dtype] + _SCALE_BYTES[kv_dtype])
+    return config.num_hidden_layers * block_size * config.num_key_value_heads * per_head
+
+
+class NativeStep:
+    """A ``steps.StepModel``. Its logits are numpy arrays in float32.
+
+    Of the model's blocks the first ``num_blocks`` are the pool; swapped blocks lie behind them,
+    since host memory is all there is.
+    """
+
+    def __init__(self, model: NativeModel, num_blocks: int) -> None:
+        self._model = model
+        self._num_blocks = num_blocks
+
+    @property
+    def likeliest(self) -> NDArray[np.int32]:
+        return self._model.likeliest
+
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
+    ) -> NDArray[np.float32]:
+        starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
+        np.cumsum(batch.counts, out=starts[1:])
+        return self._model.forward(
+            token_ids, positions, starts, batch.block_tables, sampled, needs_logits=needs_logits
+        )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._model.copy_blocks(pairs)
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        first = self._num_blocks
+        self._model.copy_blocks(
+            [(s.src, first + s.dst) if s.to_host else (first + s.src, s.dst) for s in swaps]
+        )
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Nothing to do: the kernels read no slot that was not written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLoader:
+    """A ``steps.ModelLoader``, for formats that ``choose_formats`` settled."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    max_model_len: int
+    threads: int
+
+    # memory is taken when it is written
+    max_host_bytes = math.inf
+
+    @property
+    def block_bytes(self) -> int:
+        return native_block_bytes(self.checkpoint.config, self.block_size, self.kv_dtype)
+
+    def pool_memory(self) -> tuple[int, float]:
+        return available_memory(), CPU_SHARE
+
+    def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
+        model = NativeModel(
+            self.checkpoint.config,
+            checkpoint_tensors(self.checkpoint),
+            rotary_tables(self.checkpoint.config, self.max_model_len),
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            num_blocks=num_blocks + num_host_blocks,
+            block_size=self.block_size,
+            threads=self.threads,
+        )
+
+        def move(count: int) -> None:
+            # between blocks at the beginning: as long a copy as any, and no page is touched that
+            # the first requests do not need anyway
+            model.copy_blocks([(block, count + block) for block in range(count)])
+
+        swapped = min(num_blocks, num_host_blocks)
+        return LoadedModel(
+            NativeStep(model, num_blocks),
+            NativeSampler(model),
+            partial(token_logprobs, model=model),
+            swap_seconds(move, swapped),
+        )

@@ -1,0 +1,125 @@
+"""Rotary position embedding: radians per position, and tables of cosines and sines.
+
+Dimension ``i`` of a head's first half is rotated against dimension ``i`` of its second half by
+``position * inverse_frequency[i]``.
+
+Two scalings depend on the length of the sequence (dynamic NTK above its original length, longrope's
+choice between short and long factors). A cached key was rotated once and for all, and prefix
+caching shares it between requests of different lengths, so the length they depend on is the longest
+that this engine serves, for every request alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoints.config import ModelConfig, RopeConfig
+
+__all__ = ["inverse_frequencies", "longest_sequence", "rotary_tables"]
+
+Floats = NDArray[np.float32]
+
+
+def longest_sequence(config: ModelConfig) -> int:
+    """How many positions the model can be asked for, with its own scaling of positions."""
+    rope = config.rope
+    original = rope.original_max_position or config.max_position_embeddings
+    if rope.kind in ("dynamic", "yarn"):
+        return max(config.max_position_embeddings, int(original * rope.factor))
+    return config.max_position_embeddings
+
+
+def _rounded(values: NDArray[np.float64]) -> Floats:
+    return values.astype(np.float32)
+
+
+def _power(base: float, exponents: Floats) -> Floats:
+    """In float64, rounded once: the same on every machine, whose own float32 powers differ by an
+    ulp, which the last positions of a long context turn into radians."""
+    return _rounded(np.float64(np.float32(base)) ** exponents.astype(np.float64))
+
+
+def rotary_tables(config: ModelConfig, length: int) -> tuple[Floats, Floats]:
+    """Cosines and sines of positions ``[0, length)``, each [length, head_dim / 2], with the factor
+    that long contexts put on both.
+
+    Angles are rounded to float32 like Hugging Face's; what follows is rounded once, see
+    ``_power``.
+    """
+    frequencies, factor = inverse_frequencies(config, length)
+    angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
+    scale = np.float32(factor)
+    return _rounded(np.cos(angles)) * scale, _rounded(np.sin(angles)) * scale
+
+
+def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
+    """Radians per position for each of ``head_dim / 2`` pairs, and the factor on cosine and sine.
+
+    ``length`` is the longest sequence served.
+    """
+    rope, dim = config.rope, config.head_dim
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    frequencies: Floats = np.float32(1.0) / _power(rope.theta, exponents)
+    attention_factor = 1.0
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "dynamic":
+        original = rope.original_max_position or config.max_position_embeddings
+        stretch = rope.factor * max(length, original) / original - (rope.factor - 1)
+        theta = rope.theta * stretch ** (dim / (dim - 2))
+        frequencies = np.float32(1.0) / _power(theta, exponents)
+    elif rope.kind == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif rope.kind == "yarn":
+        frequencies, attention_factor = _yarn(config, frequencies)
+    elif rope.kind == "longrope":
+        original = rope.original_max_position or config.max_position_embeddings
+        factors = rope.long_factor if length > original else rope.short_factor
+        frequencies = np.divide(frequencies, factors, dtype=np.float32)
+        if rope.attention_factor is not None:
+            attention_factor = rope.attention_factor
+        elif rope.factor > 1.0:
+            attention_factor = math.sqrt(1 + math.log(rope.factor) / math.log(original))
+    if rope.freq_factors:
+        frequencies = np.divide(frequencies, rope.freq_factors, dtype=np.float32)
+    return frequencies, attention_factor
+
+
+def _llama3(rope: RopeConfig, frequencies: Floats) -> Floats:
+    """High frequencies stay, low ones are divided by ``factor``, a ramp lies between."""
+    assert rope.original_max_position is not None  # checked by RopeConfig
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)
+    ramp = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep: Floats = np.clip(ramp, 0.0, 1.0)
+    return frequencies * keep + frequencies / rope.factor * (1 - keep)
+
+
+def _yarn(config: ModelConfig, frequencies: Floats) -> tuple[Floats, float]:
+    """As llama3, but the ramp is linear in the dimension, between two numbers of rotations."""
+    rope, dim = config.rope, config.head_dim
+    original = rope.original_max_position or config.max_position_embeddings
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        if rope.mscale and rope.mscale_all_dim:
+            attention_factor = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+        else:
+            attention_factor = magnitude(1.0)
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp), attention_factor

@@ -1,0 +1,87 @@
+"""A checkpoint to PyTorch: weights, decoder and paged cache on a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.steps import LoadedModel
+from paceline.backends.torch.attention import TorchAttention, block_bytes
+from paceline.backends.torch.machine import choose_dtype
+from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.rope import RotaryTable
+from paceline.backends.torch.step import TorchSampler, TorchStep, token_logprobs
+from paceline.backends.torch.weights import load_weights
+from paceline.checkpoints.base import Checkpoint
+from paceline.core.outputs import BlockSwap
+
+__all__ = ["TorchLoader"]
+
+_CUDA_SHARE: Final = 0.9
+# host memory to swap to on CUDA, unless said otherwise
+_PINNED_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchLoader:
+    """A ``steps.ModelLoader``, for formats that ``choose_formats`` settled."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    device: str
+    block_size: int
+    max_model_len: int
+    # processor threads
+    threads: int
+
+    @property
+    def block_bytes(self) -> int:
+        dtype = choose_dtype(self.dtype, self.device)
+        return block_bytes(self.checkpoint.config, self.block_size, dtype)
+
+    @property
+    def max_host_bytes(self) -> float:
+        # on CUDA it is pinned, so taken at once
+        return _PINNED_BYTES if self._on_cuda else math.inf
+
+    @property
+    def _on_cuda(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    def pool_memory(self) -> tuple[int, float]:
+        if self._on_cuda:
+            return torch.cuda.mem_get_info(torch.device(self.device))[0], _CUDA_SHARE
+        return available_memory(), CPU_SHARE
+
+    def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
+        # of this thread only, with OpenMP
+        torch.set_num_threads(self.threads)
+        config, device = self.checkpoint.config, torch.device(self.device)
+        dtype = choose_dtype(self.dtype, self.device)
+        with torch.inference_mode():
+            weights = load_weights(self.checkpoint, dtype=dtype, device=device)
+            rotary = RotaryTable(config, self.max_model_len, dtype=dtype, device=device)
+            attention = TorchAttention(
+                config,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                dtype=dtype,
+                device=device,
+                num_host_blocks=num_host_blocks,
+            )
+        step = TorchStep(Decoder(config, weights, rotary), attention, device)
+
+        def move(count: int) -> None:
+            # half of them there, half back
+            there = [BlockSwap(block, block, True) for block in range((count + 1) // 2)]
+            back = [BlockSwap(block, block, False) for block in range(count // 2)]
+            step.swap_blocks([*there, *back])
+            if self._on_cuda:
+                torch.cuda.synchronize(device)
+
+        seconds = swap_seconds(move, min(num_blocks, num_host_blocks))
+        return LoadedModel(step, TorchSampler(), token_logprobs, seconds)

@@ -1,0 +1,104 @@
+"""``model.Decoder`` and its paged attention as the runner drives them: arrays in, a tensor out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.backends.sampling import SampleRow, Samples
+from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.attention import AttentionBackend
+from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.sampler import sample
+from paceline.core.outputs import BlockSwap, TokenLogprobs
+
+__all__ = ["TorchSampler", "TorchStep", "token_logprobs"]
+
+# rows turned into probabilities at once
+_ROWS: Final = 64
+
+
+class TorchStep:
+    """A ``steps.StepModel``. Its logits are tensors on ``device``."""
+
+    # the sampler looks for itself
+    likeliest = None
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, device: torch.device) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._device = device
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
+    ) -> torch.Tensor:
+        self._attention.prepare(batch)
+        return self._decoder.forward(
+            torch.from_numpy(token_ids).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            torch.from_numpy(sampled).to(self._device),
+            self._attention,
+        )
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._attention.copy_blocks(pairs)
+
+    @torch.inference_mode()
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        self._attention.swap_blocks(swaps)
+
+    @torch.inference_mode()
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        self._attention.clear_blocks(block_ids)
+
+
+class TorchSampler:
+    """A ``steps.Sampler`` of tensors."""
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        likeliest: NDArray[np.int32] | None,
+    ) -> Samples:
+        return sample(logits, rows, likeliest)
+
+
+@torch.inference_mode()
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """A ``steps.Scorer`` of tensors."""
+    entries: list[TokenLogprobs] = []
+    most = min(max(1, *counts), logits.shape[1])
+    for begin in range(0, len(logits), _ROWS):
+        logprobs = logits[begin : begin + _ROWS].float().log_softmax(-1)
+        ids = token_ids[begin : begin + len(logprobs)]
+        own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1))
+        ranks = (logprobs > own).sum(-1).add_(1).tolist()
+        top, top_ids = logprobs.topk(most, dim=-1)
+        for token_id, count, value, rank, names, values in zip(
+            ids,
+            counts[begin : begin + len(logprobs)],
+            own.squeeze(1).tolist(),
+            ranks,
+            top_ids.tolist(),
+            top.tolist(),
+            strict=True,
+        ):
+            likeliest = tuple(zip(names[:count], values[:count], strict=True))
+            entries.append(TokenLogprobs(token_id, value, rank, likeliest))
+    return entries

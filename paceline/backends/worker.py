@@ -1,0 +1,66 @@
+"""A model runner with a thread of its own: the ModelBackend of whatever computes with a model.
+
+All of a model's work is done on that thread, loading included. Two backends in one process share
+nothing but the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from paceline.backends.runner import ModelRunner
+from paceline.core.backend import BackendInfo
+from paceline.core.grammar import MatcherSource
+from paceline.core.outputs import SchedulerOutput, StepResult
+
+__all__ = ["WorkerBackend"]
+
+
+class WorkerBackend:
+    """See ``core.backend.ModelBackend``.
+
+    Args:
+        build: called on the thread; what it raises, the constructor raises.
+    """
+
+    def __init__(self, build: Callable[[], tuple[ModelRunner, BackendInfo]]) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-model")
+        self._mask_thread: ThreadPoolExecutor | None = None
+        # the last fetch of swapped blocks
+        self._prefetch: Future[None] | None = None
+        self._runner: ModelRunner | None = None
+        try:
+            self._runner, self._info = self._executor.submit(build).result()
+        except BaseException:
+            self._executor.shutdown()
+            raise
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        """Queue one step. Raises RuntimeError after ``close``."""
+        if self._runner is None:
+            raise RuntimeError("the backend is closed")
+        runner = self._runner
+        if self._prefetch is not None and self._prefetch.done():
+            # blocks that did not come back must not be computed with
+            self._prefetch.result()
+        future = self._executor.submit(runner.run, plan)
+        if plan.prefetches:
+            self._prefetch = self._executor.submit(runner.prefetch, plan)
+        return future
+
+    def constrain(self, matchers: MatcherSource) -> None:
+        assert self._runner is not None, "constrain() after close()"
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-masks")
+        self._runner.constrain(matchers, self._mask_thread)
+
+    def close(self) -> None:
+        # the runner goes first: a plan handed over from now on is an error, queued ones still run
+        self._runner = None
+        self._executor.shutdown(wait=True)
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown()

@@ -1,0 +1,64 @@
+"""Best-effort requests that nobody lets in: after a time, the first of them is ordinary.
+
+Best-effort work yields in many ways: its turn, room in a step, memory, the pressure valve, a band
+that has more to lose. Under a steady stream of other work each of them may last for ever, and what
+is let in may be preempted before it gets anywhere, again and again. So the best-effort request that
+is the first to wait, and has been that for long enough altogether, becomes ordinary work without
+targets: it is let in at its place in the policy's order, holds others up if it must, and is not
+preempted before them.
+
+One at a time, or those who are late would take over an engine that has too much to do. So what this
+costs others is one request's share of the engine at most, and nobody waits longer than it takes
+those before him, one after another: whoever comes later makes no difference.
+
+This module does not know why nobody let it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from paceline.core.request import Request, RequestStatus
+from paceline.core.waiting import WaitingRoom
+
+__all__ = ["Patience"]
+
+# seconds that somebody has to be the first to wait, at least
+_LEAST: Final = 10.0
+
+
+class Patience:
+    """Owned by the planner.
+
+    Args:
+        seconds: that a request has to be the first to wait, if more than ``_LEAST``.
+    """
+
+    def __init__(self, waiting: WaitingRoom, seconds: float) -> None:
+        self._waiting = waiting
+        self._seconds = max(_LEAST, seconds)
+        # who was the first at the last look, and when that was
+        self._first: Request | None = None
+        self._looked_at = 0.0
+        # the latest who became ordinary
+        self._promoted: Request | None = None
+
+    def look(self, now: float) -> None:
+        """A step is about to be planned."""
+        before, self._first = self._first, None
+        if self._promoted is not None:
+            if self._promoted.status is not RequestStatus.FINISHED:
+                return
+            self._promoted = None
+        first = self._waiting.first_best_effort()
+        if first is None:
+            return
+        if first is before:
+            first.seconds_first += max(0.0, now - self._looked_at)
+        self._first, self._looked_at = first, now
+        if first.seconds_first >= self._seconds:
+            self._waiting.remove(first)
+            first.slo = replace(first.slo, best_effort=False, ttft=None, tpot=None, deadline=None)
+            self._waiting.push(first)
+            self._promoted = first

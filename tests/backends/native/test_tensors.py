@@ -1,0 +1,44 @@
+"""What is taken from a checkpoint, and what stays of it in memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
+from paceline.checkpoints.base import open_checkpoint
+from tests.checkpoints.builders import HIDDEN, llama_tensors, write_gguf
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def resident(path: Path) -> int:
+    """Bytes of this process's memory that hold pages of a file."""
+    total, counts = 0, False
+    for line in SMAPS.read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith(str(path))
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="needs /proc/self/smaps")
+def test_pages_of_what_was_read_are_given_back(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    size = 4 << 20
+    tensors["token_embd.weight"] = np.ones((size // 4 // HIDDEN, HIDDEN), dtype=np.float32)
+    path = write_gguf(tmp_path / "m.gguf", tensors=tensors)
+    checkpoint = open_checkpoint(path)
+    for name, tensor in checkpoint_tensors(checkpoint):
+        if name == "model.embed_tokens.weight":
+            assert isinstance(tensor, RawTensor) and tensor.type == "F32"
+            assert tensor.data.view(np.float32).sum() == size // 4
+            assert resident(path) >= size
+            kept = tensor
+    assert resident(path) < size // 4
+    # and what somebody kept is read again
+    assert kept.data.view(np.float32).sum() == size // 4

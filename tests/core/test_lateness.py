@@ -1,0 +1,87 @@
+"""Who is late counts what the prefix cache holds of a prompt, and nothing that it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import QueueFullError
+from paceline.core.slo import Slo
+from tests.core.machine import Machine
+from tests.driving import make_request
+
+# a prompt takes 2 s to compute, and next to nothing once it is cached
+PROMPT = list(range(2000))
+SOON = Slo(ttft=0.5)
+
+
+def machine_that_knows_it(**config: object) -> Machine:
+    machine = Machine(enable_prefix_caching=True, **config)
+    machine.add(make_request("before", PROMPT, 2))
+    machine.until_done()
+    return machine
+
+
+def relegated(machine: Machine, request_id: str) -> bool:
+    timeline = machine.finished[request_id].timeline
+    assert timeline is not None
+    return timeline.relegated
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "deadline", "priority"])
+def test_a_prompt_that_is_cached_is_not_late(policy: str) -> None:
+    machine = machine_that_knows_it(policy=policy)
+    requests = [make_request(f"r{i}", PROMPT, 2, arrival=machine.now, slo=SOON) for i in range(4)]
+    unknown = make_request("unknown", list(range(5000, 7000)), 2, arrival=machine.now, slo=SOON)
+    machine.add(*requests, unknown)
+    start = machine.now
+    machine.until_done()
+    for request in requests:
+        assert not relegated(machine, request.request_id)
+        assert machine.finished[request.request_id].num_cached_tokens == 1996
+    assert relegated(machine, "unknown"), "its prompt takes four times as long as it has"
+    assert machine.now - start >= 2.0
+
+
+def test_the_same_for_best_effort_with_a_deadline() -> None:
+    machine = machine_that_knows_it()
+    machine.add(machine.batch("batch", 4, 0.5))
+    cached = make_request(
+        "cached", PROMPT, 2, arrival=machine.now, slo=Slo(best_effort=True, deadline=0.5)
+    )
+    machine.add(cached)
+    machine.until_done()
+    assert not relegated(machine, "cached")
+
+
+def test_what_was_cached_on_arrival_and_is_no_more_is_late() -> None:
+    machine = machine_that_knows_it()
+    request = make_request("again", PROMPT, 2, arrival=machine.now, slo=SOON)
+    machine.add(request)
+    assert request.num_new_tokens == 4
+    machine.scheduler.kv.pool.reset_cache()
+    machine.until_done()
+    assert relegated(machine, "again")
+
+
+def test_the_door_predicts_what_is_left_to_compute() -> None:
+    machine = machine_that_knows_it()
+    cached = make_request("cached", PROMPT, 2, arrival=machine.now)
+    machine.add(cached)
+    assert cached.predicted_ttft is not None and cached.predicted_ttft < 0.1
+    # neither does it count for those behind it
+    behind = make_request("behind", 100, 2, arrival=machine.now)
+    machine.add(behind)
+    assert behind.predicted_ttft is not None and behind.predicted_ttft < 0.3
+    unknown = make_request("unknown", list(range(5000, 7000)), 2, arrival=machine.now)
+    machine.add(unknown)
+    assert unknown.predicted_ttft is not None and unknown.predicted_ttft > 2.0
+    machine.until_done()
+
+
+def test_nothing_is_hashed_for_who_finds_the_queue_full() -> None:
+    machine = Machine(enable_prefix_caching=True, max_num_waiting=1)
+    machine.add(make_request("first", 100, 2))
+    second = make_request("second", 100, 2)
+    with pytest.raises(QueueFullError, match="the limit is 1"):
+        machine.add(second)
+    assert not second.block_hashes

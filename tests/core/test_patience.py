@@ -1,0 +1,180 @@
+"""Best-effort work under a steady stream of other work: it waits, but not for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.core.kv_cache import KVCacheManager
+from paceline.core.patience import Patience
+from paceline.core.policies import POLICIES
+from paceline.core.queues import RequestQueue
+from paceline.core.request import Band, Request, RequestStatus
+from paceline.core.slo import Slo
+from paceline.core.waiting import WaitingRoom
+from tests.core.machine import Machine
+from tests.driving import make_request
+
+# seconds after which best effort's turn comes, and in which a request of any stream here is done
+DELAY = 4.0
+ALONE = 10.0
+
+Stream = Callable[[Machine, int], list[Request]]
+
+
+def small(machine: Machine, number: int) -> list[Request]:
+    """Requests without targets, more than there is memory for."""
+    missing = 8 - len(machine.scheduler._waiting.ordinary)
+    return [
+        make_request(f"{number}.{i}", 60, 60, arrival=machine.now, priority=number % 2)
+        for i in range(missing)
+    ]
+
+
+def when_admitted(machine: Machine, number: int) -> list[Request]:
+    """The same, as long as the door is open."""
+    return [] if machine.scheduler.valve.level == 4 else small(machine, number)[:1]
+
+
+def promised(machine: Machine, number: int) -> list[Request]:
+    """Best-effort requests that have a deadline to keep, more than can run at once."""
+    missing = 8 - len(machine.scheduler._waiting)
+    return [
+        make_request(
+            f"{number}.{i}", 60, 2, arrival=machine.now, slo=Slo(best_effort=True, deadline=3000.0)
+        )
+        for i in range(missing)
+    ]
+
+
+def waited(machine: Machine, stream: Stream, *those: Request) -> float:
+    """Seconds that ``those``, who come when the machine is busy, take beside a stream that does not
+    end; infinity if they take more than three times as long as they may."""
+    for number in range(30):
+        machine.add(*stream(machine, number))
+        machine.step()
+    start = machine.now
+    for request in those:
+        request.arrival_time = start
+        machine.add(request)
+    while machine.now < start + 3 * len(those) * (10.0 + ALONE):
+        machine.add(*stream(machine, len(machine.plans)))
+        machine.step()
+        if all(request.request_id in machine.finished for request in those):
+            return machine.now - start
+    return float("inf")
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_large_late_request_gets_memory_beside_small_ones(policy: str) -> None:
+    machine = Machine(policy=policy, num_blocks=200, max_num_seqs=64, best_effort_delay_s=DELAY)
+    late = machine.late("late", 600)
+    # its turn by the policy's order is to come too: shortest-first has it wait for 30 s more
+    assert waited(machine, small, late) <= 60.0
+    timeline = machine.finished["late"].timeline
+    assert timeline is not None and timeline.relegated
+
+
+def test_what_is_let_in_and_preempted_again_and_again_gets_on_in_the_end() -> None:
+    machine = Machine(
+        num_blocks=200,
+        max_num_seqs=64,
+        policy="fcfs",
+        best_effort_delay_s=DELAY,
+        pressure_threshold=0.5,
+    )
+    late = machine.late("late", 400)
+    assert waited(machine, when_admitted, late) <= 10.0 + ALONE + late.seconds_first
+    assert late.num_preemptions > 3, "the valve has opened often"
+
+
+def test_background_work_gets_on_beside_work_with_deadlines() -> None:
+    machine = Machine(best_effort_delay_s=DELAY)
+    night = make_request("night", 60, 2, slo=Slo(best_effort=True))
+    assert waited(machine, promised, night) <= 10.0 + ALONE
+
+
+def test_they_get_on_one_after_another() -> None:
+    machine = Machine(best_effort_delay_s=DELAY)
+    night = [make_request(f"night{i}", 60, 2, slo=Slo(best_effort=True)) for i in range(3)]
+    seconds = waited(machine, promised, *night)
+    assert seconds <= 3 * (10.0 + ALONE)
+    assert seconds >= 3 * 10.0, "no more than one at a time"
+    ends = [name for name in machine.finished if name.startswith("night")]
+    assert ends == ["night0", "night1", "night2"]
+
+
+def test_background_work_that_runs_gets_rows_beside_prompts_in_every_step() -> None:
+    machine = Machine(max_num_seqs=16, best_effort_delay_s=DELAY, background_share=0.1)
+    night = make_request("night", 60, 20, slo=Slo(best_effort=True))
+    machine.add(night)
+    machine.step()
+
+    def prompts(machine: Machine, number: int) -> list[Request]:
+        missing = sum(r.num_uncomputed_tokens for r in machine.scheduler._planner.running.requests)
+        return [make_request(f"p{number}", 700, 2, arrival=machine.now)] if missing < 700 else []
+
+    before = night.num_tokens
+    for number in range(200):
+        machine.add(*prompts(machine, number))
+        machine.step()
+        wide = [row for row in machine.plans[-1].rows if row.num_tokens > 1]
+        assert wide, "a prompt in every step"
+    assert 2 <= night.num_tokens - before <= 5
+
+
+def room_with(*requests: Request) -> WaitingRoom:
+    room = WaitingRoom(RequestQueue, KVCacheManager(Machine().cache), lambda key: key)
+    for number, request in enumerate(requests):
+        request.order = (0.0, number)
+        room.push(request)
+    return room
+
+
+def test_only_time_at_the_head_counts_and_all_of_it() -> None:
+    first, second = (make_request(f"r{i}", 4, slo=Slo(best_effort=True)) for i in range(2))
+    room = room_with(first, second)
+    patience = Patience(room, 20.0)
+    patience.look(0.0)
+    patience.look(8.0)
+    # let in, and preempted
+    room.remove(first)
+    patience.look(9.0)
+    patience.look(18.0)
+    room.push(first)
+    assert (first.seconds_first, second.seconds_first) == (8.0, 9.0)
+    patience.look(19.0)
+    patience.look(30.0)
+    assert (first.band, second.band) == (Band.BACKGROUND, Band.BACKGROUND)
+    patience.look(31.0)
+    assert (first.band, second.band) == (Band.ORDINARY, Band.BACKGROUND)
+    assert room.ordinary.peek() is first
+    room.check_integrity()
+
+
+def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
+    first, second = (make_request(f"r{i}", 4, slo=Slo(best_effort=True)) for i in range(2))
+    room = room_with(first, second)
+    patience = Patience(room, 0.0)
+    # a clock that goes backwards takes nothing away
+    for now in (0.0, 5.0, 4.0, 9.0, 100.0):
+        patience.look(now)
+    assert first.band is Band.ORDINARY
+    patience.look(200.0)
+    assert second.seconds_first == 0.0
+    room.remove(first)
+    first.status = RequestStatus.FINISHED
+    for now in (200.0, 205.0, 211.0):
+        patience.look(now)
+    assert second.band is Band.ORDINARY
+
+
+def test_a_queue_may_take_somebody_back_in_the_same_place() -> None:
+    queue = RequestQueue()
+    request = make_request("r", 4)
+    queue.push(request)
+    queue.remove(request)
+    queue.push(request)
+    queue.check_integrity()
+    assert (queue.pop(), queue.pop(), len(queue)) == (request, None, 0)

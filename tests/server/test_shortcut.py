@@ -1,0 +1,228 @@
+"""The short way of a token: the same bytes as the usual way, past the event loop's turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from paceline.backends.null import NullBackend
+from paceline.engine.local import LocalEngineClient
+from paceline.engine.protocol import Sink
+from paceline.engine.testing import null_client
+from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.server import ServerConfig, create_app, serve
+from paceline.server.connections import _BodyWriter
+from paceline.server.shortcut import BODY_WRITER
+
+from .helpers import VOCAB, chat_body, events, metric
+
+pytestmark = pytest.mark.anyio
+
+_TEXT = {"prompt": "xy", "max_tokens": 40, "stream": True, "request_id": "r", "ignore_eos": True}
+_CHAT = chat_body(max_tokens=40, stream=True, request_id="r", ignore_eos=True)
+_IDS = {
+    "token_ids": [1, 2],
+    "sampling_params": {"max_tokens": 40, "ignore_eos": True},
+    "stream": True,
+    "request_id": "r",
+}
+# where, what, and whether part of it is news for the short way
+_ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", _CHAT),
+    ("/v1/chat/completions", _CHAT | {"n": 3, "explain": True}),
+    ("/v1/chat/completions", _CHAT | {"logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", _CHAT | {"return_token_ids": True}),
+    ("/v1/chat/completions", _CHAT | {"skip_special_tokens": False, "stop": ["no", "such"]}),
+    (
+        "/v1/chat/completions",
+        _CHAT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    ("/v1/completions", _TEXT),
+    ("/v1/completions", _TEXT | {"n": 2, "logprobs": 1}),
+    ("/v1/completions", _TEXT | {"echo": True, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", _TEXT | {"return_token_ids": True}),
+    ("/inference/v1/generate", _IDS),
+)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[LocalEngineClient]:
+    """One whose steps take long enough to be told one by one."""
+    client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.002))
+    yield client
+    await client.close()
+
+
+class Replayed:
+    """A client that answers every request as the engine answered the first one, output by output,
+    with each of them a delivery of its own; and that tells its sink what ``Sink`` promises."""
+
+    def __init__(self, engine: LocalEngineClient) -> None:
+        self._engine = engine
+        self._outputs: list[GenerationOutput] = []
+        self.taken = 0
+        self.on_dead = None
+        self.on_stats = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, request: GenerationRequest, sink: Sink
+    ) -> AsyncIterator[GenerationOutput]:
+        if not self._outputs:
+            self._outputs = [output async for output in self._engine.generate(request)]
+        assert len(self._outputs) > 3, "there is a middle"
+        for number, output in enumerate(self._outputs):
+            if number and not output.finished and sink(output):
+                self.taken += 1
+            else:
+                yield output
+
+
+class Writer:
+    """A BodyWriter behind the parts that were sent."""
+
+    is_ready = True
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.parts = parts
+        self.num_bytes = 0
+
+    def write(self, body: bytes) -> None:
+        self.num_bytes += len(body)
+        self.parts.append(body)
+
+
+async def asked(app: Any, path: str, body: dict[str, Any], *, short: bool) -> tuple[str, int]:
+    """What an app answers, less when; and how much of it went the short way."""
+    parts: list[bytes] = []
+    writer = Writer(parts)
+    requests = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        return requests.pop() if requests else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert message["status"] == 200
+        else:
+            parts.append(message["body"])
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("test", 80),
+        "client": ("test", 1),
+        "scheme": "http",
+    }
+    if short:
+        scope["extensions"] = {BODY_WRITER: writer}
+    await app(scope, receive, send)
+    text = re.sub(r'("created"|"ttft_ms"|"queued_ms"):[\d.]+', r"\1:0", b"".join(parts).decode())
+    return text, writer.num_bytes
+
+
+@pytest.mark.parametrize(("path", "body"), _ASKS)
+async def test_both_ways_say_the_same(
+    engine: LocalEngineClient, path: str, body: dict[str, Any]
+) -> None:
+    client: Any = Replayed(engine)
+    app = create_app(client, ServerConfig())
+    usual, none = await asked(app, path, body, short=False)
+    assert (client.taken, none) == (0, 0)
+    short, num_bytes = await asked(app, path, body, short=True)
+    assert short == usual
+    assert client.taken > 3 and num_bytes > 0
+    # a writer that is never ready is as none
+    Writer.is_ready, before = False, client.taken
+    try:
+        assert await asked(app, path, body, short=True) == (usual, 0)
+    finally:
+        Writer.is_ready = True
+    assert client.taken == before
+
+
+async def test_what_is_told_of_tokens_counts_both_ways(engine: LocalEngineClient) -> None:
+    client: Any = Replayed(engine)
+    app = create_app(client, ServerConfig())
+    texts = []
+    for short in (False, True):
+        await asked(app, "/v1/completions", _TEXT, short=short)
+        texts.append(app.state.service.metrics.render().decode())
+    for name in (
+        "vllm:generation_tokens_total",
+        "vllm:inter_token_latency_seconds_count",
+        "http_response_size_bytes_sum",
+        "vllm:request_generation_tokens_sum",
+    ):
+        first, both = (metric(text, name) for text in texts)
+        assert both == 2 * first > 30, name
+
+
+async def test_an_error_on_the_short_way_ends_its_stream(
+    engine: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(engine, ServerConfig())
+    written: list[bytes] = []
+
+    def fail(writer: Writer, body: bytes) -> None:
+        written.append(body)
+        if len(written) == 3:
+            raise ValueError("no more")
+
+    monkeypatch.setattr(Writer, "write", fail)
+    text, _ = await asked(app, "/v1/completions", _TEXT | {"max_tokens": 400}, short=True)
+    *_, error = events(text)
+    assert error["error"]["code"] == 500
+    assert len(written) == 3
+    async with asyncio.timeout(5):
+        while engine.num_unfinished or engine.stats.num_running:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_real_connection_has_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    original = _BodyWriter.write
+
+    def spy(writer: _BodyWriter, body: bytes) -> None:
+        written.append(body)
+        original(writer, body)
+
+    monkeypatch.setattr(_BodyWriter, "write", spy)
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.001))
+    serving = asyncio.ensure_future(
+        serve(client, ServerConfig(), port=0, on_ready=lambda _, port: ready.set_result(port))
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", await ready)
+    body = json.dumps(_TEXT | {"logit_bias": {"113": 100}}).encode()
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    _, _, chunked = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == 0
+    text = ""
+    while (head := chunked.partition(b"\r\n"))[0] != b"0":
+        size = int(head[0], 16)
+        text += head[2][:size].decode()
+        assert head[2][size : size + 2] == b"\r\n"
+        chunked = head[2][size + 2 :]
+    assert "".join(event["choices"][0]["text"] for event in events(text)) == "q" * 40
+    assert len(written) > 3 and all(part.decode() in text for part in written)
