@@ -146,11 +146,10 @@ static void weigh(const AttendArgs& a, const Chunk& c, const uint8_t* p, int64_t
     for (int v = 0; v < V; ++v) store(a.out[r] + dim + v * 16, acc[r][v]);
 }
 
-// Softmax of one row's scores over the chunk, keeping the running maximum and sum: scores become
-// probabilities relative to the new maximum, and what was accumulated is rescaled.
-PL_INLINE void soften(const AttendArgs& a, const Chunk& c, int r, float* s, float* top, float* sum) {
+// The largest visible score of a row in the chunk; invisible ones are overwritten.
+PL_INLINE float largest_score(const AttendArgs& a, const Chunk& c, int r, float* s) {
   const int first = a.first[r] - c.first_key, limit = a.limit[r] - c.first_key;
-  vf high = set1(*top);
+  vf high = set1(kMasked);
   for (int t = 0; t < c.tiles; ++t) {
     vf x = load(s + t * kTile);
     if (t * kTile < first || (t + 1) * kTile > limit) {
@@ -159,16 +158,29 @@ PL_INLINE void soften(const AttendArgs& a, const Chunk& c, int r, float* s, floa
     }
     high = vmax(x, high);
   }
-  const float now = hmax(high);
+  return hmax(high);
+}
+
+// Softmax of one row's scores over the chunk, keeping the running maximum and sum: scores become
+// probabilities relative to the new maximum, in the form that `weigh` takes, and what was accumulated is
+// rescaled. `here`: the chunk's largest score.
+template <class D>
+PL_INLINE void soften(const AttendArgs& a, const Chunk& c, int r, float* s, float here, float* top, float* sum) {
+  const int first = a.first[r] - c.first_key, limit = a.limit[r] - c.first_key;
+  const float now = here > *top ? here : *top;
   vf total = zero();
   const vf shift = set1(now);
   for (int t = 0; t < c.tiles; ++t) {
     vf x = load(s + t * kTile);
-    x = exp2v(sub(x, shift));
+    x = D::per_unit == 2 ? exp2_down(sub(x, shift)) : exp2v(sub(x, shift));
     if (t * kTile < first || (t + 1) * kTile > limit)
       x = keep(x, first - t * kTile, limit - t * kTile, 0.0f);
-    store(s + t * kTile, x);
     total = add(total, x);
+    // in place: a row's bf16 half fills the front of its own floats
+    if constexpr (D::per_unit == 2)
+      store_bf16(reinterpret_cast<uint16_t*>(s) + t * kTile, x);
+    else
+      store(s + t * kTile, x);
   }
   if (now != *top) {
     float f[16];
@@ -200,7 +212,7 @@ template <class D, int R>
 static void attend_rows(const AttendArgs& a) {
   alignas(64) float s[R][kChunkKeys];
   alignas(64) uint8_t last_v[kMaxHeadDim * kTile * 4];
-  float top[R], sum[R];
+  float top[R], sum[R], here[R];
   for (int r = 0; r < R; ++r) {
     top[r] = kMasked;
     sum[r] = 0;
@@ -220,14 +232,9 @@ static void attend_rows(const AttendArgs& a) {
     }
     scores<D, R>(a, c, s);
     const uint8_t* p = reinterpret_cast<const uint8_t*>(s);
-    for (int r = 0; r < R; ++r) {
-      soften(a, c, r, s[r], &top[r], &sum[r]);
-      if constexpr (D::per_unit == 2) {
-        // in place: a row's bf16 half fills the front of its own floats
-        for (int t = 0; t < c.tiles; ++t)
-          store_bf16(reinterpret_cast<uint16_t*>(s[r]) + t * kTile, load(s[r] + t * kTile));
-      }
-    }
+    // one loop after the other: a row waits for its largest score, and others can go on
+    for (int r = 0; r < R; ++r) here[r] = largest_score(a, c, r, s[r]);
+    for (int r = 0; r < R; ++r) soften<D>(a, c, r, s[r], here[r], &top[r], &sum[r]);
     int dim = 0;
     constexpr int V = R <= 6 ? 4 : 2;
     for (; dim + 16 * V <= a.head_dim; dim += 16 * V) weigh<D, R, V>(a, c, p, sizeof(s[0]), dim);

@@ -52,21 +52,6 @@ static void scores_i8(const AttendArgs& a, const ChunkI8& c, const int32_t* star
   for (; t < c.tiles.tiles; ++t) scores_i8_tiles<R, 1>(a, c, t, start, s, ahead);
 }
 
-// The largest visible score of a row; invisible ones are overwritten.
-PL_INLINE float largest_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s) {
-  const int first = a.first[r] - c.tiles.first_key, limit = a.limit[r] - c.tiles.first_key;
-  vf high = set1(kMasked);
-  for (int t = 0; t < c.tiles.tiles; ++t) {
-    vf x = load(s + t * kTile);
-    if (t * kTile < first || (t + 1) * kTile > limit) {
-      x = keep(x, first - t * kTile, limit - t * kTile, kMasked);
-      store(s + t * kTile, x);
-    }
-    high = vmax(x, high);
-  }
-  return hmax(high) * a.q_scale[r];
-}
-
 // Softmax of one row's scores over the chunk, keeping the running maximum and the sums of 16 lanes.
 // Probabilities relative to `here`, the chunk's own maximum, times the scales of the values stay in s.
 // Returns what they count for relative to the running maximum; what was accumulated is rescaled.
@@ -179,7 +164,7 @@ static void attend_rows_i8(const AttendArgs& a) {
     scores_i8<R>(a, c, start, s);
     for (int t = 0; t < c.tiles.tiles; ++t)
       store(c.v_scale + t * kTile, keep(load(c.k_scale[t] + kTile), 0, a.key_end - key - t * kTile, 0.0f));
-    for (int r = 0; r < R; ++r) here[r] = largest_i8(a, c, r, s[r]);
+    for (int r = 0; r < R; ++r) here[r] = largest_score(a, c.tiles, r, s[r]) * a.q_scale[r];
     for (int r = 0; r < R; ++r) share[r] = soften_i8(a, c, r, s[r], here[r], &top[r], sums[r], &most[r]);
     for (int r = 0; r < R; ++r) {
       to_steps(c, s[r], most[r], bytes[r]);
