@@ -13,7 +13,8 @@ This module does not know sockets, processes or text.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from paceline.core.census import ClassUse
@@ -155,14 +156,18 @@ class EngineLoop:
             self._updates += self._readiness.abort(message.request_ids)
             self._updates += self._core.abort(message.request_ids)
             return
-        request = message.request
-        try:
+        with self._taking_in(message.request) as request:
             if not self._hold(request):
                 add_to_core(self._core, request)
+
+    @contextmanager
+    def _taking_in(self, request: GenerationRequest) -> Iterator[GenerationRequest]:
+        """Who asked is told of a refusal; of anything else the engine ends, by this request."""
+        try:
+            yield request
         except RequestError as error:
             self._send(Refused.of(request.request_id, error))
         except Exception:
-            # the engine ends by this one
             if self._in_flight is not None:
                 self._in_flight.aside((request.request_id,))
             raise
@@ -182,13 +187,11 @@ class EngineLoop:
         taken = self._readiness.take(self._clock())
         if taken and self._in_flight is not None:
             self._in_flight.aside(self._readiness.request_ids)
-        for request, refusal in taken:
-            try:
+        for ready, refusal in taken:
+            with self._taking_in(ready) as request:
                 if refusal is not None:
                     raise refusal
                 add_to_core(self._core, request)
-            except RequestError as error:
-                self._send(Refused.of(request.request_id, error))
 
     def _flush(self) -> None:
         now = self._clock()

@@ -55,6 +55,7 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
 )
+from paceline.engine.watchdog import watch
 
 __all__ = ["Starter", "SupervisedEngineClient"]
 
@@ -63,10 +64,6 @@ _log = logging.getLogger(__name__)
 # starts an engine; given the one before it, if any, and how many there were
 Starter = Callable[[ProcessEngineClient | None, int], Awaitable[ProcessEngineClient]]
 
-# seconds between looks at the engine
-_LOOK: Final = 0.25
-# seconds after which a process that the operating system has halted is taken for lost
-_HALTED: Final = 1.0
 # seconds an engine that failed has to exit by itself
 _EXIT_GRACE: Final = 1.0
 # seconds to wait before the second restart of a window; doubled for each one after
@@ -128,7 +125,7 @@ class SupervisedEngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._adopt(first)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(watch(self._current, self._end))
 
     @classmethod
     async def start(
@@ -454,35 +451,8 @@ class SupervisedEngineClient:
         if self.on_dead is not None:
             self.on_dead(EngineDeadError(self._dead))
 
-    async def _watch(self) -> None:
-        """End engines that stand still. Time in which this process itself stood still (suspended,
-        starved) does not count against them."""
-        halted_since: float | None = None
-        before = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK)
-            now = time.monotonic()
-            overslept = now - before - _LOOK
-            before = now
-            engine = self._engine
-            if engine is None:
-                halted_since = None
-                continue
-            client = engine.client
-            if overslept > _LOOK:
-                client.forgive(overslept)
-                halted_since = None
-            if not client.is_stopped:
-                halted_since = None
-            elif halted_since is None:
-                halted_since = now
-            elif now - halted_since >= _HALTED:
-                self._end(client, "stopped", f"the engine process was stopped for {_HALTED:g} s")
-                continue
-            try:
-                client.check_health()
-            except EngineDeadError as error:
-                self._end(client, "stalled", str(error))
+    def _current(self) -> ProcessEngineClient | None:
+        return None if self._engine is None else self._engine.client
 
     def _end(self, client: ProcessEngineClient, kind: str, reason: str) -> None:
         self._ending = kind

@@ -84,12 +84,23 @@ class TestWhoTheLoopWorksOn:
     """Beside its steps, which the tests of poison are about."""
 
     @staticmethod
-    def run(core: EngineCore, path: Path, request: GenerationRequest) -> None:
+    def run(
+        core: EngineCore,
+        path: Path,
+        request: GenerationRequest,
+        compiled: Future[None] | None = None,
+    ) -> None:
+        """One request and the end; before that, something is compiled where ``compiled`` says."""
+
         class Once:
             messages: tuple[Add | Shutdown, ...] = (Add(request),)
 
             def receive(self, timeout: float) -> tuple[Add | Shutdown, ...]:
-                now, self.messages = self.messages, (Shutdown(),)
+                if not self.messages and compiled is not None:
+                    compiled.set_result(None)
+                    return ()
+                now = self.messages
+                self.messages = (Shutdown(),) if compiled is None else ()
                 return now
 
         file = InFlightFile(path)
@@ -129,6 +140,24 @@ class TestWhoTheLoopWorksOn:
         monkeypatch.setattr(core, "add_request", add_request)
         with pytest.raises(ZeroDivisionError):
             self.run(core, tmp_path / "file", make("bug"))
+        assert read_in_flight(tmp_path / "file") == {"bug"}
+
+    def test_one_that_cannot_be_taken_in_once_its_grammar_is_compiled(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        core = null_core(NullBackend())
+        assert core.matchers is not None
+        compiled: Future[None] = Future()
+        monkeypatch.setattr(core.matchers, "prepare", lambda grammar: compiled)
+
+        def add_request(request: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(core, "add_request", add_request)
+        sampling = SamplingParams(max_tokens=1, grammar=Grammar("regex", "a", "regex"))
+        request = msgspec.structs.replace(make("bug", max_tokens=1), sampling=sampling)
+        with pytest.raises(ZeroDivisionError):
+            self.run(core, tmp_path / "file", request, compiled)
         assert read_in_flight(tmp_path / "file") == {"bug"}
 
 

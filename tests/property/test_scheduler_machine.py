@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_waiting=st.sampled_from([None, 4]),
         queue_timeout_s=st.sampled_from([None, 6.0]),
         background_share=st.sampled_from([None, 0.1, 1.0]),
+        best_effort_delay_s=st.sampled_from([0.0, 10.0]),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_waiting: int | None,
         queue_timeout_s: float | None,
         background_share: float | None,
+        best_effort_delay_s: float,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -79,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority_ageing_s=5.0,
             coalesce_window_s=3.0,
             coalesce_size=3,
-            best_effort_delay_s=10.0,
+            best_effort_delay_s=best_effort_delay_s,
             future_memory_check=future_memory_check,
             num_host_blocks=num_host_blocks,
             preemption=preemption,
@@ -97,7 +99,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=24),
         max_tokens=st.integers(1, 16),
-        priority=st.integers(0, 3),
+        priority=st.sampled_from([0, 1, 2, 3, 2**63 - 1, -(2**63)]),
+        # some come late from another process, some at the same moment
+        age=st.sampled_from([0.0, 0.0, 2.5]),
         salt=st.sampled_from([None, "a"]),
         forks=st.integers(0, 2),
         stop=st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
@@ -116,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt: list[int],
         max_tokens: int,
         priority: int,
+        age: float,
         salt: str | None,
         forks: int,
         stop: frozenset[int],
@@ -128,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 f"{parent}/{index}",
                 prompt,
                 max_tokens,
-                arrival=self.driver.now,
+                arrival=self.driver.now - age,
                 priority=priority,
                 cache_salt=salt,
                 fork_of=f"{parent}/0" if index else None,
@@ -159,9 +164,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.plan()
 
     @precondition(lambda self: self.driver._flying)
-    @rule()
-    def settle(self) -> None:
-        self.driver.now += 1.0
+    @rule(elapsed=st.sampled_from([1.0, 1.0, 0.0, 7.0, -0.5]))
+    def settle(self, elapsed: float) -> None:
+        # clocks stand still, jump, and where a machine is suspended even go back
+        self.driver.now += elapsed
         self.driver.settle()
 
     @precondition(lambda self: self.asked)
