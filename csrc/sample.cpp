@@ -94,8 +94,8 @@ Found find(const Weights& all, Goal kind, double goal, float guess) {
   const float* w = all.w;
   int64_t n = all.n;
   const int32_t* places = nullptr;
-  // Weights of [from_bits(low), from_bits(high)) remain, and come after `above` others with this sum. Of
-  // those, the first so many are no longer among the n.
+  // Weights of [from_bits(low), from_bits(high)) remain, and come after `above` others with this sum. The
+  // first `gone` of those are no longer among the n.
   uint32_t low = to_bits(std::numeric_limits<float>::min()), high = to_bits(1.0f) + 1;
   double sum = 0, gone_sum = 0, middle_sum;
   int64_t above = 0, gone = 0, remaining, count;
@@ -151,7 +151,7 @@ Found find(const Weights& all, Goal kind, double goal, float guess) {
   }
   int32_t few[kFew];
   count = all.kernels.collect(w, n, from_bits(low), from_bits(high), kFew, few);
-  std::stable_sort(few, few + count, [&](int32_t a, int32_t b) { return w[a] > w[b]; });
+  std::sort(few, few + count, [&](int32_t a, int32_t b) { return w[a] > w[b] || (w[a] == w[b] && a < b); });
   for (int64_t i = 0; i < count; ++i)
     if (walk(few[i])) break;
   return last;
@@ -171,7 +171,7 @@ int32_t choose(const Weights& weights, const Filters& filters, double total) {
   Found last;
   last.place = std::numeric_limits<int32_t>::max();
   double kept = total;
-  // the weight with which the sum passes a goal times n is at least what is left after it
+  // what is left after a goal is at most n times the weight with which the sum passes it
   const double share = 0.999 / double(weights.n);
   if (filters.top_k > 0) {
     last = find(weights, Goal::kCount, double(filters.top_k), 0);
