@@ -177,6 +177,7 @@ void Model::forward(const PacelineStep& step) {
   if (step.tokens == 0) return;
   last_mark_ = profile_ ? seconds_now() : 0;
   team_.run([&](int member) { run_step(step, member); });
+  if (!step.logits && !screens(step)) choices_[kWhole] += step.sampled;
 }
 
 Model::Share Model::share_of(int member, int64_t rows) {

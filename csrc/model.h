@@ -17,6 +17,9 @@ namespace paceline {
 // What a step spends its time on; see Model::seconds.
 enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kGateUp, kDown, kHead, kSections };
 
+// How the likeliest token of a row was found whose logits nobody wanted; see paceline_choices.
+enum Choice { kSettled, kTooMany, kWhole, kChoices };
+
 struct Linear {
   Matrix main;
   // kQ4 keeps an int8 copy: 4-bit weights have less to read, 8-bit ones less to compute
@@ -89,6 +92,7 @@ class Model {
   const char* isa() const { return kernels_->name; }
   const std::array<double, kSections>& seconds() const { return seconds_; }
   void set_profile(bool on);
+  const std::array<int64_t, kChoices>& choices() const { return choices_; }
 
  private:
   void expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const;
@@ -139,6 +143,7 @@ class Model {
   // see screen.cpp: memory for the head's upper halves, and these once the head is packed
   void reserve_screen();
   void make_screen();
+  bool measure(int64_t panel);
   bool screens(const PacelineStep& step) const;
   void reserve_choice(const PacelineStep& step);
   // the likeliest token of every sampled row
@@ -161,6 +166,9 @@ class Model {
   Linear embedding_, head_;
   // upper halves of the head's bytes; no data where the head is not screened
   Panels screen_;
+  // what the lower halves of a head's row leave out of its logit, for each |x|: a standard deviation;
+  // FLT_MAX where that says nothing [panels * kPanel]
+  std::vector<float> doubts_;
   std::vector<float> final_norm_;
   std::vector<float> cos_, sin_;
   std::vector<uint8_t> loaded_;
@@ -186,6 +194,7 @@ class Model {
   Memory logits_, screened_;
   std::vector<std::vector<float>> limits_;
   std::vector<uint8_t> settled_;
+  std::array<int64_t, kChoices> choices_{};
   bool profile_ = false;
   double last_mark_ = 0;
   std::array<double, kSections> seconds_{};

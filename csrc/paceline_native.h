@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 5
+#define PACELINE_ABI 6
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -40,7 +40,9 @@ typedef struct {
   const int32_t* tables;      /* [sequences, table_width] block ids */
   const int32_t* sample_rows; /* [sampled], ascending token rows */
   float* logits;              /* [sampled, vocab]; null where only `likeliest` is wanted, which takes less */
-  int32_t* likeliest;         /* [sampled] first of the largest logits, -1 where one is not finite */
+  /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits` it may be found
+   * by screening (screen.cpp), which can miss it if one is more than 6 standard deviations off. */
+  int32_t* likeliest;
 } PacelineStep;
 
 /* One token for each row. Logits are finite, or minus infinity where a token must not be chosen. */
@@ -93,6 +95,9 @@ int paceline_logprobs(PacelineModel* model, const PacelineLogprobs* logprobs);
 int64_t paceline_block_bytes(const PacelineModel* model);
 int64_t paceline_weight_bytes(const PacelineModel* model);
 const char* paceline_isa(const PacelineModel* model);
+/* Rows so far whose logits were not wanted, out: those that screening settled, those that were screened
+ * but left too many candidates and were computed in full, and those that were not screened. */
+void paceline_choices(const PacelineModel* model, int64_t* out);
 /* turns timing on and zeroes it; out: seconds of embed, norm, qkv, rope, attend, encode, out,
  * gate_up, down, head since then */
 void paceline_profile(PacelineModel* model, int on);

@@ -214,5 +214,6 @@ def _choose_sizes(
             share=share,
         )
     if swap_bytes is None:
-        return num_blocks, int(min(num_blocks // 2, loader.max_host_bytes // block_bytes))
+        # the limit may be infinity, which cannot be divided into blocks
+        swap_bytes = int(min(num_blocks * block_bytes // 2, loader.max_host_bytes))
     return num_blocks, swap_bytes // block_bytes

@@ -33,12 +33,14 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:
     """Whether it is worth asking PyTorch for CUDA devices, which takes a second and 200 MB to load.
 
-    The driver's traces are looked for, native or (``dxg``) under Windows; CUDA_VISIBLE_DEVICES may
-    hide all devices. AMD's (``kfd``) are CUDA devices to PyTorch too.
+    The driver's traces are looked for, native, under Windows (``dxg``) or on Jetson
+    (``nvhost-gpu``, ``nvmap``); CUDA_VISIBLE_DEVICES may hide all devices. AMD's (``kfd``) are CUDA
+    devices to PyTorch too.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
-    traces = (devices / "nvidiactl", devices / "dxg", devices / "kfd", proc / "driver" / "nvidia")
+    names = ("nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvmap")
+    traces = [*(devices / name for name in names), proc / "driver" / "nvidia"]
     return any(trace.exists() for trace in traces)
 
 

@@ -173,6 +173,8 @@ class ModelRunner:
         if len(outside):
             slot.error = f"token {outside[0]} is not in the vocabulary of {self._vocab_size}"
             token_ids[:] = 0
+            # its targets are the tokens that there are not
+            slot.prompt_logprobs = None
         self._tokens[slot.index, : len(token_ids)] = token_ids
         self._tables[slot.index, : slot.num_blocks] = new.block_ids
 
@@ -206,6 +208,7 @@ class ModelRunner:
             r: wanted
             for r, slot in enumerate(slots)
             if slot.prompt_logprobs is not None
+            and slot.error is None
             and (wanted := slot.prompt_logprobs.wanted(rows[r].start, rows[r].num_tokens))
         }
         needed = chosen

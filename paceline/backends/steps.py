@@ -70,7 +70,8 @@ class StepModel(Protocol):
             token_ids: [T].
             positions: [T], below the model's longest sequence.
             sampled: [S], ascending: the tokens whose logits are wanted; may be empty.
-            needs_logits: False: ``likeliest`` is enough where the model says it.
+            needs_logits: False: ``likeliest`` is enough where the model says it; it may then have
+                estimated which logits can be the largest, and be wrong where the estimate fails.
 
         Returns:
             [S, vocab], valid until the next call; there may be no rows unless ``needs_logits``.

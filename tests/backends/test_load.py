@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from paceline.backends.load import _choose_sizes
+from paceline.backends.steps import ModelLoader
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.linear import DenseLinear, PackedLinear, make_linear
 from paceline.backends.torch.weights import load_weights
@@ -176,6 +181,43 @@ def test_packed_linear_is_linear(dtype: torch.dtype, rows: int) -> None:
 def test_block_bytes_counts_every_layer(llama_folder: Path) -> None:
     config = open_checkpoint(llama_folder).config
     assert block_bytes(config, 16, torch.bfloat16) == 3 * 2 * 16 * 2 * 16 * 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parts of a ``ModelLoader`` that sizes depend on."""
+
+    block_bytes: int
+    max_host_bytes: float
+
+
+@pytest.mark.parametrize(
+    ("max_host_bytes", "swap_bytes", "expected"),
+    [
+        # half of 11 blocks
+        (math.inf, None, 5),
+        (10_000.0, None, 5),
+        # no more than the loader takes unasked
+        (4_999.0, None, 4),
+        (999.0, None, 0),
+        # what is asked for is taken
+        (4_999.0, 7_999, 7),
+        (math.inf, 20_000, 20),
+        (math.inf, 0, 0),
+    ],
+)
+def test_blocks_to_swap_to(max_host_bytes: float, swap_bytes: int | None, expected: int) -> None:
+    loader = cast("ModelLoader", Sizes(1000, max_host_bytes))
+    sizes = _choose_sizes(
+        loader,
+        num_blocks=11,
+        kv_cache_bytes=None,
+        swap_bytes=swap_bytes,
+        block_size=16,
+        max_num_seqs=4,
+        max_model_len=100,
+    )
+    assert sizes == (11, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -108,7 +108,17 @@ def test_num_blocks() -> None:
         blocks(None, free_bytes=3000)
 
 
-@pytest.mark.parametrize("trace", ["dev/nvidiactl", "dev/dxg", "dev/kfd", "proc/driver/nvidia/x"])
+@pytest.mark.parametrize(
+    "trace",
+    [
+        "dev/nvidiactl",
+        "dev/dxg",
+        "dev/kfd",
+        "dev/nvhost-gpu",
+        "dev/nvmap",
+        "proc/driver/nvidia/x",
+    ],
+)
 def test_traces_of_cuda(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     folders = {"devices": tmp_path / "dev", "proc": tmp_path / "proc"}

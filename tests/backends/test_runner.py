@@ -197,21 +197,32 @@ class TestFaultsOfOneRequest:
             plans.step({"nan": 9})
             plans.release("nan")
 
-    def test_tokens_outside_the_vocabulary(self, poisoned: WorkerBackend) -> None:
-        expected = Plans(poisoned).generate(PROMPTS["short"], 3).output
-        plans = Plans(poisoned)
+    @pytest.mark.parametrize("compute", ["torch", "native"])
+    def test_tokens_outside_the_vocabulary(self, compute: str, llama_folder: Path) -> None:
+        if compute == "native" and unavailable_reason() is not None:
+            pytest.skip(str(unavailable_reason()))
+        backend = load(llama_folder, compute=compute, block_size=16)
+        expected = Plans(backend).generate(PROMPTS["short"], 3).output
+        plans = Plans(backend)
         plans.add("short", PROMPTS["short"])
         plans.add("large", [1, VOCAB, 2])
         plans.add("negative", [-1])
-        plans.step({"short": 3, "large": 2, "negative": 1})
+        # neither may what is said of a prompt's tokens look for these
+        plans.add("scored", [1, 2, VOCAB + 1], prompt_logprobs=1)
+        plans.add("partly", [1, 2, -2, 3], prompt_logprobs=0)
+        plans.step({"short": 3, "large": 2, "negative": 1, "scored": 3, "partly": 3})
         assert plans.errors == {
             "large": f"token {VOCAB} is not in the vocabulary of {VOCAB}",
             "negative": f"token -1 is not in the vocabulary of {VOCAB}",
+            "scored": f"token {VOCAB + 1} is not in the vocabulary of {VOCAB}",
+            "partly": f"token -2 is not in the vocabulary of {VOCAB}",
         }
-        plans.release("large")
-        plans.release("negative")
+        assert plans.prompt_logprobs == []
+        for name in plans.errors:
+            plans.release(name)
         plans.run(until=3)
         assert plans.release("short").output == expected
+        backend.close()
 
     def test_bias_outside_the_vocabulary(self, poisoned: WorkerBackend) -> None:
         plans = Plans(poisoned)

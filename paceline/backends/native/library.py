@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 5
+ABI: Final = 6
 _PATTERN: Final = "_lib*.so"
 
 
@@ -127,6 +127,7 @@ _SIGNATURES: Final = {
     "paceline_isa": (c_char_p, (c_void_p,)),
     "paceline_profile": (None, (c_void_p, c_int)),
     "paceline_seconds": (None, (c_void_p, POINTER(c_double))),
+    "paceline_choices": (None, (c_void_p, POINTER(c_int64))),
     "paceline_attention": (c_int, (c_void_p, POINTER(Step), c_void_p, c_void_p)),
     "paceline_cache": (c_void_p, (c_void_p, POINTER(c_int64))),
     "paceline_matrix": (c_void_p, (c_int, c_int, c_void_p, c_int64, c_int64, c_int, c_char_p)),

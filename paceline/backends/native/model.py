@@ -15,7 +15,7 @@ from paceline.backends.native.threads import available_cpus
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 
-__all__ = ["DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]
+__all__ = ["CHOICES", "DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]
 
 # weights: float32; bfloat16; int8 with a scale per output and activations in 8 bits with a scale
 # per token; 4-bit groups of 32 (scale and minimum), with an int8 copy for steps of many tokens
@@ -26,6 +26,8 @@ KV_DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 SECTIONS: Final = (
     "embed", "norm", "qkv", "rope", "attend", "encode", "out", "gate_up", "down", "head",
 )  # fmt: skip
+# ways to find the likeliest token without logits that ``NativeModel.choices`` counts
+CHOICES: Final = ("settled", "too_many", "whole")
 # any integer type; what is not int32 already is converted
 Integers = NDArray[np.integer[Any]]
 _TILE: Final = 16
@@ -190,7 +192,8 @@ class NativeModel:
             block_tables: [S, width], block ids by position // block_size.
             sample_rows: [R], ascending rows whose logits are wanted.
             needs_logits: False: ``likeliest`` is enough, which for a few rows takes less to find
-                (csrc/screen.cpp).
+                (csrc/screen.cpp); it is then that of the logits unless screening is more than 6
+                standard deviations off with one of them.
 
         Returns:
             [R, vocab] float32, a view that the next call overwrites; [0, vocab] unless
@@ -241,6 +244,13 @@ class NativeModel:
                 self.handle, source.ctypes.data, destination.ctypes.data, len(pairs)
             )
         )
+
+    def choices(self) -> dict[str, int]:
+        """How the likeliest token was found of all rows so far of steps without logits, in rows by
+        ``CHOICES``: settled by screening, screened in vain, or by the whole product at once."""
+        counts = (ctypes.c_int64 * len(CHOICES))()
+        self._library.paceline_choices(self.handle, counts)
+        return dict(zip(CHOICES, counts, strict=True))
 
     def profile(self, on: bool) -> None:
         """Start timing the parts of a step from zero, or stop."""

@@ -14,7 +14,8 @@ from paceline.backends.torch.attention import TorchAttention, block_bytes
 from paceline.backends.torch.machine import choose_dtype
 from paceline.backends.torch.model import Decoder
 from paceline.backends.torch.rope import RotaryTable
-from paceline.backends.torch.step import TorchSampler, TorchStep, token_logprobs
+from paceline.backends.torch.sampler import token_logprobs
+from paceline.backends.torch.step import TorchSampler, TorchStep
 from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import Checkpoint
 from paceline.core.outputs import BlockSwap

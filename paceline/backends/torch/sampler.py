@@ -25,7 +25,7 @@ from paceline.backends.sampling import SampleRow, Samples, uniforms
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.request import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["sample"]
+__all__ = ["sample", "token_logprobs"]
 
 # top_k up to the first: that many candidates are looked at; otherwise the second, and if they do
 # not decide, all. A row's number must follow from the row alone: ties are ordered by it
@@ -304,16 +304,36 @@ def _logprobs(
     ]
     for start in range(0, len(asking), _ROWS):
         chunk = asking[start : start + _ROWS]
-        logprobs = logits[chunk].float().log_softmax(-1)
-        chosen = torch.tensor([token_ids[index] for index in chunk], device=logits.device)
-        own = logprobs.gather(1, chosen.unsqueeze(1))
-        ranks = (logprobs > own).sum(-1).add_(1).tolist()
-        top, top_ids = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
-        columns = zip(
-            chunk, own.squeeze(1).tolist(), ranks, top_ids.tolist(), top.tolist(), strict=True
+        entries = token_logprobs(
+            logits[chunk],
+            [token_ids[index] for index in chunk],
+            [rows[index].sampling.params.logprobs or 0 for index in chunk],
         )
-        for index, value, rank, ids, values in columns:
-            count = rows[index].sampling.params.logprobs or 0
+        for index, entry in zip(chunk, entries, strict=True):
+            result[index] = entry
+    return result
+
+
+@torch.inference_mode()
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """A ``steps.Scorer`` of tensors; ``counts`` are ``MAX_LOGPROBS`` at most."""
+    result: list[TokenLogprobs] = []
+    # not the largest of the counts: how ties are ordered must not depend on other rows
+    most = min(MAX_LOGPROBS, logits.shape[1])
+    for start in range(0, len(logits), _ROWS):
+        part = slice(start, start + _ROWS)
+        logprobs = logits[part].float().log_softmax(-1)
+        given = torch.tensor(token_ids[part], device=logits.device)
+        own = logprobs.gather(1, given.unsqueeze(1))
+        ranks = (logprobs > own).sum(-1).add_(1).tolist()
+        top, top_ids = logprobs.topk(most, dim=-1)
+        columns = zip(
+            token_ids[part], counts[part], own.squeeze(1).tolist(), ranks,
+            top_ids.tolist(), top.tolist(), strict=True,
+        )  # fmt: skip
+        for token_id, count, value, rank, ids, values in columns:
             likeliest = tuple(zip(ids[:count], values[:count], strict=True))
-            result[index] = TokenLogprobs(token_ids[index], value, rank, likeliest)
+            result.append(TokenLogprobs(token_id, value, rank, likeliest))
     return result

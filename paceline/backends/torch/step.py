@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -14,12 +13,9 @@ from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import AttentionBackend
 from paceline.backends.torch.model import Decoder
 from paceline.backends.torch.sampler import sample
-from paceline.core.outputs import BlockSwap, TokenLogprobs
+from paceline.core.outputs import BlockSwap
 
-__all__ = ["TorchSampler", "TorchStep", "token_logprobs"]
-
-# rows turned into probabilities at once
-_ROWS: Final = 64
+__all__ = ["TorchSampler", "TorchStep"]
 
 
 class TorchStep:
@@ -75,30 +71,3 @@ class TorchSampler:
         likeliest: NDArray[np.int32] | None,
     ) -> Samples:
         return sample(logits, rows, likeliest)
-
-
-@torch.inference_mode()
-def token_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]
-) -> list[TokenLogprobs]:
-    """A ``steps.Scorer`` of tensors."""
-    entries: list[TokenLogprobs] = []
-    most = min(max(1, *counts), logits.shape[1])
-    for begin in range(0, len(logits), _ROWS):
-        logprobs = logits[begin : begin + _ROWS].float().log_softmax(-1)
-        ids = token_ids[begin : begin + len(logprobs)]
-        own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1))
-        ranks = (logprobs > own).sum(-1).add_(1).tolist()
-        top, top_ids = logprobs.topk(most, dim=-1)
-        for token_id, count, value, rank, names, values in zip(
-            ids,
-            counts[begin : begin + len(logprobs)],
-            own.squeeze(1).tolist(),
-            ranks,
-            top_ids.tolist(),
-            top.tolist(),
-            strict=True,
-        ):
-            likeliest = tuple(zip(names[:count], values[:count], strict=True))
-            entries.append(TokenLogprobs(token_id, value, rank, likeliest))
-    return entries

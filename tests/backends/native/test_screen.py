@@ -13,6 +13,8 @@ from tests.backends.native.reference import Weights, random_weights, rope_tables
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 CONFIG = tiny_config(vocab_size=2000, hidden_size=128, tie_word_embeddings=False)
+# one group of columns that are rotated together, and a panel more than may be computed one by one
+NARROW = tiny_config(vocab_size=8192, hidden_size=64, tie_word_embeddings=False)
 
 
 def _make(weights: Weights, config: ModelConfig = CONFIG, **options: object) -> NativeModel:
@@ -38,18 +40,20 @@ def _likeliest(
         np.arange(count),
         needs_logits=needs_logits,
     )
-    assert logits.shape == (count if needs_logits else 0, CONFIG.vocab_size)
+    assert len(logits) == (count if needs_logits else 0)
     if needs_logits and (model.likeliest >= 0).all():
         np.testing.assert_array_equal(model.likeliest, logits.argmax(-1))
     return model.likeliest.copy()
 
 
-def _compare(model: NativeModel, rows: int, steps: int, seed: int) -> set[int]:
+def _compare(
+    model: NativeModel, rows: int, steps: int, seed: int, vocab: int = CONFIG.vocab_size
+) -> set[int]:
     """The tokens that were found, the same in both ways."""
     random = np.random.default_rng(seed)
     found: set[int] = set()
     for _ in range(steps):
-        ids = random.integers(0, CONFIG.vocab_size, rows)
+        ids = random.integers(0, vocab, rows)
         expected = _likeliest(model, ids, needs_logits=True)
         np.testing.assert_array_equal(_likeliest(model, ids, needs_logits=False), expected)
         found |= set(expected.tolist())
@@ -62,11 +66,16 @@ def _compare(model: NativeModel, rows: int, steps: int, seed: int) -> set[int]:
 def test_the_same_token_as_with_logits(isa: str, dtype: str, rows: int) -> None:
     model = _make(random_weights(CONFIG, 1), dtype=dtype, isa=isa)
     assert len(_compare(model, rows, 12, seed=2)) > 6
+    # a third row is one too many
+    settled, whole = (12 * rows, 0) if rows < 3 else (0, 12 * rows)
+    assert model.choices() == {"settled": settled, "too_many": 0, "whole": whole}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_formats_have_nothing_to_screen(dtype: str) -> None:
-    assert len(_compare(_make(random_weights(CONFIG, 1), dtype=dtype), 2, 5, seed=2)) > 3
+    model = _make(random_weights(CONFIG, 1), dtype=dtype)
+    assert len(_compare(model, 2, 5, seed=2)) > 3
+    assert model.choices() == {"settled": 0, "too_many": 0, "whole": 10}
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -75,7 +84,10 @@ def test_heads_that_differ_in_their_lower_halves_alone(threads: int) -> None:
     weights = random_weights(CONFIG, 3)
     head = weights["lm_head.weight"]
     head[:] = head[0] + head * np.float32(0.01)
-    assert len(_compare(_make(weights, threads=threads), 2, 20, seed=4)) > 10
+    model = _make(weights, threads=threads)
+    assert len(_compare(model, 2, 20, seed=4)) > 10
+    # 63 panels are never too many
+    assert model.choices() == {"settled": 40, "too_many": 0, "whole": 0}
 
 
 def test_too_many_candidates_end_in_the_whole_product() -> None:
@@ -83,17 +95,79 @@ def test_too_many_candidates_end_in_the_whole_product() -> None:
     config = tiny_config(vocab_size=8192, hidden_size=128, tie_word_embeddings=False)
     weights = random_weights(config, 5)
     head = weights["lm_head.weight"]
+    few = _make(weights, config)
+    _compare(few, 1, 8, seed=6, vocab=8192)
+    assert few.choices() == {"settled": 8, "too_many": 0, "whole": 0}
     head[:] = head[0] + head * np.float32(0.001)
+    many = _make(weights, config)
+    _compare(many, 1, 8, seed=6, vocab=8192)
+    assert many.choices() == {"settled": 0, "too_many": 8, "whole": 0}
+
+
+def _towards(weights: Weights, config: ModelConfig, x: NDArray[np.float32]) -> None:
+    """Let the hidden state after the last layer be ``x``, up to its length, for every token."""
+    for layer in range(config.num_hidden_layers):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"model.layers.{layer}.{name}.weight"][:] = 0
+    weights["model.embed_tokens.weight"][:] = x
+    weights["model.norm.weight"][:] = 1
+
+
+@pytest.mark.parametrize("rival", [0.975, 0.98, 0.99])
+@pytest.mark.parametrize("columns", [(0,), (5,), (1, 2), (3, 7, 40)])
+def test_a_row_of_few_columns(columns: tuple[int, ...], rival: float) -> None:
+    """Its lower halves are no random numbers: what they add to a logit is far beyond the limit."""
+    weights = random_weights(NARROW, 9)
+    # of lengths that no other row comes near
+    x = np.zeros(64, dtype=np.float32)
+    x[list(columns)] = [1.0, 0.87, 0.61][: len(columns)]
+    _towards(weights, NARROW, x)
+    head = weights["lm_head.weight"]
+    head *= np.float32(0.1)
+    head[5000] = x
+    # a row that is not quite as far, with lower halves as any
+    noise = head[100] - x * (head[100] @ x / (x @ x))
+    head[100] = noise + x * np.float32(rival)
+    model = _make(weights, NARROW)
+    ids = np.array([7])
+    assert _likeliest(model, ids, needs_logits=True).tolist() == [5000]
+    assert _likeliest(model, ids, needs_logits=False).tolist() == [5000]
+    assert model.choices() == {"settled": 1, "too_many": 0, "whole": 0}
+
+
+def test_a_group_of_few_values_among_many() -> None:
+    """One group of a wide row is enough, where the others are zero beside it in ``x``."""
+    config = tiny_config(vocab_size=8192, hidden_size=512, tie_word_embeddings=False)
+    weights = random_weights(config, 10)
+    x = np.zeros(512, dtype=np.float32)
+    x[64] = 1
+    _towards(weights, config, x)
+    head = weights["lm_head.weight"]
+    # in its own group all its values are equal, and no value elsewhere is larger
+    head[5000, 64:128] = 0
+    head[5000, 64] = 16 * np.abs(head[5000]).max()
+    head[100, 64] = 0.98 * head[5000, 64]
     model = _make(weights, config)
-    for token in range(8):
-        found = []
-        for needs_logits in (True, False):
-            model.forward(
-                *(np.array(value) for value in ([token], [0], [0, 1], [[0]], [0])),
-                needs_logits=needs_logits,
-            )
-            found += model.likeliest.tolist()
-        assert found[0] == found[1]
+    ids = np.array([7])
+    expected = _likeliest(model, ids, needs_logits=True).tolist()
+    assert expected == [5000]
+    assert _likeliest(model, ids, needs_logits=False).tolist() == expected
+    assert model.choices() == {"settled": 1, "too_many": 0, "whole": 0}
+
+
+def test_heads_of_unusual_rows_are_not_screened() -> None:
+    """More panels than are worth computing each time."""
+    weights = random_weights(NARROW, 11)
+    head = weights["lm_head.weight"]
+    few, many = head.copy(), head.copy()
+    for row in range(0, 8192, 32):
+        target = few if row < 16 * 32 else many
+        target[row, 1:] = 0
+    for rows, choice in ((few, "settled"), (many, "whole")):
+        weights["lm_head.weight"] = rows
+        model = _make(weights, NARROW)
+        assert len(_compare(model, 1, 8, seed=12, vocab=8192)) > 4
+        assert model.choices()[choice] == 8
 
 
 def test_the_first_of_equals() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
 from paceline.backends.torch import sampler
-from paceline.backends.torch.sampler import sample
+from paceline.backends.torch.sampler import sample, token_logprobs
 from paceline.core.errors import InvalidRequestError
 from paceline.core.request import SamplingParams
 
@@ -383,3 +383,17 @@ def test_bad_rows_are_told_apart_and_harm_nobody(value: float) -> None:
         assert result.token_ids[index] == good.token_ids[index]
         assert result.logprobs[index] == good.logprobs[index]
     assert result.logprobs[2] is None
+
+
+def test_scores_do_not_depend_on_the_company() -> None:
+    """Nor on how many are taken at once: 64 of 70 rows, and equal logits in each."""
+    logits = make_logits(70).round()
+    token_ids = list(range(70))
+    counts = [index % 21 for index in token_ids]
+    together = token_logprobs(logits, token_ids, counts)
+    alone = [token_logprobs(logits[[i]], [i], [counts[i]])[0] for i in token_ids]
+    assert [(e.token_id, e.rank, e.top) for e in together] == [
+        (e.token_id, e.rank, e.top) for e in alone
+    ]
+    assert [len(entry.top) for entry in together] == counts
+    assert token_logprobs(logits[:0], [], []) == []
