@@ -10,7 +10,7 @@ import pytest
 from benchmarks.faults.callers import Seen, ask, counted, mismatches
 from benchmarks.faults.malformed import malformed
 from benchmarks.faults.server import metric
-from benchmarks.overhead import Cost, group, split
+from benchmarks.overhead import Cost, group, split, typical
 
 
 def test_a_lost_or_doubled_token_is_found() -> None:
@@ -105,8 +105,16 @@ def test_requests_and_tokens_are_separated() -> None:
     assert token == pytest.approx(0.5)
 
 
+def test_the_run_in_the_middle_counts() -> None:
+    runs = [Cost(loop, 0.1, requests=1, tokens=64) for loop in (0.9, 0.2, 0.4)]
+    assert typical(runs).loop == 0.4
+    assert typical(runs[:2]).loop == 0.9
+    assert typical(runs[:1]).loop == 0.9
+
+
 def test_where_time_goes() -> None:
     assert group("/x/paceline/server/sse.py") == "build answers"
+    assert group("/x/paceline/server/connections.py") == "HTTP and sockets"
     assert group("/x/paceline/server/metrics/requests.py") == "metrics and logs"
     assert group("/x/site-packages/uvicorn/server.py") == "HTTP protocol"
     assert group("~") == "event loop"

@@ -82,7 +82,8 @@ async def collect(client: EngineFrontend, request: GenerationRequest) -> Generat
         return merge_outputs([output async for output in outputs])
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """``seconds`` is for machines that do much else: an engine process takes a while to start."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
