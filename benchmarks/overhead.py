@@ -9,16 +9,17 @@ the API process's processor time (user and system, from /proc), of the thread th
 loop and of all others (tokenizer pool, sockets), less what an idle server spends.
 
 Per request and per token are separated by runs with four times the tokens, in turns with the
-others: what grows is the token's. Of runs of one kind the one in the middle counts. Shares come
-from one more run under cProfile, which makes Python calls look dearer than they are: they name the
-largest part, they do not measure it. Built-in functions count for whoever calls them.
+others: what grows is the token's. Of runs of one kind the one in the middle counts, of an even
+number the cheaper of the two there. Shares come from one more run under cProfile, which makes
+Python calls look dearer than they are: they name the largest part, they do not measure it.
+Built-in functions count for whoever calls them.
 
 BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
 both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
 falls on both. Printed are both and the ratio, this by that; who is not asked at the moment is idle.
 
-Prints a table and, last, one JSON line. QUICK=1 takes a quarter of the requests; TURNS=N sets how
-many times each run is taken.
+Prints a table and, last, one JSON line. QUICK=1 takes each run once instead of three times, with
+one request a client instead of two; TURNS=N sets how many times each run is taken.
 
     python -m benchmarks.overhead
 """
@@ -221,14 +222,14 @@ async def _load(port: int, tokens: int, rounds: int, *, stream: bool) -> int:
     return sum(await asyncio.gather(*(client(number) for number in range(STREAMS))))
 
 
-def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: float) -> Cost:
-    """One run. ``idle``: processor seconds a second that the server spends anyway."""
+def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: tuple[float, float]) -> Cost:
+    """One run. ``idle``: what ``cpu_seconds`` of a server without requests grows by in a second."""
     before, began = cpu_seconds(pid), time.monotonic()
     events = asyncio.run(_load(port, tokens, ROUNDS, stream=stream))
     after, seconds = cpu_seconds(pid), time.monotonic() - began
     return Cost(
-        loop=after[0] - before[0] - idle * seconds,
-        others=after[1] - before[1],
+        loop=after[0] - before[0] - idle[0] * seconds,
+        others=after[1] - before[1] - idle[1] * seconds,
         requests=STREAMS * ROUNDS,
         tokens=STREAMS * ROUNDS * tokens,
         events=events,
@@ -236,8 +237,8 @@ def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: float) -> C
 
 
 def typical(runs: list[Cost]) -> Cost:
-    """The run in the middle, the dearer one of two: what disturbs a run makes it dearer."""
-    return sorted(runs, key=lambda run: run.total)[len(runs) // 2]
+    """The run in the middle, the cheaper one of two: what disturbs a run makes it dearer."""
+    return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]
 
 
 def split(short: Cost, long: Cost) -> tuple[float, float]:
@@ -270,17 +271,19 @@ class Side:
 
     pid: int
     port: int
-    # processor seconds a second without requests
-    idle: float
+    # processor seconds a second without requests, as of ``cpu_seconds``
+    idle: tuple[float, float]
     short: list[Cost] = field(default_factory=list)
     long: list[Cost] = field(default_factory=list)
 
     @classmethod
     def warm(cls, pid: int, port: int) -> Side:
         asyncio.run(_load(port, 8, 1, stream=True))
-        before = cpu_seconds(pid)[0]
+        before = cpu_seconds(pid)
         time.sleep(IDLE_SECONDS)
-        return cls(pid, port, (cpu_seconds(pid)[0] - before) / IDLE_SECONDS)
+        after = cpu_seconds(pid)
+        idle = (after[0] - before[0]) / IDLE_SECONDS, (after[1] - before[1]) / IDLE_SECONDS
+        return cls(pid, port, idle)
 
     def take_turn(self, *, stream: bool) -> None:
         run = partial(measure, self.pid, self.port, stream=stream, idle=self.idle)

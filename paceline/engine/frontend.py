@@ -68,6 +68,9 @@ class _Stream:
         self.num_output_tokens = 0
 
     def put(self, output: GenerationOutput) -> None:
+        if self._error is not None:
+            # a hole in the answer would go unseen if what comes after it, or its end, were read
+            return
         self.num_output_tokens = output.num_output_tokens
         waiting = self._waiting
         if (

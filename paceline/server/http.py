@@ -120,6 +120,9 @@ class ExchangeMiddleware:
                     request_bytes=_declared_bytes(scope),
                     response_bytes=sent + _written_directly(scope),
                 )
+            # it leads back to this scope: without it the exchange is freed at once, and not by
+            # the garbage collector some time
+            scope.get("extensions", {}).pop(BODY_WRITER, None)
 
     async def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a caller without a key that will do, too soon, or in a page of another

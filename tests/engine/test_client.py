@@ -19,12 +19,17 @@ from paceline.core.errors import (
 )
 from paceline.core.request import SamplingParams
 from paceline.engine.client import ProcessEngineClient
-from paceline.engine.frontend import EngineFrontend
+from paceline.engine.frontend import EngineFrontend, _Stream
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
-from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
+from paceline.engine.types import (
+    ChoiceDelta,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+)
 from tests.engine.null_engine import ARGV
 
 pytestmark = pytest.mark.anyio
@@ -159,6 +164,34 @@ async def test_what_a_sink_raises_ends_the_request_alone(start: Start) -> None:
                 pass
         assert (await other).num_output_tokens == 40
         await until(lambda: is_empty(client.stats))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_nothing_follows_what_a_sink_raised(finished: bool) -> None:
+    """Its reader has not had its turn when the next output comes, which may be the last one."""
+
+    def sink(output: GenerationOutput) -> bool:
+        raise ValueError("it cannot be written")
+
+    def said(number: int, *, finished: bool = False) -> GenerationOutput:
+        return GenerationOutput(
+            request_id="r",
+            choices=(ChoiceDelta(index=0, text=str(number), token_ids=(number,)),),
+            num_prompt_tokens=1,
+            num_cached_tokens=0,
+            num_output_tokens=number,
+            finished=finished,
+        )
+
+    stream = _Stream(sink)
+    stream.put(said(1))
+    assert (await stream.get()).num_output_tokens == 1
+    reading = asyncio.ensure_future(stream.get())
+    await asyncio.sleep(0)
+    stream.put(said(2))
+    stream.put(said(3, finished=finished))
+    with pytest.raises(ValueError, match="it cannot be written"):
+        await reading
 
 
 async def test_two_hundred_at_once(start: Start) -> None:

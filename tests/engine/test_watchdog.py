@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Container
 
 import pytest
 
@@ -14,11 +15,15 @@ from paceline.engine import watchdog
 class Engine:
     """Of which a test says how it is; looked at so often."""
 
-    def __init__(self, *, is_stopped: bool = False, stalled_from: int = 1_000) -> None:
-        self.is_stopped = is_stopped
+    def __init__(self, *, stopped_at: Container[int] = (), stalled_from: int = 1_000) -> None:
         self.looks = 0
         self.forgiven = 0.0
+        self._stopped_at = stopped_at
         self._stalled_from = stalled_from
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.looks in self._stopped_at
 
     def check_health(self) -> None:
         self.looks += 1
@@ -35,9 +40,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_HALTED", 0.03)
 
 
-async def ended(*engines: Engine | None) -> list[tuple[Engine, str, str]]:
-    """Who is ended, each engine being replaced by the next once it is; the last one stays for five
-    looks."""
+async def ended(*engines: Engine | None, looks: int = 5) -> list[tuple[Engine, str, str]]:
+    """Who is ended, each engine being replaced by the next once it is; the last one stays for so
+    many looks."""
     line = list(engines)
     ends: list[tuple[Engine, str, str]] = []
 
@@ -46,14 +51,22 @@ async def ended(*engines: Engine | None) -> list[tuple[Engine, str, str]]:
         ends.append((engine, kind, reason))
 
     watching = asyncio.create_task(watchdog.watch(lambda: line[0], end))
-    while len(line) > 1 or (line[0] is not None and line[0].looks < 5):
-        await asyncio.sleep(0.001)
+    await until(lambda: len(line) == 1 and (line[0] is None or line[0].looks >= looks), watching)
     watching.cancel()
     return ends
 
 
+async def until(condition: Callable[[], bool], watching: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            if watching.done():
+                # with the error that ended it
+                await watching
+            await asyncio.sleep(0.001)
+
+
 def test_what_stands_still_is_ended_and_why() -> None:
-    stalled, stopped, sound = Engine(stalled_from=2), Engine(is_stopped=True), Engine()
+    stalled, stopped, sound = Engine(stalled_from=2), Engine(stopped_at=range(1_000)), Engine()
     ends = asyncio.run(ended(stalled, stopped, sound))
     assert [(engine, kind) for engine, kind, _ in ends] == [
         (stalled, "stalled"),
@@ -63,18 +76,29 @@ def test_what_stands_still_is_ended_and_why() -> None:
     assert "stopped for 0.03 s" in ends[1][2]
 
 
+def test_an_engine_that_runs_again_in_time_is_not_ended() -> None:
+    # stopped at two looks of three: much longer than it takes, and never for so long at a time
+    engine = Engine(stopped_at=[look for look in range(30) if look % 3])
+    assert asyncio.run(ended(engine, looks=15)) == []
+
+
 def test_an_engine_is_not_blamed_for_time_in_which_this_process_stood_still() -> None:
-    async def stand_still() -> Engine:
-        engine = Engine()
-        watching = asyncio.create_task(watchdog.watch(lambda: engine, lambda *_: None))
-        while not engine.looks:
-            await asyncio.sleep(0.001)
+    async def stand_still() -> None:
+        engine = Engine(stopped_at=range(1_000))
+        ends: list[str] = []
+        watching = asyncio.create_task(
+            watchdog.watch(lambda: engine, lambda _, kind, reason: ends.append(kind))
+        )
+        await until(lambda: engine.looks > 0, watching)
         before = engine.forgiven
         # nothing else runs on this loop meanwhile
         time.sleep(0.05)
-        while engine.forgiven == before:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.forgiven > before, watching)
+        assert not ends
+        assert engine.forgiven >= 0.01
+        # it is blamed for what comes after
+        await until(lambda: bool(ends), watching)
+        assert ends[0] == "stopped"
         watching.cancel()
-        return engine
 
-    assert asyncio.run(stand_still()).forgiven >= 0.01
+    asyncio.run(stand_still())

@@ -12,12 +12,20 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from paceline.server.metrics.exporter_process import HEADER, SEQUENCE, Answers, read_text
+from paceline.server.metrics import exporter_process
+from paceline.server.metrics.exporter_process import (
+    HEADER,
+    SEQUENCE,
+    Answers,
+    Exporter,
+    read_text,
+)
 from tests.cli.servers import start_server
 
 from .helpers import metric
@@ -135,6 +143,52 @@ def test_a_text_being_replaced_is_not_shown() -> None:
     assert read_text(memory) is None
 
 
+def test_a_text_being_replaced_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(exporter_process.time, "sleep", waits.append)
+    memory = filled(b"a 1\nage 0.0\n")
+    SEQUENCE.pack_into(memory, 0, 3)
+    answers = Answers(memory)
+    request = b"GET /metrics HTTP/1.1"
+    assert b" 503 " in answers.to(request)[0]
+    # milliseconds: everybody else waits as long
+    assert len(waits) > 1 and sum(waits) <= 0.005
+    waits.clear()
+    assert b" 503 " in answers.to(request)[0]
+    assert not waits
+    SEQUENCE.pack_into(memory, 0, 4)
+    answers.begin_round()
+    assert b" 200 " in answers.to(request)[0]
+
+
+def test_an_unforeseen_error_ends_its_connection_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    # a text without the age's line, which is none that the server writes
+    memory = filled(b"age")
+    until, end = os.pipe()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=10) as kept,
+        socket.create_connection(listener.getsockname(), timeout=10) as broken,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        serving = pool.submit(Exporter(listener, memory).run_until, until)
+        try:
+            for connection, asked in (
+                (kept, b"GET /x HTTP/1.1\r\n\r\n"),
+                (broken, b"GET /metrics HTTP/1.1\r\n\r\n"),
+                (kept, b"GET /x HTTP/1.0\r\n\r\n"),
+            ):
+                connection.sendall(asked)
+                answer = connection.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 404 ") if connection is kept else not answer
+            assert kept.recv(4096) == b""
+        finally:
+            os.close(end)
+        serving.result(10)
+    os.close(until)
+    assert "metrics_exporter_error error=ValueError" in capsys.readouterr().err
+
+
 def filled(text: bytes) -> mmap.mmap:
     memory = mmap.mmap(-1, 1 << 20)
     memory[HEADER.size : HEADER.size + len(text)] = text
@@ -150,7 +204,13 @@ def filled(text: bytes) -> mmap.mmap:
         (b"GET /metrics HTTP/1.0", 200, False),
         (b"GET /metrics HTTP/1.0\r\nConnection: keep-alive", 200, True),
         (b"GET /metric HTTP/1.1", 404, True),
-        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0", 501, True),
+        (b"GET /metrics HTTP/1.1\r\nContent-Length: 0", 200, True),
+        # what follows is no request, whatever else is said
+        (b"GET /metrics HTTP/1.1\r\nContent-Length: 7\r\nConnection: keep-alive", 200, False),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0", 501, False),
+        (b"POST /metrics HTTP/1.1\r\nConnection: keep-alive", 501, False),
+        (b"HEAD /metrics HTTP/1.1", 501, False),
+        (b"HEAD /metrics HTTP/1.1\r\nConnection: keep-alive", 501, False),
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 7", 501, False),
         (b"POST /metrics HTTP/1.1\r\nTransfer-Encoding: chunked", 501, False),
         (b"GET /metrics", 400, False),
@@ -164,7 +224,10 @@ def test_what_is_answered(head: bytes, status: int, keep: bool) -> None:
     first, *headers = top.split(b"\r\n")
     assert int(first.split(b" ")[1]) == status
     assert (kept, b"Connection: close" in headers) == (keep, not keep)
-    assert b"Content-Length: %d" % len(body) in headers
+    if head.startswith(b"HEAD "):
+        assert body == b""
+    else:
+        assert b"Content-Length: %d" % len(body) in headers
     if status == 200:
         assert re.fullmatch(rb"a 1\nage 0\.\d{3}\n", body)
 

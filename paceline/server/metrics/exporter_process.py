@@ -40,8 +40,8 @@ _SWEEP = 10.0
 _MAX_HEAD = 16 * 1024
 # seconds for a connection's first bytes; after that it is accepted as it is
 _DEFER_SECONDS = 1
-# looks at a text that is being replaced, which takes microseconds
-_LOOKS = 1000
+# looks at a text that is being replaced, which takes microseconds; nobody is served meanwhile
+_LOOKS = 20
 _LOOK_EVERY = 1e-4
 
 # of sched_setattr(2), which the C library has no function for
@@ -63,10 +63,17 @@ def read_text(memory: mmap.mmap) -> tuple[bytes, float] | None:
 
 
 class Answers:
-    """What is answered to the bytes of requests. Pure: bytes in, bytes out."""
+    """What is answered to the bytes of requests: bytes in, bytes out, no sockets."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        # there was nothing to show in this round
+        self._nothing = False
+
+    def begin_round(self) -> None:
+        """Requests from here on may find a text where those before found none. Between two calls
+        a text that stays halfway is waited for once, not by every request."""
+        self._nothing = False
 
     def to(self, head: bytes) -> tuple[bytes, bool]:
         """The answer to one request without a body, and whether the connection is kept.
@@ -79,23 +86,27 @@ class Answers:
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _answer(400, b"this is no HTTP request\n", keep=False), False
         keep = words[2] != b"HTTP/1.0"
+        # whether the next request begins where this one's head ends
+        alone = words[0] == b"GET"
         for header in headers:
             name, _, value = header.partition(b":")
             name, value = name.strip().lower(), value.strip().lower()
             if name == b"connection":
                 keep = b"close" not in value and (keep or b"keep-alive" in value)
             elif name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
-                # whatever follows is no request
-                keep = False
+                alone = False
+        keep = keep and alone
         return self._answer(words[0], words[1].partition(b"?")[0], keep), keep
 
     def _answer(self, method: bytes, path: bytes, keep: bool) -> bytes:
         if method != b"GET":
-            return _answer(501, b"only GET is served here\n", keep=keep)
+            text = b"" if method == b"HEAD" else b"only GET is served here\n"
+            return _answer(501, text, keep=keep)
         if path != b"/metrics":
             return _answer(404, b"only /metrics is served here\n", keep=keep)
-        found = read_text(self._memory)
+        found = None if self._nothing else read_text(self._memory)
         if found is None:
+            self._nothing = True
             return _answer(503, b"no metrics yet\n", keep=keep)
         text, made = found
         age = b" %.3f\n" % max(0.0, time.monotonic() - made)
@@ -203,7 +214,9 @@ class Exporter:
         self._selector.register(file, selectors.EVENT_READ)
         swept_at = time.monotonic()
         while True:
-            for key, _ in self._selector.select(_SWEEP):
+            ready = self._selector.select(_SWEEP)
+            self._answers.begin_round()
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, _Connection):
@@ -237,6 +250,11 @@ class Exporter:
         try:
             goes_on = connection.proceed(self._answers)
         except OSError:
+            goes_on = False
+        except Exception as error:
+            # a fault of ours, which the other scrapers need not share
+            kind = type(error).__name__
+            print(f"metrics_exporter_error error={kind}: {error}", file=sys.stderr, flush=True)
             goes_on = False
         if not goes_on:
             self._close(connection)
