@@ -200,7 +200,7 @@ def test_fleets_with_a_policy_of_another_package(
 ) -> None:
     """Named, or the recorded engine's."""
     entry = EntryPoint("theirs", "paceline.core.policies:FcfsPolicy", GROUP)
-    monkeypatch.setattr("paceline.cli.plugins.entry_points", lambda group: (entry,))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: (entry,))
     path = tmp_path / "run.jsonl"
     record_with_policy(path, "theirs")
     load = "synthetic:rate=0.01,prompt=fixed(16),output=fixed(4),n=5"

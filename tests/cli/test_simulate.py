@@ -163,7 +163,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def load(self) -> type[FcfsPolicy]:
             return FcfsPolicy
 
-    monkeypatch.setattr("paceline.cli.plugins.entry_points", lambda group: [Entry()])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
     assert "theirs" not in POLICIES
     yield
     POLICIES.pop("theirs", None)
