@@ -47,6 +47,9 @@ def test_both_ports_show_the_same(tmp_path: Path) -> None:
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         tokens = "vllm:generation_tokens_total"
         eventually(lambda: metric(metrics(server), tokens) == 5)
+        # the exchange itself is counted a moment after its tokens
+        counted = 'http_requests_total{handler="/v1/completions"'
+        eventually(lambda: counted in metrics(server))
         texts = metrics(server), server.metrics()
         names = [[line.split(" ")[0] for line in text.splitlines()] for text in texts]
         assert names[0] == names[1]
