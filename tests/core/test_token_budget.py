@@ -150,6 +150,18 @@ def test_background_work_may_add_what_it_has_saved_up() -> None:
     assert free.allow(both, 0.0).background == math.inf
 
 
+def test_one_that_only_became_ordinary_is_no_reason_to_hold_its_like_back() -> None:
+    late = running(None)
+    late.promoted = True
+    night = batch(running(None))
+    budget = budget_of(trained_on_rows(), background_share=0.1, best_effort_step_s=0.030)
+    alone = budget.allow(Survey.of([late, night]), 0.0)
+    assert (alone.seconds, alone.background) == (0.030, math.inf)
+    beside = budget.allow(Survey.of([late, night, running(None)]), 0.0)
+    assert beside.seconds == math.inf
+    assert beside.background == 0.0, "the first step beside others is without"
+
+
 def test_a_row_with_many_keys_can_be_saved_up_for() -> None:
     """A step of one ordinary row takes 12 ms and earns 1.2; a row of 20,000 keys takes 10."""
     model = StepTimeModel()
