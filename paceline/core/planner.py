@@ -119,7 +119,10 @@ class Planner:
         reserved = survey.favoured_waiting
         if not held and self._waiting:
             self.lateness.triage(survey, starts)
-            if self.intake.displace(now):
+            # nor that of one for whom somebody made way
+            lacking = self.intake.displace(now, pressure)
+            if lacking:
+                reserved = max(reserved, lacking)
                 survey = Survey.of(running)
                 self.intake.begin(survey)
         if not self._mixes:
