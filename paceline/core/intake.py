@@ -141,7 +141,8 @@ class Intake:
         outlook = self._outlook_of(
             [r for r in running if r.request_id not in names], head.slo.best_effort, freed
         )
-        return outlook.admits(head, self._kv.num_in_use(head))
+        # what they alone hold of its prompt comes free with them
+        return outlook.admits(head, self._kv.num_in_use(head, gone))
 
     def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
         """Admit in order until something is short, and return what: ordinary requests, or of best
