@@ -167,7 +167,8 @@ class Draft:
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
-        patience = _MAX_SAVING_STEPS if limit < self.seconds else _MAX_SKIPPED_STEPS
+        saves = request.slo.background and self.background_seconds < math.inf
+        patience = _MAX_SAVING_STEPS if saves else _MAX_SKIPPED_STEPS
         wide = request.num_uncomputed_tokens > 1
         cost = TILE if wide else 1
         if request.num_skipped_steps <= patience or cost > self.charity:

@@ -100,17 +100,21 @@ class Intake:
                 return 0
         return self._kv.num_lacking(head)
 
-    def displace(self, now: float) -> bool:
-        """Preempt running requests that stand in the way of a better waiting one, if any do."""
+    def displace(self, now: float, pressure: Pressure) -> int:
+        """Preempt running requests that stand in the way of a better waiting one, if any do.
+
+        Returns the tokens which that one lacks, to be kept for it in this step; 0: nobody went.
+        """
         head = self._waiting.first()
         if (
             head is None
             or head.num_pending_tokens
             # it would not be let in whoever made way
+            or (head.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT)
             or self._lateness.is_late(head, now)
             or not self._allows(head)
         ):
-            return False
+            return 0
         chosen = choose_displaced(
             head,
             self._running.requests,
@@ -119,12 +123,13 @@ class Intake:
             self._config.max_num_seqs,
             lambda gone, freed: self._lasts_without(head, gone, freed),
         )
-        if chosen:
-            # nobody else takes the room that was made for it
-            head.times_bypassed = self._config.max_bypasses
+        if not chosen:
+            return 0
+        # nobody else takes the room that was made for it
+        head.times_bypassed = self._config.max_bypasses
         for loser in chosen:
             self._running.preempt(loser, now)
-        return bool(chosen)
+        return max(1, self._kv.num_lacking(head))
 
     def _lasts_without(self, head: Request, gone: Sequence[Request], freed: int) -> bool:
         """Whether memory is predicted to last with ``head`` and without some of those that run, who
@@ -136,7 +141,8 @@ class Intake:
         outlook = self._outlook_of(
             [r for r in running if r.request_id not in names], head.slo.best_effort, freed
         )
-        return outlook.admits(head, self._kv.num_in_use(head))
+        # what they alone hold of its prompt comes free with them
+        return outlook.admits(head, self._kv.num_in_use(head, gone))
 
     def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
         """Admit in order until something is short, and return what: ordinary requests, or of best

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
@@ -130,9 +131,11 @@ class KVCacheManager:
         if self.config.enable_prefix_caching:
             self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
 
-    def num_in_use(self, request: Request) -> int:
-        """Blocks a waiting request would start with that others hold, or it itself does."""
-        return sum(self.pool.ref_count(block_id) > 0 for block_id in self.starting_blocks(request))
+    def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
+        """Blocks a waiting request would start with that others hold, or it itself does; other than
+        those of ``without``, who are about to go."""
+        gone = Counter(chain.from_iterable(other.block_ids for other in without))
+        return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
 
     def num_found(self, request: Request) -> int:
         """Prompt tokens of a new request that the prefix cache holds now."""

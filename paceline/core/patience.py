@@ -3,9 +3,10 @@
 Best-effort work yields in many ways: its turn, room in a step, memory, the pressure valve, a band
 that has more to lose. Under a steady stream of other work each of them may last for ever, and what
 is let in may be preempted before it gets anywhere, again and again. So the best-effort request that
-is the first to wait, and has been that for long enough altogether, becomes ordinary work without
-targets: it is let in at its place in the policy's order, holds others up if it must, and is not
-preempted before them.
+is the first to wait, and has been that for long enough altogether while others with more to lose
+ran or waited, becomes ordinary work without targets: it holds others up if it must, is not
+preempted before them, and waits for none of them that come later, whatever the policy's order says
+of its own. Among its equals alone it only waits its turn.
 
 One at a time, or those who are late would take over an engine that has too much to do. So what this
 costs others is one request's share of the engine at most, and nobody waits longer than it takes
@@ -20,6 +21,7 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.core.request import Request, RequestStatus
+from paceline.core.survey import Survey
 from paceline.core.waiting import WaitingRoom
 
 __all__ = ["Patience"]
@@ -44,15 +46,16 @@ class Patience:
         # the latest who became ordinary
         self._promoted: Request | None = None
 
-    def look(self, now: float) -> None:
-        """A step is about to be planned."""
+    def look(self, now: float, survey: Survey) -> None:
+        """A step is about to be planned, and ``survey`` is of those that run."""
         before, self._first = self._first, None
         if self._promoted is not None:
             if self._promoted.status is not RequestStatus.FINISHED:
+                self._advance(self._promoted)
                 return
             self._promoted = None
         first = self._waiting.first_best_effort()
-        if first is None:
+        if first is None or not self._is_held_up(first, survey):
             return
         if first is before:
             first.seconds_first += max(0.0, now - self._looked_at)
@@ -60,5 +63,28 @@ class Patience:
         if first.seconds_first >= self._seconds:
             self._waiting.remove(first)
             first.slo = replace(first.slo, best_effort=False, ttft=None, tpot=None, deadline=None)
+            first.promoted = True
             self._waiting.push(first)
             self._promoted = first
+            self._advance(first)
+
+    def _advance(self, promoted: Request) -> None:
+        """While it waits, no ordinary request has a key before its own: by some policies there
+        would always be another."""
+        if promoted not in self._waiting:
+            return
+        head = self._waiting.ordinary.peek()
+        assert head is not None, "it waits itself"
+        if head.order[0] < promoted.order[0]:
+            self._waiting.remove(promoted)
+            promoted.order = (head.order[0], promoted.order[1])
+            self._waiting.push(promoted)
+
+    def _is_held_up(self, first: Request, survey: Survey) -> bool:
+        """Whether anybody runs or waits who has more to lose."""
+        band = first.band
+        return (
+            bool(survey.ordinary)
+            or self._waiting.any_before(band)
+            or any(request.band < band for request in survey.best_effort)
+        )

@@ -114,18 +114,21 @@ class Planner:
         """
         running = self.running.requests
         self.intake.begin(survey)
-        self._patience.look(now)
+        self._patience.look(now, survey)
         # a light tenant's prompt is not cut short by prompts that came before it
         reserved = survey.favoured_waiting
         if not held and self._waiting:
             self.lateness.triage(survey, starts)
-            if self.intake.displace(now):
+            # nor that of one for whom somebody made way
+            lacking = self.intake.displace(now, pressure)
+            if lacking:
+                reserved = max(reserved, lacking)
                 survey = Survey.of(running)
                 self.intake.begin(survey)
         if not self._mixes:
             self._choose_kind(draft, held)
         others = len(survey.best_effort)
-        if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.ordinary and others:
+        if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.awaited and others:
             self._best_effort.make_way(survey, now)
             others -= 1
         preempted = self._rows.extend(draft, survey.ordinary, others + reserved, now)

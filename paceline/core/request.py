@@ -261,8 +261,10 @@ class Request:
     num_recomputed_tokens: int = 0
     # steps in a row in which a running best-effort request got nothing
     num_skipped_steps: int = 0
-    # seconds for which it was the first of best effort to wait
+    # seconds for which it was the first of best effort to wait, and held up by others
     seconds_first: float = 0.0
+    # it was best effort until that had lasted too long (``patience``)
+    promoted: bool = False
     # admissions that overtook this request while it headed the queue
     times_bypassed: int = 0
     num_restored_tokens: int = 0

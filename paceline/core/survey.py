@@ -19,6 +19,7 @@ class Survey:
     """Running requests by kind. *Narrow* is one token behind or none, *wide* is more."""
 
     __slots__ = (
+        "awaited",
         "best_effort",
         "favoured",
         "favoured_waiting",
@@ -36,6 +37,8 @@ class Survey:
 
     def __init__(self) -> None:
         self.num_running = 0
+        # an ordinary one runs that was not best effort until it had waited too long (``patience``)
+        self.awaited = False
         # in order
         self.ordinary: list[Request] = []
         self.best_effort: list[Request] = []
@@ -92,6 +95,7 @@ class Survey:
                     survey.tightest = slo.tpot
         survey.narrow_rows, survey.narrow_keys = rows, keys
         survey.num_running = len(ordinary) + len(best_effort)
+        survey.awaited = any(not request.promoted for request in ordinary)
         return survey
 
     def favour(self, num_waiting: int) -> None:

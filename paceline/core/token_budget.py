@@ -160,7 +160,7 @@ class AdaptiveTokenBudget:
     def allow(self, running: Survey, now: float) -> Allowance:
         allowance = self._allow(running, now)
         share = self._background_share
-        if share is None or not running.ordinary or not self._model.ready:
+        if share is None or not running.awaited or not self._model.ready:
             self._steps_beside = 0
             return allowance
         self._steps_beside += 1
@@ -203,7 +203,7 @@ class AdaptiveTokenBudget:
         spare = math.inf
         for request in running.paced:
             spare = min(spare, self._spare(request, now))
-        if running.num_running and not running.ordinary:
+        if running.num_running and not running.awaited:
             allowed = self.best_effort_seconds
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows

@@ -145,6 +145,10 @@ class WaitingRoom:
         heads = [queue.peek() for queue in self._queues[1:]]
         return min((head for head in heads if head is not None), key=_ORDER, default=None)
 
+    def any_before(self, band: Band) -> bool:
+        """Whether somebody waits in an earlier band."""
+        return any(map(len, self._queues[:band]))
+
     def take(self, head: Request) -> None:
         """Take out what ``peek`` or ``first`` has just shown."""
         taken = self._queues[head.band].pop()

@@ -12,6 +12,7 @@ from paceline.core.policies import POLICIES
 from paceline.core.queues import RequestQueue
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.slo import Slo
+from paceline.core.survey import Survey
 from paceline.core.waiting import WaitingRoom
 from tests.core.machine import Machine
 from tests.driving import make_request
@@ -19,6 +20,9 @@ from tests.driving import make_request
 # seconds after which best effort's turn comes, and in which a request of any stream here is done
 DELAY = 4.0
 ALONE = 10.0
+
+# an ordinary request runs
+BUSY = Survey.of([make_request("other", 4)])
 
 Stream = Callable[[Machine, int], list[Request]]
 
@@ -85,7 +89,8 @@ def test_what_is_let_in_and_preempted_again_and_again_gets_on_in_the_end() -> No
         pressure_threshold=0.5,
     )
     late = machine.late("late", 400)
-    assert waited(machine, when_admitted, late) <= 10.0 + ALONE + late.seconds_first
+    assert waited(machine, when_admitted, late) <= 25.0
+    assert late.seconds_first < 11.0
     assert late.num_preemptions > 3, "the valve has opened often"
 
 
@@ -124,6 +129,75 @@ def test_background_work_that_runs_gets_rows_beside_prompts_in_every_step() -> N
     assert 2 <= night.num_tokens - before <= 5
 
 
+def urgent(machine: Machine, number: int) -> list[Request]:
+    """Requests of priority 0, always some more than there are places."""
+    missing = 8 - len(machine.scheduler._waiting.ordinary)
+    return [make_request(f"{number}.{i}", 60, 20, arrival=machine.now) for i in range(missing)]
+
+
+def test_what_nobody_would_ever_let_in_by_its_priority_gets_on_and_so_does_the_next() -> None:
+    machine = Machine(policy="priority", best_effort_delay_s=DELAY)
+    last = 2**63 - 1
+    night = [
+        make_request(f"night{i}", 60, 20, slo=Slo(best_effort=True), priority=last)
+        for i in range(2)
+    ]
+    for each in night:
+        # it has waited for nearly long enough
+        each.seconds_first = 9.0
+    assert waited(machine, urgent, *night) <= 2 * (1.0 + 5.0)
+
+
+def test_one_that_became_ordinary_waits_for_nobody_who_comes_later() -> None:
+    late = make_request("late", 4, slo=Slo(best_effort=True))
+    room = room_with(late)
+    late.order = (1e9, 0)
+    room.remove(late)
+    room.push(late)
+    patience = Patience(room, 10.0)
+    for now in (0.0, 20.0):
+        # nobody waits yet whose place it could take
+        patience.look(now, BUSY)
+    assert room.ordinary.peek() is late
+    for number in (1, 2):
+        newcomer = make_request(f"new{number}", 4)
+        newcomer.order = (-float(number), number)
+        room.push(newcomer)
+        patience.look(20.0 + number, BUSY)
+        assert room.ordinary.peek() is late
+    room.check_integrity()
+
+
+def test_lines_alone_wait_their_turn_and_stay_what_they_are() -> None:
+    """Two places, four lines of 1.8 s each; all have waited nine seconds for others before."""
+    machine = Machine(max_num_seqs=2, best_effort_delay_s=DELAY, background_share=0.1)
+    lines = [make_request(f"line{i}", 4, 150, slo=Slo(best_effort=True)) for i in range(4)]
+    for line in lines:
+        line.seconds_first = 9.0
+    machine.add(*lines)
+    ends = machine.until_done()
+    assert all(line.slo.best_effort for line in lines)
+    # rows in every step until the end
+    assert max(ends.values()) == pytest.approx(2 * 150 * 0.012, rel=0.02)
+
+
+def test_a_line_held_up_by_a_band_before_its_own_becomes_ordinary() -> None:
+    night = make_request("night", 4, slo=Slo(best_effort=True))
+    promised = make_request("promised", 4, slo=Slo(best_effort=True, deadline=3000.0))
+    peer = make_request("peer", 4, slo=Slo(best_effort=True))
+    for running, waiting, becomes in (
+        ([peer], [], Band.BACKGROUND),
+        ([promised], [], Band.ORDINARY),
+        ([peer], [promised], Band.ORDINARY),
+    ):
+        night.slo, night.seconds_first = Slo(best_effort=True), 0.0
+        # who waits with a deadline comes later in the order
+        patience = Patience(room_with(night, *waiting), 20.0)
+        for now in (0.0, 15.0, 30.0):
+            patience.look(now, Survey.of(running))
+        assert night.band is becomes
+
+
 def room_with(*requests: Request) -> WaitingRoom:
     room = WaitingRoom(RequestQueue, KVCacheManager(Machine().cache), lambda key: key)
     for number, request in enumerate(requests):
@@ -136,18 +210,18 @@ def test_only_time_at_the_head_counts_and_all_of_it() -> None:
     first, second = (make_request(f"r{i}", 4, slo=Slo(best_effort=True)) for i in range(2))
     room = room_with(first, second)
     patience = Patience(room, 20.0)
-    patience.look(0.0)
-    patience.look(8.0)
+    patience.look(0.0, BUSY)
+    patience.look(8.0, BUSY)
     # let in, and preempted
     room.remove(first)
-    patience.look(9.0)
-    patience.look(18.0)
+    patience.look(9.0, BUSY)
+    patience.look(18.0, BUSY)
     room.push(first)
     assert (first.seconds_first, second.seconds_first) == (8.0, 9.0)
-    patience.look(19.0)
-    patience.look(30.0)
+    patience.look(19.0, BUSY)
+    patience.look(30.0, BUSY)
     assert (first.band, second.band) == (Band.BACKGROUND, Band.BACKGROUND)
-    patience.look(31.0)
+    patience.look(31.0, BUSY)
     assert (first.band, second.band) == (Band.ORDINARY, Band.BACKGROUND)
     assert room.ordinary.peek() is first
     room.check_integrity()
@@ -159,14 +233,14 @@ def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
     patience = Patience(room, 0.0)
     # a clock that goes backwards takes nothing away
     for now in (0.0, 5.0, 4.0, 9.0, 100.0):
-        patience.look(now)
+        patience.look(now, BUSY)
     assert first.band is Band.ORDINARY
-    patience.look(200.0)
+    patience.look(200.0, BUSY)
     assert second.seconds_first == 0.0
     room.remove(first)
     first.status = RequestStatus.FINISHED
     for now in (200.0, 205.0, 211.0):
-        patience.look(now)
+        patience.look(now, BUSY)
     assert second.band is Band.ORDINARY
 
 

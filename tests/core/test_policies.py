@@ -202,6 +202,24 @@ def test_tenants_without_number_are_not_remembered_for_ever() -> None:
     driver.run()
 
 
+def test_half_of_those_who_do_not_wait_are_forgotten_however_many_wait() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    driver.add(make_request("heavy", 300, 40, tenant="heavy"))
+    driver.step()
+    for number in range(6):
+        driver.add(make_request(f"w{number}", 8, 2, tenant=f"w{number}"))
+        policy.served(driver.scheduler._requests[f"w{number}"], 1, 0)
+    policy._most = 11
+    # those who wait were served least of all; with the fifth of these there are too many
+    for number in range(5):
+        policy.served(make_request("r", 2, tenant=f"idle{number}"), 1000 + number, 0)
+    assert [policy.counter(f"idle{number}") for number in range(5)] == [0, 0, 1002, 1003, 1004]
+    assert all(policy.counter(f"w{number}") > 0 for number in range(6))
+    driver.run()
+
+
 def test_a_tenant_saves_up_one_step_and_no_more_while_it_is_idle() -> None:
     driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400, enable_prefix_caching=False)
     policy = driver.scheduler.policy

@@ -235,3 +235,17 @@ def test_as_many_are_preempted_as_predicted_memory_needs() -> None:
     assert running == ["urgent", "low0"]
     assert driver.scheduler.stats().num_preemptions == 2
     driver.run()
+
+
+def test_nobody_is_preempted_for_one_that_shares_its_prompt_and_would_not_fit_without_it() -> None:
+    driver = Driver(policy="priority", max_num_seqs=2, num_blocks=100, future_memory_check=True)
+    low = make_request("low", range(1000, 1100), 20, priority=1)
+    driver.add(make_request("chat", 40, 140, priority=0), low)
+    for _ in range(6):
+        driver.step()
+    assert low.status is RequestStatus.RUNNING
+    # 4 tokens more than ``low``, whose blocks would be nobody's but its own once ``low`` has gone
+    driver.add(make_request("big", range(1000, 1104), 140, arrival=driver.now, priority=0))
+    driver.step()
+    assert driver.scheduler.stats().num_preemptions == 0
+    driver.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paceline.core.errors import QueueFullError
@@ -35,7 +37,7 @@ def test_a_threshold_of_one_keeps_it_closed_and_one_near_it_has_all_levels() -> 
     assert valve.update(1.0) is Pressure.REFUSE
 
 
-def driver(**options: int) -> Driver:
+def driver(**options: Any) -> Driver:
     # 100 blocks of 4; the valve opens at 40 of them, its levels are 3 apart
     return Driver(num_blocks=100, pressure_threshold=0.4, max_num_batched_tokens=400, **options)
 
@@ -67,6 +69,18 @@ def test_level_2_holds_best_effort_back_and_nobody_else() -> None:
     assert reasons["pressure"] > 0.0
 
 
+def test_level_2_lets_best_effort_displace_nobody() -> None:
+    tight = driver(policy="priority", max_num_seqs=2)
+    tight.add(make_request("big", range(1, 166), 9))
+    tight.add(make_request("night", range(300, 308), 20, priority=5, slo=BATCH))
+    tight.step()
+    tight.add(make_request("batch", range(400, 404), 2, priority=0, slo=BATCH))
+    tight.step()
+    assert tight.scheduler.stats().pressure_level == 2
+    assert tight.scheduler.stats().num_preemptions == 0
+    tight.run()
+
+
 def test_level_3_preempts_best_effort_for_the_others() -> None:
     tight = driver()
     tight.add(make_request("batch", range(1, 101), 40, slo=BATCH))
@@ -79,6 +93,18 @@ def test_level_3_preempts_best_effort_for_the_others() -> None:
     assert [row.request_id for row in tight.plans[-1].rows] == ["paid"]
     tight.run()
     assert tight.finished["batch"].num_preemptions >= 1
+
+
+def test_nobody_is_preempted_for_one_that_was_best_effort_itself() -> None:
+    tight = driver()
+    late = make_request("late", range(1, 101), 40)
+    late.promoted = True
+    tight.add(late, make_request("batch", range(200, 290), 40, slo=BATCH))
+    for _ in range(3):
+        tight.step()
+    assert tight.scheduler.stats().pressure_level >= 3
+    assert tight.scheduler.stats().num_preemptions == 0
+    tight.run()
 
 
 def test_what_nobody_waits_for_is_preempted_before_what_has_a_deadline() -> None:

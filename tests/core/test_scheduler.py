@@ -270,6 +270,20 @@ def test_nobody_is_displaced_in_vain() -> None:
     assert driver.finished["low"].num_preemptions == 0
 
 
+def test_whoever_displaces_another_has_a_row_in_that_step() -> None:
+    driver = Driver(max_num_seqs=2, num_blocks=400, policy="priority")
+    driver.add(make_request("stream", range(2000, 2004), 20, arrival=0.5, priority=1))
+    driver.step()
+    # before the stream in the order, and with use for every token of a step
+    driver.add(make_request("prompt", 800, 2, priority=1))
+    driver.step()
+    driver.add(make_request("urgent", range(3000, 3008), 2, arrival=driver.now, priority=0))
+    driver.step()
+    assert driver.scheduler.stats().num_preemptions == 1
+    assert tokens_per_row(driver.plans[-1]) == {"prompt": 64 - 8, "urgent": 8}
+    driver.run()
+
+
 def test_waiting_ages_a_low_priority_request_past_fresh_urgent_ones() -> None:
     def position_of_low(ageing: float) -> int:
         driver = Driver(max_num_seqs=1, policy="priority", priority_ageing_s=ageing)

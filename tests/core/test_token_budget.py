@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.draft import Draft
 from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import StepResult
 from paceline.core.request import Request, RequestStatus
@@ -15,7 +16,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
-from paceline.core.token_budget import AdaptiveTokenBudget
+from paceline.core.token_budget import AdaptiveTokenBudget, Allowance
 from paceline.core.work import WorkEstimator
 from tests.driving import Driver, make_request
 
@@ -148,6 +149,31 @@ def test_background_work_may_add_what_it_has_saved_up() -> None:
     assert budget.allow(alone, 0.0).background == math.inf
     free = budget_of(trained_on_rows())
     assert free.allow(both, 0.0).background == math.inf
+
+
+def test_one_that_only_became_ordinary_is_no_reason_to_hold_its_like_back() -> None:
+    late = running(None)
+    late.promoted = True
+    night = batch(running(None))
+    budget = budget_of(trained_on_rows(), background_share=0.1, best_effort_step_s=0.030)
+    alone = budget.allow(Survey.of([late, night]), 0.0)
+    assert (alone.seconds, alone.background) == (0.030, math.inf)
+    beside = budget.allow(Survey.of([late, night, running(None)]), 0.0)
+    assert beside.seconds == math.inf
+    assert beside.background == 0.0, "the first step beside others is without"
+
+
+def test_whoever_saves_up_has_the_longer_patience_in_every_kind_of_step() -> None:
+    model, night = trained_on_rows(), batch(running(None))
+    # a step for a prompt with a target, one without background work, and one that leaves it little
+    for allowance in (Allowance(64, 0.0, 0.02), Allowance(64, 9.0, 0.0), Allowance(64, 9.0, 1e-3)):
+        given = []
+        for step in range(65):
+            draft = Draft(allowance)
+            draft.add(make_request("prompt", 8), 8, ())
+            if draft.spares(night, model):
+                given.append(step)
+        assert given == [64]
 
 
 def test_a_row_with_many_keys_can_be_saved_up_for() -> None:

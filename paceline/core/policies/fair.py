@@ -87,10 +87,11 @@ class FairPolicy(FcfsPolicy):
         """Whoever calls may name as many tenants as they like: of those who do not wait, the half
         that was served least begins anew. Nobody enters a queue further below its level for it."""
         waiting = {tenant for queue in self._queues for tenant in queue.tenants}
-        idle = sorted((served, name) for name, served in self._counters.items())
+        idle = sorted(
+            (served, name) for name, served in self._counters.items() if name not in waiting
+        )
         for _, name in idle[: len(idle) // 2]:
-            if name not in waiting:
-                del self._counters[name]
+            del self._counters[name]
         # nearly all of them may wait
         self._most = max(_MAX_TENANTS, 2 * len(self._counters))
 
