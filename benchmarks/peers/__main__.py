@@ -277,8 +277,7 @@ def main() -> int:
     print("ceilings", file=sys.stderr)
     ceilings = measure(len(cpus))
     print("accuracy of our precisions", file=sys.stderr)
-    # a quick run shows one reduced format
-    formats = (*FORMATS[: plan.variants], PLAIN) if plan.variants == 1 else FORMATS
+    formats = FORMATS[: plan.variants]
     passing, accuracy = gate(model, formats)
     if not passing:
         print("no precision passes the accuracy gate", file=sys.stderr)

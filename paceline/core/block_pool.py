@@ -6,9 +6,9 @@ with the same prefix can take them back; ``allocate`` takes from the front of th
     free queue   [ without hash | never used | least recently freed ... most recently freed ]
                    taken first                                            taken last
 
-Memory of a block that was never used may not have been taken from the system yet. So with
-``max_idle_blocks`` those least recently freed that are more than so many come before the never used:
-the blocks ever used are then at most so many more than those ever in use at once.
+Memory of a block that was never used may not have been taken from the system yet. So those least
+recently freed that are more than ``max_idle_blocks`` come before the never used: the blocks ever
+used are then at most so many more than those ever in use at once.
 
 This module does not know requests, tokens or what the blocks hold.
 """
@@ -36,7 +36,7 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         # ids from here on were never taken
         self._num_used = 0
-        # used, free and not hashed: nobody looks for them, the last one freed is the first one taken
+        # used, free, not hashed: nobody looks for them, the last one freed is the first one taken
         self._blank: list[int] = []
         # free and hashed, least recently freed first; ids are keys, and an OrderedDict is a linked
         # list with O(1) removal from the middle
