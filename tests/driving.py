@@ -59,6 +59,7 @@ class Driver:
         block_size: int = 4,
         watermark: float = 0.0,
         enable_prefix_caching: bool = True,
+        max_idle_blocks: int | None = None,
         vocab_size: int = 997,
         depth: int = 1,
         poison_token: int | None = None,
@@ -81,6 +82,7 @@ class Driver:
             num_blocks=num_blocks,
             watermark=watermark,
             enable_prefix_caching=enable_prefix_caching,
+            max_idle_blocks=max_idle_blocks,
             num_host_blocks=num_host_blocks,
             swap_block_seconds=swap_block_seconds,
         )

@@ -85,7 +85,7 @@ class Plan:
     slow_tokens: int
 
 
-FULL = Plan(ROWS, 3, (1.0, 2.0, 4.0, 8.0), 45.0, 3, 80_000)
+FULL = Plan(ROWS, 3, (1.0, 1.25, 2.0, 4.0, 8.0), 45.0, 3, 80_000)
 QUICK = Plan(
     ("1x128x128", "8x128x128", "32x128x128", "64x128x128", "16x1024x1", "prefix-64x1024+32x64"),
     1, (2.0,), 15.0, 1, 2_500,
@@ -277,8 +277,7 @@ def main() -> int:
     print("ceilings", file=sys.stderr)
     ceilings = measure(len(cpus))
     print("accuracy of our precisions", file=sys.stderr)
-    # a quick run shows one reduced format
-    formats = (*FORMATS[: plan.variants], PLAIN) if plan.variants == 1 else FORMATS
+    formats = FORMATS[: plan.variants]
     passing, accuracy = gate(model, formats)
     if not passing:
         print("no precision passes the accuracy gate", file=sys.stderr)

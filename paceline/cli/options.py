@@ -135,6 +135,14 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         action="store_false",
         help="compute every prompt in full, also what an earlier request already computed",
     )
+    group.add_argument(
+        "--prefix-cache-memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="what cached prefixes that nobody uses may hold before the oldest makes room for new "
+        "ones, rather than memory that the KV cache has not used yet; default: as much as the "
+        "model's files, at least 256MiB; on GPUs, whose memory is taken at once, all of the cache",
+    )
 
 
 def resolve_path(model: str) -> tuple[str, str]:
@@ -177,6 +185,7 @@ def engine_settings(
         num_blocks=args.num_blocks,
         kv_cache_bytes=args.kv_cache_memory,
         enable_prefix_caching=args.enable_prefix_caching,
+        prefix_cache_bytes=args.prefix_cache_memory,
         threads=args.threads,
         null_step_time=args.null_step_time,
         log_level=log_level,

@@ -44,6 +44,8 @@ class EngineSettings:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
+    # what cached prefixes that nobody uses may keep of it; None: see ``wiring.idle_blocks``
+    prefix_cache_bytes: int | None = None
     watermark: float = 0.01
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -85,6 +87,11 @@ class EngineSettings:
             raise ConfigError(
                 f"--num-blocks {self.num_blocks} and --kv-cache-memory {self.kv_cache_bytes} both "
                 "size the KV cache: give one of them"
+            )
+        if self.prefix_cache_bytes is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"--prefix-cache-memory {self.prefix_cache_bytes} changes nothing with "
+                "--no-enable-prefix-caching: leave one out"
             )
         if self.backend == "torch" and self.model_path is None:
             raise ConfigError("the torch backend needs a model")

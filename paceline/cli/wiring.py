@@ -27,11 +27,14 @@ __all__ = [
     "build_tokenizer",
     "choose_max_model_len",
     "default_sampling",
+    "idle_blocks",
 ]
 
 # the null backend has no memory to measure: enough for its default number of running requests
 _NULL_BLOCKS = 4096
 _NULL_MODEL_LEN = 8192
+# for cached prefixes beside a small model
+_IDLE_BYTES = 256 * 2**20
 
 
 def build_backend(settings: EngineSettings) -> ModelBackend:
@@ -131,6 +134,20 @@ def choose_max_model_len(
     return wanted
 
 
+def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
+    """KV blocks that cached prefixes may keep while nobody uses them: ``prefix_cache_bytes``, or
+    where memory is taken as it is used as much as the model's files, at least 256 MiB. So a server
+    takes a small multiple of its model, not all that the pool may grow to. None: any number."""
+    size = settings.prefix_cache_bytes
+    if size is None:
+        if settings.model_path is None or info.device != "cpu":
+            return None
+        path = Path(settings.model_path)
+        files = path.glob("*.safetensors") if path.is_dir() else (path,)
+        size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
+    return size // info.block_bytes
+
+
 def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     """A loaded engine, ready to step, and its description. The caller closes the core."""
     from paceline.core.grammar import ConstrainedBackend
@@ -151,6 +168,7 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             enable_prefix_caching=settings.enable_prefix_caching,
+            max_idle_blocks=idle_blocks(settings, info),
             watermark=settings.watermark,
             num_host_blocks=info.num_host_blocks,
             swap_block_seconds=info.swap_block_seconds,

@@ -1,10 +1,14 @@
 """KV blocks: reference counts, the prefix cache's index, and the order of eviction.
 
 A block is free exactly when nobody references it. Free blocks keep their hash, so a later request
-with the same prefix can take them back; ``allocate`` evicts from the front of the free queue::
+with the same prefix can take them back; ``allocate`` takes from the front of the free queue::
 
-    free queue   [ never hashed ... | least recently freed ... most recently freed ]
-                   evicted first                                 evicted last
+    free queue   [ without hash | never used | least recently freed ... most recently freed ]
+                   taken first                                            taken last
+
+Memory of a block that was never used may not have been taken from the system yet. So those least
+recently freed that are more than ``max_idle_blocks`` come before the never used: the blocks ever
+used are then at most so many more than those ever in use at once.
 
 This module does not know requests, tokens or what the blocks hold.
 """
@@ -18,22 +22,29 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids 0 to num_blocks - 1."""
+    """``num_blocks`` blocks with ids 0 to num_blocks - 1.
 
-    def __init__(self, num_blocks: int) -> None:
+    Args:
+        max_idle_blocks: free blocks that keep a prefix while others were never used; None: all.
+    """
+
+    def __init__(self, num_blocks: int, max_idle_blocks: int | None = None) -> None:
         self.num_blocks = num_blocks
+        self._max_idle = num_blocks if max_idle_blocks is None else max_idle_blocks
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        # free and not hashed: nobody looks for them, the last one freed is the first one taken
-        self._blank = list(reversed(range(num_blocks)))
+        # ids from here on were never taken
+        self._num_used = 0
+        # used, free, not hashed: nobody looks for them, the last one freed is the first one taken
+        self._blank: list[int] = []
         # free and hashed, least recently freed first; ids are keys, and an OrderedDict is a linked
         # list with O(1) removal from the middle
         self._findable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._findable)
+        return len(self._blank) + len(self._findable) + self.num_blocks - self._num_used
 
     @property
     def num_cached_free(self) -> int:
@@ -54,21 +65,26 @@ class BlockPool:
         The caller has checked ``num_free``; KeyError otherwise.
         """
         blank, ref_counts = self._blank, self._ref_counts
-        if count <= len(blank):
-            first = len(blank) - count
-            taken = blank[first:]
-            del blank[first:]
-            taken.reverse()
-        else:
-            taken = blank[::-1]
-            blank.clear()
-            for _ in range(count - len(taken)):
-                block_id, _ = self._findable.popitem(last=False)
-                self._forget(block_id)
-                taken.append(block_id)
+        first = max(0, len(blank) - count)
+        taken = blank[first:]
+        del blank[first:]
+        taken.reverse()
+        if len(taken) < count:
+            self._evict(min(count - len(taken), len(self._findable) - self._max_idle), taken)
+            fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
+            taken += fresh
+            self._num_used += len(fresh)
+            self._evict(count - len(taken), taken)
         for block_id in taken:
             ref_counts[block_id] = 1
         return taken
+
+    def _evict(self, count: int, taken: list[int]) -> None:
+        """Move the ``count`` blocks (none if negative) least recently freed to ``taken``."""
+        for _ in range(count):
+            block_id, _ = self._findable.popitem(last=False)
+            self._forget(block_id)
+            taken.append(block_id)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each; a free block leaves the free queue with its content."""
@@ -139,8 +155,12 @@ class BlockPool:
         for block_id, count in enumerate(self._ref_counts):
             expected = expected_refs.get(block_id, 0)
             assert count == expected, f"block {block_id}: {count} references, {expected} tables"
-            assert (count == 0) == (block_id in blank or block_id in self._findable), (
+            unused = block_id >= self._num_used
+            assert (count == 0) == (unused or block_id in blank or block_id in self._findable), (
                 f"block {block_id}: free list is wrong"
+            )
+            assert not unused or (block_id not in blank and self._hashes[block_id] is None), (
+                f"block {block_id}: never taken, yet freed or cached"
             )
             if count == 0:
                 hashed = self._hashes[block_id] is not None

@@ -26,6 +26,9 @@ class CacheConfig:
     num_blocks: int
     # reuse blocks of equal prefixes across requests
     enable_prefix_caching: bool = True
+    # blocks of cached prefixes that nobody uses are kept up to so many; beyond that the oldest is
+    # taken before a block that was never used, whose memory the system may still have; None: all
+    max_idle_blocks: int | None = None
     # share of the pool kept free when a request is admitted beside running ones, so that their
     # growth does not at once preempt somebody
     watermark: float = 0.01
@@ -37,6 +40,10 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _require(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}")
         _require(self.num_blocks >= 1, f"num_blocks must be at least 1, got {self.num_blocks}")
+        _require(
+            self.max_idle_blocks is None or self.max_idle_blocks >= 0,
+            f"max_idle_blocks must be 0 or more, got {self.max_idle_blocks}",
+        )
         _require(0.0 <= self.watermark < 1.0, f"watermark must be in [0, 1), got {self.watermark}")
         _require(
             self.num_host_blocks >= 0 and self.swap_block_seconds >= 0.0,

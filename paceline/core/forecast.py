@@ -85,7 +85,7 @@ class MemoryOutlook:
         if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
             return True
         if self._sequences is None:
-            self._sequences = sorted(map(self._outlook, self._running))
+            self._sequences = self._outlooks()
             self._wanted = sum(now for _, now in self._sequences)
         sequence = self._newcomer(request, num_shared_blocks)
         index = bisect_left(self._sequences, sequence)
@@ -107,6 +107,23 @@ class MemoryOutlook:
     def _newcomer(self, request: Request, num_shared_blocks: int) -> tuple[int, int]:
         minus_to_come, now = self._outlook(request)
         return minus_to_come, now - num_shared_blocks * self._block_size
+
+    def _outlooks(self) -> list[tuple[int, int]]:
+        """``_outlook`` of all those that run, sorted; written out, since a call for each of
+        hundreds of them is a tenth of what a step's plan may cost."""
+        size = self._block_size
+        sequences: list[tuple[int, int]] = []
+        for request in self._running:
+            num_tokens = request.num_tokens
+            num_output = num_tokens - request.num_prompt_tokens
+            predicted = request.predicted_output
+            if predicted <= num_output:
+                sequences.append(self._outlook(request))
+                continue
+            now = num_tokens + size - 1
+            sequences.append((num_output - predicted, now - now % size))
+        sequences.sort()
+        return sequences
 
     def _outlook(self, request: Request) -> tuple[int, int]:
         """Minus tokens to come, and tokens whose place it takes now, at least."""

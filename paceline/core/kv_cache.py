@@ -82,7 +82,7 @@ class KVCacheManager:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, config.max_idle_blocks)
         self.block_size = config.block_size
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         self._free_host = list(range(config.num_host_blocks - 1, -1, -1))

@@ -79,6 +79,7 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--num-blocks", "77"], "num_blocks", 77),
         (["--kv-cache-memory", "1MiB"], "kv_cache_bytes", 2**20),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--prefix-cache-memory", "1MiB"], "prefix_cache_bytes", 2**20),
         (["--watermark", "0.1"], "watermark", 0.1),
         (["--max-num-seqs", "4"], "max_num_seqs", 4),
         (["--max-num-batched-tokens", "512"], "max_num_batched_tokens", 512),
@@ -202,6 +203,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         "max_predicted_wait_s": "max_wait",
         "queue_timeout_s": "queue_timeout",
         "swap_bytes": "swap_space",
+        "prefix_cache_bytes": "prefix_cache_memory",
     }
     elsewhere = {"model_name", "model_path", "log_level", "log_format", "record"}
     for field in fields(EngineSettings):

@@ -5,12 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.cli.engine_process import build
 from paceline.cli.settings import EngineSettings
-from paceline.cli.wiring import build_backend, build_core, build_tokenizer, choose_max_model_len
+from paceline.cli.wiring import (
+    build_backend,
+    build_core,
+    build_tokenizer,
+    choose_max_model_len,
+    idle_blocks,
+)
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError, NeverFitsError
 from paceline.core.request import Request, SamplingParams
@@ -18,7 +25,7 @@ from paceline.core.request import Request, SamplingParams
 NULL = EngineSettings(model_name="null", model_path=None, backend="null", num_blocks=8)
 
 
-def info(**changes: int) -> BackendInfo:
+def info(**changes: object) -> BackendInfo:
     values = BackendInfo(
         name="test",
         vocab_size=10,
@@ -30,6 +37,49 @@ def info(**changes: int) -> BackendInfo:
         device="cpu",
     )
     return replace(values, **changes)  # type: ignore[arg-type]
+
+
+def test_idle_prefixes_hold_as_much_as_the_model_and_256_mib_beside_a_small_one(
+    tmp_path: Path,
+) -> None:
+    small, large = tmp_path / "small.gguf", tmp_path / "large"
+    small.write_bytes(b"x")
+    large.mkdir()
+    for name in ("model-1.safetensors", "model-2.safetensors", "notes.txt"):
+        with (large / name).open("wb") as file:
+            # sparse: nothing is written
+            file.truncate(200 * 2**20)
+    model = replace(NULL, backend="torch", model_path=str(small))
+    # blocks of 1 MiB
+    assert idle_blocks(model, info()) == 256
+    assert idle_blocks(replace(model, model_path=str(large)), info()) == 400
+    assert idle_blocks(replace(model, prefix_cache_bytes=5 * 2**20), info()) == 5
+    # memory of a GPU is taken at once, the null backend's never
+    assert idle_blocks(model, info(device="cuda:0")) is None
+    assert idle_blocks(NULL, info()) is None
+
+
+@pytest.mark.parametrize(("limit", "found"), [(None, 8), (2 * 4 * 8, 0)])
+def test_the_limit_on_idle_prefixes_reaches_the_pool(limit: int | None, found: int) -> None:
+    # room for two blocks of the null backend's 8 bytes a token: two of a prompt's three are cached
+    core, _ = build(replace(NULL, block_size=4, prefix_cache_bytes=limit).to_json())
+    try:
+        for number, first in enumerate((0, 20, 40, 0)):
+            prompt = list(range(first, first + 9))
+            core.add_request(
+                Request(
+                    request_id=f"{number}",
+                    prompt_token_ids=prompt,
+                    sampling=SamplingParams(max_tokens=1),
+                    arrival_time=0.0,
+                )
+            )
+            while core.has_work:
+                core.step()
+        # the first prompt came again after two others
+        assert core.scheduler.stats().prefix_cache_hits == found
+    finally:
+        core.close()
 
 
 def test_auto_length_is_the_model_or_the_pool() -> None:
