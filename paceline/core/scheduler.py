@@ -189,6 +189,7 @@ class Scheduler:
         return expired
 
     def _drop_expired(self, now: float) -> None:
+        dropped: list[tuple[Request, tuple[Request, ...]]] = []
         for request in self._admission.expired(now):
             if (
                 request.first_scheduled_time is None
@@ -196,11 +197,13 @@ class Scheduler:
                 and request.status is RequestStatus.WAITING
             ):
                 forks = self._forks.of(request)
-                for fork in forks:
-                    self._finish(fork, FinishReason.ABORT)
-                predicted = self._prospects.predict(request)
-                self._expired.append(self._admission.expiry(request, forks, now, predicted))
-                self._finish(request, FinishReason.ABORT)
+                for each in (*forks, request):
+                    self._finish(each, FinishReason.ABORT)
+                dropped.append((request, forks))
+        for request, forks in dropped:
+            # once none of them waits any more, or it would wait for itself
+            predicted = self._prospects.predict(request)
+            self._expired.append(self._admission.expiry(request, forks, now, predicted))
 
     # ------------------------------------------------------------------ plans out
 
