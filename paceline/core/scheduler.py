@@ -308,6 +308,15 @@ class Scheduler:
             self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
         self._shares.went(request.tenant)
+        if not self._requests:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nobody is left, and it may be long until a step is planned again: what the last plan saw
+        of memory and of those who waited is over."""
+        self.valve.update(0.0)
+        self._waiting.clocks.stop()
+        self._prospects.held_by = None
 
     # ------------------------------------------------------------------ views
 

@@ -55,6 +55,11 @@ class WaitClocks:
         self._reason = reason
         self._since = now
 
+    def stop(self) -> None:
+        """Nobody waits any more, and it is not known since when: what no ``note`` has seen is not
+        counted."""
+        self._reason = None
+
     def reading(self) -> tuple[float, ...]:
         """Seconds by reason up to the last ``note``."""
         return tuple(self._seconds)

@@ -136,3 +136,23 @@ def test_level_4_refuses_while_others_wait() -> None:
     assert refused.value.retry_after > 0.0
     tight.run()
     assert dict(tight.scheduler.stats().refused) == {"pressure": 1}
+
+
+def test_what_the_last_step_saw_is_over_once_nobody_is_left() -> None:
+    """No step is planned while the engine has nothing to do."""
+    tight = driver(max_num_seqs=2)
+    tight.add(make_request("a", range(1, 121), 40), make_request("b", range(200, 290), 40))
+    tight.step()
+    tight.add(make_request("waiting", 4))
+    tight.step()
+    stats = tight.scheduler.stats()
+    assert (stats.pressure_level, stats.held_by) == (4, "slots")
+    # all callers hang up at once
+    tight.abort("a", "b", "waiting")
+    stats = tight.scheduler.stats()
+    assert (stats.pressure_level, stats.held_by) == (0, None)
+    tight.now += 3600.0
+    # several come before the next step is planned
+    tight.add(*(make_request(f"r{i}", 4, arrival=tight.now) for i in range(3)))
+    tight.run()
+    assert sum(seconds for _, seconds in tight.scheduler.stats().waited) < 100.0
