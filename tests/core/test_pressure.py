@@ -21,13 +21,18 @@ def test_levels_open_one_after_the_other_and_close_later_than_they_opened() -> N
     # 0.97 - 0.05, 0.94 - 0.05, 0.91 - 0.05, 0.88 - 0.05
     levels = [valve.update(use) for use in (0.93, 0.91, 0.87, 0.84, 0.82)]
     assert levels == [4, 3, 2, 1, 0]
-    assert valve.num_openings == 1
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.04, 0.05])
+def test_one_that_opens_early_closes_too(threshold: float) -> None:
+    valve = PressureValve(threshold)
+    assert valve.update(0.5) is Pressure.REFUSE
+    assert valve.update(0.0) is Pressure.CLOSED
 
 
 def test_it_does_not_flutter_around_a_threshold() -> None:
     valve = PressureValve(0.5)
     assert {valve.update(use) for use in (0.51, 0.49) * 5} == {1}
-    assert valve.num_openings == 1
 
 
 def test_a_threshold_of_one_keeps_it_closed_and_one_near_it_has_all_levels() -> None:
