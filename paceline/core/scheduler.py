@@ -156,7 +156,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._shares.came(request.tenant)
         if request.fork_of is None:
-            self._waiting.enter(request, request.arrival_time)
+            self._waiting.arrive(request)
             return
         parent = self._requests[request.fork_of]
         if (
@@ -164,7 +164,7 @@ class Scheduler:
             and parent.num_computed_tokens >= parent.num_prompt_tokens
         ):
             self.kv.fork(parent, request)
-            self._waiting.enter(request, request.arrival_time)
+            self._waiting.arrive(request)
         else:
             self._forks.add(parent, request)
 
@@ -220,6 +220,7 @@ class Scheduler:
         An empty plan (no rows) is not to be executed and not to be passed to ``update``.
         """
         running = self._running.requests
+        self._waiting.begin_plan(now)
         self._drop_expired(now)
         pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
@@ -296,7 +297,7 @@ class Scheduler:
             self._forks.remove(request)
         for child in self._forks.take(request):
             # it stands on its own
-            self._waiting.enter(child, child.arrival_time)
+            self._waiting.arrive(child)
             if request.first_scheduled_time is None:
                 self._admission.limit(child)
         request.status = RequestStatus.FINISHED
@@ -315,7 +316,7 @@ class Scheduler:
         """Nobody is left, and it may be long until a step is planned again: what the last plan saw
         of memory and of those who waited is over."""
         self.valve.update(0.0)
-        self._waiting.clocks.stop()
+        self._waiting.rest()
         self._prospects.held_by = None
 
     # ------------------------------------------------------------------ views

@@ -60,6 +60,8 @@ class WaitingRoom:
         # those that have missed already; set by ``deadlines``
         self.pressing = False
         self.clocks = WaitClocks()
+        # came since the last plan was made
+        self._newcomers: list[Request] = []
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
@@ -90,11 +92,30 @@ class WaitingRoom:
         """The queue of those that are not best effort, to look at."""
         return self._queues[0]
 
+    def arrive(self, request: Request) -> None:
+        """A request begins to wait between two plans: until the next one for that alone."""
+        self.enter(request, request.arrival_time)
+        self._newcomers.append(request)
+
     def enter(self, request: Request, now: float) -> None:
-        """A request begins to wait."""
+        """A request begins to wait while a plan is made."""
         request.waiting_since = now
         request.waits_before = self.clocks.reading()
         self.push(request)
+
+    def begin_plan(self, now: float) -> None:
+        """Add up what those who wait have waited for until now."""
+        self.clocks.run(now)
+        if self._newcomers:
+            reading = self.clocks.reading()
+            for request in self._newcomers:
+                request.waits_before = reading
+            self._newcomers.clear()
+
+    def rest(self) -> None:
+        """Nobody waits, and it may be long until a plan is made."""
+        self.clocks.stop()
+        self._newcomers.clear()
 
     def leave(self, request: Request, now: float) -> None:
         """A popped request was admitted: add up what it waited for."""
