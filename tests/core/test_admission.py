@@ -191,6 +191,14 @@ def test_expired_work_is_told_a_wait_in_which_it_does_not_wait_for_itself() -> N
     driver.run()
 
 
+def test_requests_that_ended_are_not_kept_for_as_long_as_they_might_have_waited() -> None:
+    driver = Driver(queue_timeout_s=3600.0)
+    for index in range(1000):
+        driver.add(make_request(f"r{index}", 4, 1))
+        driver.abort(f"r{index}")
+    assert len(driver.scheduler._admission._limits) <= 100
+
+
 def test_a_preempted_request_does_not_expire() -> None:
     driver = Driver(num_blocks=12, queue_timeout_s=3.0, max_num_seqs=2)
     driver.add(make_request("a", 16, 20), make_request("b", range(50, 66), 20))
