@@ -182,9 +182,16 @@ class FairQueue:
             self._enter(tenant)
 
     def _enter(self, tenant: str) -> None:
+        heapq.heappush(self._heap, self._entry(tenant))
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._tenants):
+            # a head that is tried and put back every step leaves an entry each time
+            self._heap = list(map(self._entry, self._tenants))
+            heapq.heapify(self._heap)
+
+    def _entry(self, tenant: str) -> tuple[float, tuple[float, int], str]:
         head = self._tenants[tenant].peek()
         assert head is not None
-        heapq.heappush(self._heap, (self._counter(tenant), head.order, tenant))
+        return self._counter(tenant), head.order, tenant
 
     def check_integrity(self) -> None:
         assert self._size == sum(len(queue) for queue in self._tenants.values())

@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.kv_cache import KVCacheManager, blocks_for, fits, hash_block, root_hash
 from paceline.core.lengths import LengthHistory
 from paceline.core.policies import PolicyContext, make_policy
-from paceline.core.queues import RequestQueue
+from paceline.core.queues import FairQueue, RequestQueue
 from paceline.core.request import SamplingParams
 from paceline.core.step_time import StepTimeModel
 from paceline.core.work import WorkEstimator
@@ -102,6 +102,26 @@ def test_queue_pops_in_order_and_survives_removals() -> None:
     while (request := queue.pop()) is not None:
         popped.append(request.order)
     assert popped == sorted(r.order for r in requests[1::2])
+
+
+def test_a_fair_queue_does_not_grow_while_its_head_is_tried_in_vain() -> None:
+    served = dict.fromkeys("ab", 0.0)
+    queue = FairQueue(served.__getitem__, lambda tenant, waiting: None)
+    for index in range(6):
+        request = make_request(f"r{index}", 1, tenant="ab"[index % 2])
+        request.order = (float(index), index)
+        queue.push(request)
+    for _ in range(1000):
+        passed = [queue.pop() for _ in range(3)]
+        assert [request.request_id for request in passed if request] == ["r0", "r1", "r2"]
+        for request in passed:
+            assert request is not None
+            queue.push(request)
+        queue.check_integrity()
+    assert len(queue._heap) <= 100
+    served["a"] = 5.0
+    popped = [request.request_id for _ in range(6) if (request := queue.pop()) is not None]
+    assert popped == ["r1", "r3", "r5", "r0", "r2", "r4"]
 
 
 def test_unknown_policy_lists_the_known_ones() -> None:
