@@ -144,6 +144,21 @@ def test_cached_prefixes_are_not_charged() -> None:
     assert policy.counter("y") == PROMPT_WEIGHT * 1 + OUTPUT_WEIGHT * 1
 
 
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_a_preempted_request_is_charged_once(steps: int) -> None:
+    """Its prompt takes seven steps."""
+    driver = Driver(policy="fair", enable_prefix_caching=False, max_num_batched_tokens=16)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    driver.add(make_request("a", 100, 5, tenant="x"))
+    for _ in range(steps):
+        driver.step()
+    running = driver.scheduler._running
+    running.preempt(running.requests[0], driver.now)
+    driver.run()
+    assert policy.counter("x") == PROMPT_WEIGHT * 100 + OUTPUT_WEIGHT * 5
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), num_seqs=st.integers(1, 6), num_blocks=st.integers(16, 60))
 def test_the_vtc_bound_holds_between_backlogged_tenants(

@@ -71,5 +71,6 @@ class SchedulingPolicy(Protocol):
         ...
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
-        """Tokens just spent on a request: uncached prompt tokens at admission, then output."""
+        """Tokens just spent on a request: uncached prompt tokens when it is first let in, then
+        output."""
         ...
