@@ -300,6 +300,7 @@ class Intake:
         self._waiting.leave(request, now)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            request.num_found_tokens = request.num_computed_tokens
         self._running.start(request)
         if not request.slo.best_effort:
             self._guard.add(request)

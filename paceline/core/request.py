@@ -255,6 +255,8 @@ class Request:
 
     # accounting, for metrics and explanations
     num_cached_tokens: int = 0
+    # tokens that were there when it was first let in, cached or another one's
+    num_found_tokens: int = 0
     num_preemptions: int = 0
     # tokens that were computed when last preempted and are not computed again yet
     num_lost_tokens: int = 0

@@ -302,8 +302,10 @@ class Scheduler:
                 self._admission.limit(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
-            self._num_discarded_tokens += request.num_computed_tokens
+        failed = reason is FinishReason.ERROR or reason is FinishReason.ABORT
+        if failed and request.first_scheduled_time is not None:
+            computed = max(request.num_computed_tokens, request.num_lost_tokens)
+            self._num_discarded_tokens += max(0, computed - request.num_found_tokens)
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
