@@ -172,13 +172,16 @@ class Scheduler:
         running = sum([r.tenant == tenant for r in self._running.requests])
         return self._shares.unfinished(tenant) - running
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
-        """End requests now and free their blocks; unknown ids are ignored."""
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> tuple[RequestUpdate, ...]:
+        """End requests now and free their blocks; unknown ids are ignored. ``reason`` is STOP where
+        the answer is whole: a stop string was found in it."""
         updates = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request, FinishReason.ABORT)
+                self._finish(request, reason)
                 updates.append(update_of(request, (), None))
         return tuple(updates)
 
