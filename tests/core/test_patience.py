@@ -9,7 +9,7 @@ import pytest
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.patience import Patience
 from paceline.core.policies import POLICIES
-from paceline.core.queues import RequestQueue
+from paceline.core.queues import FairQueue, RequestQueue
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.slo import Slo
 from paceline.core.survey import Survey
@@ -224,6 +224,34 @@ def test_only_time_at_the_head_counts_and_all_of_it() -> None:
     patience.look(31.0, BUSY)
     assert (first.band, second.band) == (Band.ORDINARY, Band.BACKGROUND)
     assert room.ordinary.peek() is first
+    room.check_integrity()
+
+
+def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
+    """As under ``fair``: whose tenant's ordinary requests were served last comes second."""
+    served = dict.fromkeys("ab", 0.0)
+
+    def make_queue() -> FairQueue:
+        return FairQueue(served.__getitem__, lambda tenant, waiting: None)
+
+    room = WaitingRoom(make_queue, KVCacheManager(Machine().cache), lambda key: key)
+    night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]
+    for number, request in enumerate(night):
+        request.order = (0.0, number)
+        room.push(request)
+    patience = Patience(room, 20.0)
+    firsts = []
+    for second in range(50):
+        patience.look(float(second), BUSY)
+        first = room.first_best_effort()
+        if any(request.promoted for request in night):
+            break
+        assert first is not None
+        firsts.append(first.request_id)
+        served[first.tenant] += 10.0
+    assert firsts[:4] == ["a", "b", "a", "b"]
+    # one of them was the first for half of the time
+    assert 38 <= second <= 40
     room.check_integrity()
 
 
