@@ -272,6 +272,15 @@ def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
     assert second.band is Band.ORDINARY
 
 
+def test_how_long_it_took_says_nothing_about_those_who_do_not_yield() -> None:
+    machine = Machine(best_effort_delay_s=DELAY)
+    night = make_request("night", 60, 2, slo=Slo(best_effort=True))
+    night.seconds_first = 9.0
+    assert waited(machine, promised, night) <= 10.0
+    assert night.promoted and night.predicted_ttft is not None
+    assert machine.scheduler._prospects._forecast.bias == 1.0, "all others are best effort"
+
+
 def test_a_queue_may_take_somebody_back_in_the_same_place() -> None:
     queue = RequestQueue()
     request = make_request("r", 4)
