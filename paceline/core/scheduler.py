@@ -330,11 +330,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps planned whose result is not in."""
-        return len(self._steps)
-
     def stats(self) -> SchedulerStats:
         deferred = len(self._forks)
         held_by = self._prospects.held_by
