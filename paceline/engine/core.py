@@ -93,6 +93,11 @@ class EngineCore:
         return self._backend.info
 
     @property
+    def pipeline_depth(self) -> int:
+        """Steps handed to the backend at once."""
+        return self._depth
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
