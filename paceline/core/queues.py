@@ -106,14 +106,12 @@ class FairQueue:
 
     Args:
         counter: tokens served to a tenant so far, weighted. It may only grow.
-        on_return: called with a tenant that comes back from idle and those that have requests
-            waiting, before its request is queued.
+        on_return: called with a tenant that comes back from idle and the least counter of those
+            that have requests waiting, 0 if nobody has, before its request is queued.
     """
 
     def __init__(
-        self,
-        counter: Callable[[str], float],
-        on_return: Callable[[str, Iterator[str]], None],
+        self, counter: Callable[[str], float], on_return: Callable[[str, float], None]
     ) -> None:
         self._counter = counter
         self._on_return = on_return
@@ -141,7 +139,8 @@ class FairQueue:
     def push(self, request: Request) -> None:
         queue = self._tenants.get(request.tenant)
         if queue is None:
-            self._on_return(request.tenant, iter(self._tenants))
+            first = self.peek()
+            self._on_return(request.tenant, 0.0 if first is None else self._counter(first.tenant))
             queue = self._tenants[request.tenant] = RequestQueue()
         queue.push(request)
         self._size += 1

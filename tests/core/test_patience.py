@@ -232,7 +232,7 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
     served = dict.fromkeys("ab", 0.0)
 
     def make_queue() -> FairQueue:
-        return FairQueue(served.__getitem__, lambda tenant, waiting: None)
+        return FairQueue(served.__getitem__, lambda tenant, least: None)
 
     room = WaitingRoom(make_queue, KVCacheManager(Machine().cache), lambda key: key)
     night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]

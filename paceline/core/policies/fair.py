@@ -106,9 +106,7 @@ class _Level:
         self._saved = saved
         self._level = 0.0
 
-    def lift(self, tenant: str, waiting: Iterator[str]) -> None:
-        """``tenant`` comes back, and these wait already."""
-        counters = self._counters
-        least = min((counters.get(other, 0.0) for other in waiting), default=0.0)
+    def lift(self, tenant: str, least: float) -> None:
+        """``tenant`` comes back, and this is the least counter among those that wait already."""
         self._level = max(self._level, least)
-        counters[tenant] = max(counters.get(tenant, 0.0), self._level - self._saved)
+        self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._level - self._saved)
