@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 
 from paceline.core.admission import Admission, Expired, check_door
 from paceline.core.census import ClassUse, take_census
@@ -93,7 +94,9 @@ class Scheduler:
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
         self._shares = TenantShares()
-        self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later)
+        # without a reason to tell tenants apart, however many there are make one row
+        group = attrgetter("tenant") if self.policy.keeps_tenants_apart else lambda _: ""
+        self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later, group)
         self._forks = Forks()
         self._planner = Planner(
             config,
