@@ -159,6 +159,24 @@ class FairQueue:
                 self._enter(tenant)
         return None
 
+    def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
+        """Tenants that have members, served least first: (counter, order of its first, tenant). The
+        queue must not change meanwhile. Each costs O(log n), beside a copy of the heap."""
+        heap = self._heap.copy()
+        seen: set[str] = set()
+        while heap:
+            found = heapq.heappop(heap)
+            tenant = found[2]
+            if tenant in seen or tenant not in self._tenants:
+                continue
+            entry = self._entry(tenant)
+            if entry == found:
+                seen.add(tenant)
+                yield entry
+            elif entry[1] == found[1]:
+                # its counter has grown since
+                heapq.heappush(heap, entry)
+
     def pop(self) -> Request | None:
         request = self.peek()
         if request is not None:
