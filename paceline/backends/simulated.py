@@ -42,6 +42,8 @@ class SimulatedBackend:
         seconds: of a step, by its plan.
         clock: seconds, monotonic.
         sleep: returns once ``clock`` has moved on by its argument.
+        swap_block_seconds: of moving a block to or from host memory, before a step and after it;
+            as with a model, no part of what the step is said to have taken.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class SimulatedBackend:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        swap_block_seconds: float = 0.0,
     ) -> None:
         self._backend = backend
         self._info = replace(backend.info, name="simulated")
         self._seconds = seconds
         self._clock = clock
         self._sleep = sleep
-        # when the last step handed over ends
+        self._swap_block_seconds = swap_block_seconds
+        # when the last step handed over ends, and what it fetches ahead is there
         self._free = clock()
 
     @property
@@ -70,7 +74,9 @@ class SimulatedBackend:
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         seconds = self._seconds(plan)
-        end = self._free = max(self._clock(), self._free) + seconds
+        moving = self._swap_block_seconds
+        end = max(self._clock(), self._free) + moving * len(plan.swaps) + seconds
+        self._free = end + moving * len(plan.prefetches)
         result = replace(self._backend.execute(plan).result(), elapsed=seconds)
 
         def wait(timeout: float | None) -> bool:

@@ -27,6 +27,8 @@ __all__ = ["Admission", "Expired", "check_door"]
 _RETRY_SECONDS = 1.0
 # waiting requests of one tenant for every place that is left in the queue, at most
 _PER_PLACE: Final = 7
+# limits on waiting until those of requests that do not wait any more are dropped, at least
+_FEW: Final = 64
 
 
 class Expired(NamedTuple):
@@ -45,6 +47,8 @@ class Admission:
         self._config = config
         # (when, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
+        # how many of them there may be until then
+        self._most = _FEW
         # by QueueFullError.reason
         self.refused: Counter[str] = Counter()
 
@@ -125,10 +129,11 @@ class Admission:
         shortest = min((limit for limit in limits if limit is not None), default=None)
         if shortest is not None:
             heapq.heappush(self._limits, (request.arrival_time + shortest, number, request))
-            if len(self._limits) > 64 and number % len(self._limits) == 0:
+            if len(self._limits) > self._most:
                 # those that ended keep their prompts alive no longer
                 self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
                 heapq.heapify(self._limits)
+                self._most = max(_FEW, 2 * len(self._limits))
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose time to be started is over; the caller skips those that were."""

@@ -51,11 +51,6 @@ class BlockPool:
         """Free blocks that the prefix cache can find."""
         return len(self._findable)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks, free or not, that the prefix cache can find."""
-        return len(self._cached)
-
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
@@ -130,14 +125,6 @@ class BlockPool:
             if block_hash not in cached:
                 cached[block_hash] = block_id
                 self._hashes[block_id] = block_hash
-
-    def reset_cache(self) -> None:
-        """Forget every cached prefix; blocks in use stay in use."""
-        self._cached.clear()
-        self._hashes = [None] * self.num_blocks
-        # those freed first are still taken first
-        self._blank[:0] = reversed(self._findable)
-        self._findable.clear()
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

@@ -42,9 +42,6 @@ class StepsInFlight:
         self.predicted_seconds = 0.0
         self.actual_seconds = 0.0
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     def starts(self, now: float) -> float:
         """When a step planned now is predicted to start: once those before it have ended."""
         return max(now, self._busy_until) if self._steps else now

@@ -291,15 +291,16 @@ class Intake:
             draft.copies.append(extension.copy)
         request.times_bypassed = 0
         recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
-        # nobody is charged twice for what a preemption lost
-        uncomputed = request.num_tokens - request.num_computed_tokens
-        self._policy.served(request, uncomputed - recomputed, 0)
+        if not request.num_preemptions:
+            # nobody is charged twice for a prompt, however much of it a preemption lost
+            self._policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
         request.num_lost_tokens = 0
         request.num_recomputed_tokens += recomputed
         self.num_recomputed_tokens += recomputed
         self._waiting.leave(request, now)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            request.num_found_tokens = request.num_computed_tokens
         self._running.start(request)
         if not request.slo.best_effort:
             self._guard.add(request)

@@ -251,6 +251,7 @@ class KVCacheManager:
         child.block_ids = parent.block_ids[:prompt_blocks]
         self.pool.acquire(child.block_ids)
         child.num_computed_tokens = parent.num_prompt_tokens - 1
+        child.num_new_tokens = 1
         child.num_hashed_blocks = min(
             parent.num_hashed_blocks, child.num_computed_tokens // self.block_size
         )

@@ -12,7 +12,7 @@ This module does not know what else fills a step.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -60,9 +60,7 @@ class Lateness:
         self._work = work
         self._budget = budget
         # whose requests may be left out for one another
-        self._group: Callable[[Request], str] = lambda _: ""
-        if policy.keeps_tenants_apart:
-            self._group = attrgetter("tenant")
+        self._group = waiting.group
         self._deadlines = Deadlines(
             waiting=waiting,
             step_time=step_time,

@@ -181,7 +181,7 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
-    # waiting although some requests behind or running fit: blocked on memory or slots
+    # waiting for room: a place, memory, tokens of a step
     num_waiting_capacity: int
     # waiting for an event (a fork's parent)
     num_waiting_deferred: int
@@ -195,7 +195,7 @@ class SchedulerStats:
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_relegated: int = 0
-    # computed tokens of requests that were aborted or failed
+    # tokens that were computed for requests that were aborted or failed
     num_discarded_tokens: int = 0
     # refused requests by QueueFullError.reason
     refused: tuple[tuple[str, int], ...] = ()
@@ -215,8 +215,3 @@ class SchedulerStats:
     num_free_host_blocks: int = 0
     # what holds the head of the queue up, a name of ``core.waits``; None: nobody waits
     held_by: str | None = None
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Fraction of blocks in use, 0 to 1."""
-        return 1.0 - self.num_free_blocks / self.num_blocks

@@ -49,6 +49,7 @@ class Patience:
     def look(self, now: float, survey: Survey) -> None:
         """A step is about to be planned, and ``survey`` is of those that run."""
         before, self._first = self._first, None
+        looked_at, self._looked_at = self._looked_at, now
         if self._promoted is not None:
             if self._promoted.status is not RequestStatus.FINISHED:
                 self._advance(self._promoted)
@@ -57,9 +58,11 @@ class Patience:
         first = self._waiting.first_best_effort()
         if first is None or not self._is_held_up(first, survey):
             return
-        if first is before:
-            first.seconds_first += max(0.0, now - self._looked_at)
-        self._first, self._looked_at = first, now
+        # where the policy has several of them be the first by turns, it is never one alone
+        has_turns = before is not None and before.order < first.order and before in self._waiting
+        if before is not None and (before is first or has_turns):
+            before.seconds_first += max(0.0, now - looked_at)
+        self._first = first
         if first.seconds_first >= self._seconds:
             self._waiting.remove(first)
             first.slo = replace(first.slo, best_effort=False, ttft=None, tpot=None, deadline=None)

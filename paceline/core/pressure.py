@@ -7,7 +7,8 @@
             smaller     best effort is   best effort is    no request is
             chunks      not admitted     preempted         taken in (while others wait)
 
-A level is left once use is ``HYSTERESIS`` below where it began, so the valve does not flutter.
+A level is left once use is ``HYSTERESIS`` below where it began (half the threshold where that is
+less, or it would never be left), so the valve does not flutter.
 This module does not know requests.
 """
 
@@ -37,9 +38,8 @@ class PressureValve:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
+        self._hysteresis = min(HYSTERESIS, threshold / 2)
         self.level = Pressure.CLOSED
-        # times it opened from closed
-        self.num_openings = 0
 
     def update(self, usage: float) -> Pressure:
         """Take in the present use, 0 to 1, and return the level."""
@@ -50,9 +50,8 @@ class PressureValve:
         step = min(STEP, (1.0 - self._threshold) / Pressure.REFUSE)
         while level < Pressure.REFUSE and usage >= self._threshold + level * step:
             level = Pressure(level + 1)
-        while level > Pressure.CLOSED and usage < self._threshold + (level - 1) * step - HYSTERESIS:
+        lowest = self._threshold - self._hysteresis
+        while level > Pressure.CLOSED and usage < lowest + (level - 1) * step:
             level = Pressure(level - 1)
-        if level and not self.level:
-            self.num_openings += 1
         self.level = level
         return level

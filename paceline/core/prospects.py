@@ -82,6 +82,7 @@ class Prospects:
         if (
             request.predicted_ttft is not None
             and not request.slo.best_effort
+            and not request.promoted
             and not request.num_preemptions
         ):
             self._forecast.learn(

@@ -106,14 +106,12 @@ class FairQueue:
 
     Args:
         counter: tokens served to a tenant so far, weighted. It may only grow.
-        on_return: called with a tenant that comes back from idle and those that have requests
-            waiting, before its request is queued.
+        on_return: called with a tenant that comes back from idle and the least counter of those
+            that have requests waiting, 0 if nobody has, before its request is queued.
     """
 
     def __init__(
-        self,
-        counter: Callable[[str], float],
-        on_return: Callable[[str, Iterator[str]], None],
+        self, counter: Callable[[str], float], on_return: Callable[[str, float], None]
     ) -> None:
         self._counter = counter
         self._on_return = on_return
@@ -141,7 +139,8 @@ class FairQueue:
     def push(self, request: Request) -> None:
         queue = self._tenants.get(request.tenant)
         if queue is None:
-            self._on_return(request.tenant, iter(self._tenants))
+            first = self.peek()
+            self._on_return(request.tenant, 0.0 if first is None else self._counter(first.tenant))
             queue = self._tenants[request.tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
@@ -159,6 +158,24 @@ class FairQueue:
             if head is not None and head.order == order:
                 self._enter(tenant)
         return None
+
+    def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
+        """Tenants that have members, served least first: (counter, order of its first, tenant). The
+        queue must not change meanwhile. Each costs O(log n), beside a copy of the heap."""
+        heap = self._heap.copy()
+        seen: set[str] = set()
+        while heap:
+            found = heapq.heappop(heap)
+            tenant = found[2]
+            if tenant in seen or tenant not in self._tenants:
+                continue
+            entry = self._entry(tenant)
+            if entry == found:
+                seen.add(tenant)
+                yield entry
+            elif entry[1] == found[1]:
+                # its counter has grown since
+                heapq.heappush(heap, entry)
 
     def pop(self) -> Request | None:
         request = self.peek()
@@ -182,9 +199,16 @@ class FairQueue:
             self._enter(tenant)
 
     def _enter(self, tenant: str) -> None:
+        heapq.heappush(self._heap, self._entry(tenant))
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._tenants):
+            # a head that is tried and put back every step leaves an entry each time
+            self._heap = list(map(self._entry, self._tenants))
+            heapq.heapify(self._heap)
+
+    def _entry(self, tenant: str) -> tuple[float, tuple[float, int], str]:
         head = self._tenants[tenant].peek()
         assert head is not None
-        heapq.heappush(self._heap, (self._counter(tenant), head.order, tenant))
+        return self._counter(tenant), head.order, tenant
 
     def check_integrity(self) -> None:
         assert self._size == sum(len(queue) for queue in self._tenants.values())

@@ -228,7 +228,8 @@ class Request:
     num_tokens: int = field(init=False)
     # most tokens this request can ever hold
     max_total_tokens: int = field(init=False)
-    # of the prompt, tokens that were not in the prefix cache when it came; set by the scheduler
+    # of the prompt, tokens that were not in the prefix cache when it came, or that its parent has
+    # not computed; set by the scheduler
     num_new_tokens: int = field(init=False)
     # tokens that may end it
     stop_ids: frozenset[int] = field(init=False)
@@ -255,6 +256,8 @@ class Request:
 
     # accounting, for metrics and explanations
     num_cached_tokens: int = 0
+    # tokens that were there when it was first let in, cached or another one's
+    num_found_tokens: int = 0
     num_preemptions: int = 0
     # tokens that were computed when last preempted and are not computed again yet
     num_lost_tokens: int = 0

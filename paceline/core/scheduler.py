@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 
 from paceline.core.admission import Admission, Expired, check_door
 from paceline.core.census import ClassUse, take_census
@@ -93,7 +94,9 @@ class Scheduler:
         self._admission = Admission(config)
         self._requests: dict[str, Request] = {}
         self._shares = TenantShares()
-        self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later)
+        # without a reason to tell tenants apart, however many there are make one row
+        group = attrgetter("tenant") if self.policy.keeps_tenants_apart else lambda _: ""
+        self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later, group)
         self._forks = Forks()
         self._planner = Planner(
             config,
@@ -156,7 +159,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._shares.came(request.tenant)
         if request.fork_of is None:
-            self._waiting.enter(request, request.arrival_time)
+            self._waiting.arrive(request)
             return
         parent = self._requests[request.fork_of]
         if (
@@ -164,7 +167,7 @@ class Scheduler:
             and parent.num_computed_tokens >= parent.num_prompt_tokens
         ):
             self.kv.fork(parent, request)
-            self._waiting.enter(request, request.arrival_time)
+            self._waiting.arrive(request)
         else:
             self._forks.add(parent, request)
 
@@ -172,13 +175,16 @@ class Scheduler:
         running = sum([r.tenant == tenant for r in self._running.requests])
         return self._shares.unfinished(tenant) - running
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
-        """End requests now and free their blocks; unknown ids are ignored."""
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> tuple[RequestUpdate, ...]:
+        """End requests now and free their blocks; unknown ids are ignored. ``reason`` is STOP where
+        the answer is whole: a stop string was found in it."""
         updates = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request, FinishReason.ABORT)
+                self._finish(request, reason)
                 updates.append(update_of(request, (), None))
         return tuple(updates)
 
@@ -189,6 +195,7 @@ class Scheduler:
         return expired
 
     def _drop_expired(self, now: float) -> None:
+        dropped: list[tuple[Request, tuple[Request, ...]]] = []
         for request in self._admission.expired(now):
             if (
                 request.first_scheduled_time is None
@@ -196,11 +203,13 @@ class Scheduler:
                 and request.status is RequestStatus.WAITING
             ):
                 forks = self._forks.of(request)
-                for fork in forks:
-                    self._finish(fork, FinishReason.ABORT)
-                predicted = self._prospects.predict(request)
-                self._expired.append(self._admission.expiry(request, forks, now, predicted))
-                self._finish(request, FinishReason.ABORT)
+                for each in (*forks, request):
+                    self._finish(each, FinishReason.ABORT)
+                dropped.append((request, forks))
+        for request, forks in dropped:
+            # once none of them waits any more, or it would wait for itself
+            predicted = self._prospects.predict(request)
+            self._expired.append(self._admission.expiry(request, forks, now, predicted))
 
     # ------------------------------------------------------------------ plans out
 
@@ -217,6 +226,7 @@ class Scheduler:
         An empty plan (no rows) is not to be executed and not to be passed to ``update``.
         """
         running = self._running.requests
+        self._waiting.begin_plan(now)
         self._drop_expired(now)
         pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
@@ -293,29 +303,35 @@ class Scheduler:
             self._forks.remove(request)
         for child in self._forks.take(request):
             # it stands on its own
-            self._waiting.enter(child, child.arrival_time)
+            self._waiting.arrive(child)
             if request.first_scheduled_time is None:
                 self._admission.limit(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
-            self._num_discarded_tokens += request.num_computed_tokens
+        failed = reason is FinishReason.ERROR or reason is FinishReason.ABORT
+        if failed and request.first_scheduled_time is not None:
+            computed = max(request.num_computed_tokens, request.num_lost_tokens)
+            self._num_discarded_tokens += max(0, computed - request.num_found_tokens)
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
         self._shares.went(request.tenant)
+        if not self._requests:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nobody is left, and it may be long until a step is planned again: what the last plan saw
+        of memory and of those who waited is over."""
+        self.valve.update(0.0)
+        self._waiting.rest()
+        self._prospects.held_by = None
 
     # ------------------------------------------------------------------ views
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps planned whose result is not in."""
-        return len(self._steps)
 
     def stats(self) -> SchedulerStats:
         deferred = len(self._forks)

@@ -21,12 +21,14 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._unfinished: Counter[str] = Counter()
+        self._num_unfinished = 0
         self._last: deque[str] = deque()
         self._lately: Counter[str] = Counter()
 
     def came(self, tenant: str) -> None:
         """One more."""
         self._unfinished[tenant] += 1
+        self._num_unfinished += 1
         self._last.append(tenant)
         self._lately[tenant] += 1
         if len(self._last) > _LATELY:
@@ -37,6 +39,7 @@ class TenantShares:
 
     def went(self, tenant: str) -> None:
         """One less."""
+        self._num_unfinished -= 1
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:
             del self._unfinished[tenant]
@@ -60,4 +63,4 @@ class TenantShares:
         tenants = len(self._unfinished) + (tenant not in self._unfinished)
         if tenants == 1:
             return False
-        return own <= _LIGHT * (self._unfinished.total() + 1) / tenants
+        return own <= _LIGHT * (self._num_unfinished + 1) / tenants

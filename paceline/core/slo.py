@@ -9,7 +9,6 @@ This module does not know the clock or the scheduler.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from paceline.core.errors import InvalidRequestError
@@ -56,12 +55,6 @@ class Slo:
         return (
             self.best_effort and self.ttft is None and self.tpot is None and self.deadline is None
         )
-
-    def next_token_due(self, arrival: float, first_token: float | None, num_output: int) -> float:
-        """When output token ``num_output + 1`` is due; infinity without a target for it."""
-        if first_token is None:
-            return math.inf if self.ttft is None else arrival + self.ttft
-        return math.inf if self.tpot is None else first_token + num_output * self.tpot
 
     def violations(
         self, arrival: float, first_token: float, last_token: float, num_output: int

@@ -45,6 +45,7 @@ class WaitingRoom:
     Args:
         make_queue: the policy's; called once for each band. Nobody else may change the queues.
         later: the policy's.
+        group: whose requests are kept in one row, in order; of one group if nobody minds.
     """
 
     def __init__(
@@ -52,18 +53,22 @@ class WaitingRoom:
         make_queue: Callable[[], WaitingQueue],
         kv: KVCacheManager,
         later: Callable[[float], float],
+        group: Callable[[Request], str] = lambda _: "",
     ) -> None:
         # by band
         self._queues = tuple(make_queue() for _ in Band)
         self._later = later
+        self.group = group
         # best-effort requests with a deadline would miss it if order alone decided between them and
         # those that have missed already; set by ``deadlines``
         self.pressing = False
         self.clocks = WaitClocks()
+        # came since the last plan was made
+        self._newcomers: list[Request] = []
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
-        # members with a TTFT target that may still be met, by tenant, in order; nobody has none
+        # members with a TTFT target that may still be met, by group, in order; nobody has none
         self._targeted: dict[str, list[Request]] = {}
         # arrivals and departures of these
         self.num_changes = 0
@@ -90,11 +95,30 @@ class WaitingRoom:
         """The queue of those that are not best effort, to look at."""
         return self._queues[0]
 
+    def arrive(self, request: Request) -> None:
+        """A request begins to wait between two plans: until the next one for that alone."""
+        self.enter(request, request.arrival_time)
+        self._newcomers.append(request)
+
     def enter(self, request: Request, now: float) -> None:
-        """A request begins to wait."""
+        """A request begins to wait while a plan is made."""
         request.waiting_since = now
         request.waits_before = self.clocks.reading()
         self.push(request)
+
+    def begin_plan(self, now: float) -> None:
+        """Add up what those who wait have waited for until now."""
+        self.clocks.run(now)
+        if self._newcomers:
+            reading = self.clocks.reading()
+            for request in self._newcomers:
+                request.waits_before = reading
+            self._newcomers.clear()
+
+    def rest(self) -> None:
+        """Nobody waits, and it may be long until a plan is made."""
+        self.clocks.stop()
+        self._newcomers.clear()
 
     def leave(self, request: Request, now: float) -> None:
         """A popped request was admitted: add up what it waited for."""
@@ -116,7 +140,7 @@ class WaitingRoom:
             self._holders[request.request_id] = request
         if _is_targeted(request):
             self.num_changes += 1
-            insort(self._targeted.setdefault(request.tenant, []), request, key=_ORDER)
+            insort(self._targeted.setdefault(self.group(request), []), request, key=_ORDER)
         if (promise := _promise(request, band)) is not None:
             insort(self.promised, promise)
         self._queues[band].push(request)
@@ -170,16 +194,17 @@ class WaitingRoom:
         self._holders.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
-            own = self._targeted[request.tenant]
+            group = self.group(request)
+            own = self._targeted[group]
             del own[bisect_left(own, request.order, key=_ORDER)]
             if not own:
-                del self._targeted[request.tenant]
+                del self._targeted[group]
         if (promise := _promise(request, band)) is not None:
             del self.promised[bisect_left(self.promised, promise)]
 
     @property
     def targeted(self) -> Mapping[str, Sequence[Request]]:
-        """Members whose first token is due at some time and has not come, by tenant, in order."""
+        """Members whose first token is due at some time and has not come, by group, in order."""
         return self._targeted
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
@@ -229,8 +254,8 @@ class WaitingRoom:
         assert set(self._holders) <= {request.request_id for request in members}
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
-        for tenant, own in self._targeted.items():
-            assert own and all(request.tenant == tenant for request in own)
+        for group, own in self._targeted.items():
+            assert own and all(self.group(request) == group for request in own)
             assert own == sorted(own, key=_ORDER)
         promises = [_promise(request, request.band) for request in members]
         assert sorted(filter(None, promises)) == self.promised

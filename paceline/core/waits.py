@@ -48,15 +48,24 @@ class WaitClocks:
         self._reason: Reason | None = None
         self._since = 0.0
 
-    def note(self, reason: Reason | None, now: float) -> None:
-        """From ``now`` on the queue is held up by this; None: nobody waits."""
+    def run(self, now: float) -> None:
+        """Up to ``now`` the queue was held up by what was noted last."""
         if self._reason is not None:
             self._seconds[self._reason] += max(0.0, now - self._since)
-        self._reason = reason
         self._since = now
 
+    def note(self, reason: Reason | None, now: float) -> None:
+        """From ``now`` on the queue is held up by this; None: nobody waits."""
+        self.run(now)
+        self._reason = reason
+
+    def stop(self) -> None:
+        """Nobody waits any more, and it is not known since when: what no ``note`` has seen is not
+        counted."""
+        self._reason = None
+
     def reading(self) -> tuple[float, ...]:
-        """Seconds by reason up to the last ``note``."""
+        """Seconds by reason up to the last ``run`` or ``note``."""
         return tuple(self._seconds)
 
     def since(self, reading: Sequence[float], waited: float) -> list[float]:

@@ -23,7 +23,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.request import Request
+from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.engine.recorder import Recorder
 
@@ -93,6 +93,11 @@ class EngineCore:
         return self._backend.info
 
     @property
+    def pipeline_depth(self) -> int:
+        """Steps handed to the backend at once."""
+        return self._depth
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
@@ -116,9 +121,11 @@ class EngineCore:
             self._recorder.ended(ended, self._clock())
         return expired
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
-        """End requests and free their blocks at once; unknown ids are ignored."""
-        updates = self.scheduler.abort(request_ids)
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> tuple[RequestUpdate, ...]:
+        """See ``Scheduler.abort``."""
+        updates = self.scheduler.abort(request_ids, reason)
         if updates and self._recorder is not None:
             self._recorder.ended([update.request_id for update in updates], self._clock())
         return updates

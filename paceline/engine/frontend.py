@@ -282,16 +282,17 @@ class EngineFrontend(abc.ABC):
     def _deliver(self, message: Outputs, now: float) -> None:
         self._processor.note_prompt_logprobs(message.prompt_logprobs)
         processed = self._processor.process(message.updates, now)
-        self._abort(processed.to_abort)
+        self._abort(processed.stopped, stopped=True)
+        self._abort(processed.failed)
         for output in processed.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
         self._note_idle()
 
-    def _abort(self, ids: tuple[str, ...]) -> None:
+    def _abort(self, ids: tuple[str, ...], *, stopped: bool = False) -> None:
         if ids and self._dead is None:
-            self._send(Abort(ids))
+            self._send(Abort(ids, stopped))
 
     def _note_idle(self) -> None:
         if not self._processor.num_unfinished:

@@ -23,8 +23,6 @@ __all__ = ["InFlightFile", "read_in_flight"]
 
 _log = logging.getLogger(__name__)
 
-# plans of which one may still run: as many as an engine plans ahead, usually
-_PLANS: Final = 2
 # bytes of the length before the ids
 _HEAD: Final = 4
 
@@ -35,11 +33,14 @@ class InFlightFile:
     The file holds a length and the ids, a line each, and is written only when they change: while
     the same requests decode, a step costs a comparison. Where it cannot be written it is removed,
     and then everybody may have to do with it.
+
+    Args:
+        num_plans: of which one may still run: as many as the engine hands over at once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_plans: int = 2) -> None:
         self._path = path
-        self._plans: deque[tuple[str, ...]] = deque(maxlen=_PLANS)
+        self._plans: deque[tuple[str, ...]] = deque(maxlen=num_plans)
         # beside the steps: requests whose grammars are being compiled
         self._aside: frozenset[str] = frozenset()
         self._written: object = None

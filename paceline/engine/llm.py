@@ -144,7 +144,8 @@ class LLM:
         self._processor.note_prompt_logprobs(self._core.prompt_logprobs)
         self._core.prompt_logprobs.clear()
         processed = self._processor.process(updates, time.monotonic())
-        self._core.abort(processed.to_abort)
+        self._core.abort(processed.stopped, FinishReason.STOP)
+        self._core.abort(processed.failed)
         yield from processed.outputs
 
     def _abort_all(self) -> None:

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 from paceline.core.census import ClassUse
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
+from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.in_flight import InFlightFile
@@ -154,7 +155,8 @@ class EngineLoop:
     def _handle(self, message: Add | Abort) -> None:
         if isinstance(message, Abort):
             self._updates += self._readiness.abort(message.request_ids)
-            self._updates += self._core.abort(message.request_ids)
+            reason = FinishReason.STOP if message.stopped else FinishReason.ABORT
+            self._updates += self._core.abort(message.request_ids, reason)
             return
         with self._taking_in(message.request) as request:
             if not self._hold(request):

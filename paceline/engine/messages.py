@@ -72,6 +72,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """End choices now. Ids are those of ``fanout``; unknown ones are ignored."""
 
     request_ids: tuple[str, ...]
+    # a stop string ended them: their answers are whole
+    stopped: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):

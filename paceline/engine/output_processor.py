@@ -36,8 +36,10 @@ class Processed:
 
     # at most one per request
     outputs: tuple[GenerationOutput, ...]
-    # choices that ended here while the engine still works on them
-    to_abort: tuple[str, ...]
+    # choices that ended here while the engine still works on them: by a stop string, and because no
+    # text could be made of them
+    stopped: tuple[str, ...]
+    failed: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -268,7 +270,8 @@ class OutputProcessor:
             now: when the tokens arrived, for ``RequestTimes``.
         """
         touched: dict[_Request, list[ChoiceDelta]] = {}
-        to_abort: list[str] = []
+        stopped: list[str] = []
+        failed: list[str] = []
         for update in updates:
             choice = self._choices.get(update.request_id)
             if choice is None:
@@ -285,7 +288,7 @@ class OutputProcessor:
                 del self._choices[update.request_id]
                 owner.live.remove(update.request_id)
                 if update.finish_reason is None:
-                    to_abort.append(update.request_id)
+                    (stopped if delta.error is None else failed).append(update.request_id)
                 if not owner.live:
                     del self._requests[owner.request.request_id]
             deltas = touched.get(owner)
@@ -294,7 +297,7 @@ class OutputProcessor:
             else:
                 _add(deltas, delta)
         outputs = tuple([owner.output(tuple(deltas)) for owner, deltas in touched.items()])
-        return Processed(outputs, tuple(to_abort))
+        return Processed(outputs, tuple(stopped), tuple(failed))
 
 
 def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:

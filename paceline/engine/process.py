@@ -111,7 +111,7 @@ def _build_and_run(
     inbox = context.socket(zmq.PULL)
     inbox.set_hwm(0)
     inbox.bind(launch.inbox)
-    in_flight = InFlightFile(Path(launch.in_flight))
+    in_flight = InFlightFile(Path(launch.in_flight), core.pipeline_depth)
     watch.catch_sigterm()
     try:
         send(Ready(info))

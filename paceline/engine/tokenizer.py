@@ -79,10 +79,6 @@ class HFTokenizer:
     def chat_template_source(self) -> str | None:
         return self._template.source(has_tools=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template.source(has_tools=False) is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; special tokens written out in it become their ids.
 

@@ -87,9 +87,20 @@ class _Logged(SimulatedBackend):
     """Notes every plan it is handed, and when."""
 
     def __init__(
-        self, backend: NullBackend, step_times: StepTimes, clock: _Clock, log: DecisionLog
+        self,
+        backend: NullBackend,
+        step_times: StepTimes,
+        clock: _Clock,
+        log: DecisionLog,
+        swap_block_seconds: float,
     ) -> None:
-        super().__init__(backend, step_times.seconds, clock=clock, sleep=clock.sleep)
+        super().__init__(
+            backend,
+            step_times.seconds,
+            clock=clock,
+            sleep=clock.sleep,
+            swap_block_seconds=swap_block_seconds,
+        )
         self._time = clock
         self._log = log
 
@@ -120,6 +131,7 @@ def run_live(
         step_times,
         clock,
         log,
+        config.cache.swap_block_seconds,
     )
     core = EngineCore(
         backend,

@@ -11,8 +11,9 @@
       update, send the news                    the same call; Served goes to the consumer
 
 The backend runs steps one after another: a step starts when it was handed over or when the one
-before it ended, whichever is later, and takes what ``StepTimes`` says. While the loop waits for a
-result it reads no messages, so an arrival waits for the end of the step, as it does in the engine.
+before it ended, whichever is later, and takes what ``StepTimes`` says; swapped blocks are moved
+before that. While the loop waits for a result it reads no messages, so an arrival waits for the end
+of the step, as it does in the engine.
 
 This module does not know other replicas, or where arrivals come from.
 """
@@ -68,6 +69,7 @@ class _Step:
     plan: SchedulerOutput
     requests_end: tuple[tuple[int, ...], ...]
     end: float
+    # of its rows alone: what the scheduler learns from
     seconds: float
 
 
@@ -229,12 +231,14 @@ class Replica:
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
         seconds = self._times.seconds(plan)
-        if plan.swaps:
-            seconds += self.config.cache.swap_block_seconds * len(plan.swaps)
-        start = max(now, self._backend_free)
-        end = self._backend_free = start + seconds
+        moving = self.config.cache.swap_block_seconds
+        begin = max(now, self._backend_free)
+        start = begin + moving * len(plan.swaps)
+        end = start + seconds
+        # what is fetched ahead is fetched once the result is out
+        self._backend_free = end + moving * len(plan.prefetches)
         self._steps.append(_Step(plan, self._sample(plan), end, seconds))
-        self.busy_seconds += seconds
+        self.busy_seconds += self._backend_free - begin
         self.num_steps += 1
         if self._on_plan is not None:
             self._on_plan(self.index, plan, now, start, end)

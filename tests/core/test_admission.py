@@ -173,6 +173,32 @@ def test_expired_work_is_dropped_before_it_is_started(by: str) -> None:
     assert len(driver.tokens["a"]) == 12
 
 
+def test_expired_work_is_told_a_wait_in_which_it_does_not_wait_for_itself() -> None:
+    driver = warm(max_num_seqs=1)
+    ttl = Slo(queue_ttl=5.0)
+    driver.add(make_request("a", 4, 40, arrival=driver.now))
+    driver.step()
+    driver.add(
+        *(make_request(name, 4, 12, arrival=driver.now, slo=ttl) for name in ("b", "c")),
+    )
+    while not driver.expired:
+        driver.step()
+    assert [expired.request_id for expired in driver.expired] == ["b", "c"]
+    again = make_request("again", 4, 12, arrival=driver.now)
+    driver.add(again)
+    for expired in driver.expired:
+        assert expired.error.retry_after == pytest.approx(again.predicted_ttft, rel=0.1)
+    driver.run()
+
+
+def test_requests_that_ended_are_not_kept_for_as_long_as_they_might_have_waited() -> None:
+    driver = Driver(queue_timeout_s=3600.0)
+    for index in range(1000):
+        driver.add(make_request(f"r{index}", 4, 1))
+        driver.abort(f"r{index}")
+    assert len(driver.scheduler._admission._limits) <= 100
+
+
 def test_a_preempted_request_does_not_expire() -> None:
     driver = Driver(num_blocks=12, queue_timeout_s=3.0, max_num_seqs=2)
     driver.add(make_request("a", 16, 20), make_request("b", range(50, 66), 20))

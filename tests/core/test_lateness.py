@@ -58,7 +58,8 @@ def test_what_was_cached_on_arrival_and_is_no_more_is_late() -> None:
     request = make_request("again", PROMPT, 2, arrival=machine.now, slo=SOON)
     machine.add(request)
     assert request.num_new_tokens == 4
-    machine.scheduler.kv.pool.reset_cache()
+    pool = machine.scheduler.kv.pool
+    pool.release(pool.allocate(pool.num_free))
     machine.until_done()
     assert relegated(machine, "again")
 
@@ -76,6 +77,24 @@ def test_the_door_predicts_what_is_left_to_compute() -> None:
     machine.add(unknown)
     assert unknown.predicted_ttft is not None and unknown.predicted_ttft > 2.0
     machine.until_done()
+
+
+def test_forks_that_wait_for_a_place_count_for_what_they_lack() -> None:
+    machine = Machine(max_num_seqs=2, future_memory_check=False)
+    machine.add(make_request("p/0", PROMPT, 20))
+    machine.add(*(make_request(f"p/{i}", PROMPT, 20, fork_of="p/0") for i in range(1, 6)))
+    while machine.scheduler.stats().num_waiting_deferred:
+        machine.step()
+    machine.step()
+    assert machine.scheduler.stats().num_waiting_capacity == 4
+    behind = make_request("behind", 100, 2, arrival=machine.now)
+    machine.add(behind)
+    # six of 20 tokens each, two at a time in steps of 12 ms, and its own 100 ms
+    assert behind.predicted_ttft == pytest.approx(0.8, abs=0.2)
+    machine.until_done()
+    began = machine.finished["behind"].first_scheduled_time
+    assert began is not None
+    assert began - behind.arrival_time == pytest.approx(behind.predicted_ttft - 0.1, rel=0.25)
 
 
 def test_nothing_is_hashed_for_who_finds_the_queue_full() -> None:

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.kv_cache import KVCacheManager
 from paceline.core.patience import Patience
 from paceline.core.policies import POLICIES
-from paceline.core.queues import RequestQueue
+from paceline.core.queues import FairQueue, RequestQueue
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.slo import Slo
 from paceline.core.survey import Survey
@@ -227,6 +227,34 @@ def test_only_time_at_the_head_counts_and_all_of_it() -> None:
     room.check_integrity()
 
 
+def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
+    """As under ``fair``: whose tenant's ordinary requests were served last comes second."""
+    served = dict.fromkeys("ab", 0.0)
+
+    def make_queue() -> FairQueue:
+        return FairQueue(served.__getitem__, lambda tenant, least: None)
+
+    room = WaitingRoom(make_queue, KVCacheManager(Machine().cache), lambda key: key)
+    night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]
+    for number, request in enumerate(night):
+        request.order = (0.0, number)
+        room.push(request)
+    patience = Patience(room, 20.0)
+    firsts = []
+    for second in range(50):
+        patience.look(float(second), BUSY)
+        first = room.first_best_effort()
+        if any(request.promoted for request in night):
+            break
+        assert first is not None
+        firsts.append(first.request_id)
+        served[first.tenant] += 10.0
+    assert firsts[:4] == ["a", "b", "a", "b"]
+    # one of them was the first for half of the time
+    assert 38 <= second <= 40
+    room.check_integrity()
+
+
 def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
     first, second = (make_request(f"r{i}", 4, slo=Slo(best_effort=True)) for i in range(2))
     room = room_with(first, second)
@@ -242,6 +270,15 @@ def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
     for now in (200.0, 205.0, 211.0):
         patience.look(now, BUSY)
     assert second.band is Band.ORDINARY
+
+
+def test_how_long_it_took_says_nothing_about_those_who_do_not_yield() -> None:
+    machine = Machine(best_effort_delay_s=DELAY)
+    night = make_request("night", 60, 2, slo=Slo(best_effort=True))
+    night.seconds_first = 9.0
+    assert waited(machine, promised, night) <= 10.0
+    assert night.promoted and night.predicted_ttft is not None
+    assert machine.scheduler._prospects._forecast.bias == 1.0, "all others are best effort"
 
 
 def test_a_queue_may_take_somebody_back_in_the_same_place() -> None:

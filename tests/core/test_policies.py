@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +145,21 @@ def test_cached_prefixes_are_not_charged() -> None:
     assert policy.counter("y") == PROMPT_WEIGHT * 1 + OUTPUT_WEIGHT * 1
 
 
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_a_preempted_request_is_charged_once(steps: int) -> None:
+    """Its prompt takes seven steps."""
+    driver = Driver(policy="fair", enable_prefix_caching=False, max_num_batched_tokens=16)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    driver.add(make_request("a", 100, 5, tenant="x"))
+    for _ in range(steps):
+        driver.step()
+    running = driver.scheduler._running
+    running.preempt(running.requests[0], driver.now)
+    driver.run()
+    assert policy.counter("x") == PROMPT_WEIGHT * 100 + OUTPUT_WEIGHT * 5
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), num_seqs=st.integers(1, 6), num_blocks=st.integers(16, 60))
 def test_the_vtc_bound_holds_between_backlogged_tenants(
@@ -281,6 +297,54 @@ def test_what_one_kind_of_requests_was_served_lifts_nobody_of_another_kind() -> 
     assert policy.counter("other") > 3 * 64
     assert policy.counter("a") == policy.counter("b") == 0.0
     driver.run()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_service_goes_to_whoever_was_served_least_as_if_each_were_served_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    driver = Driver(policy="fair", max_num_seqs=2, num_blocks=400)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    for index in range(30):
+        slo = rng.choice((Slo(), Slo(ttft=9e3), Slo(ttft=9e3, best_effort=True)))
+        tenant = rng.choice("abcdef")
+        driver.add(make_request(f"r{index}", rng.randint(1, 40), 9, tenant=tenant, slo=slo))
+        if rng.random() < 0.3:
+            driver.step()
+    waiting = driver.scheduler._waiting.targeted
+    served = {tenant: policy.counter(tenant) for tenant in waiting}
+    left = {tenant: list(own) for tenant, own in waiting.items()}
+    expected = []
+    while left:
+        tenant = min(left, key=lambda name: (served[name], left[name][0].order))
+        request = left[tenant].pop(0)
+        expected.append(request.request_id)
+        output = driver.scheduler._planner.lateness._work.output_tokens(request)
+        served[tenant] += PROMPT_WEIGHT * request.num_new_tokens + OUTPUT_WEIGHT * output
+        if not left[tenant]:
+            del left[tenant]
+    assert [request.request_id for request in policy.service_order(waiting)] == expected
+    driver.scheduler.check_integrity()
+    driver.run()
+
+
+def test_service_order_looks_at_no_more_tenants_than_it_must(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(policy="fair", max_num_seqs=1)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    for index in range(500):
+        driver.add(make_request(f"r{index}", 4, 1, tenant=f"t{index}", slo=Slo(ttft=9e3)))
+    looks = []
+    counter = policy.counter
+    monkeypatch.setattr(
+        policy._queues[0], "_counter", lambda tenant: looks.append(tenant) or counter(tenant)
+    )
+    first = list(islice(policy.service_order(driver.scheduler._waiting.targeted), 10))
+    assert [request.request_id for request in first] == [f"r{index}" for index in range(10)]
+    assert len(looks) < 30
 
 
 # ---------------------------------------------------------------- phase-aligned

@@ -21,13 +21,18 @@ def test_levels_open_one_after_the_other_and_close_later_than_they_opened() -> N
     # 0.97 - 0.05, 0.94 - 0.05, 0.91 - 0.05, 0.88 - 0.05
     levels = [valve.update(use) for use in (0.93, 0.91, 0.87, 0.84, 0.82)]
     assert levels == [4, 3, 2, 1, 0]
-    assert valve.num_openings == 1
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.04, 0.05])
+def test_one_that_opens_early_closes_too(threshold: float) -> None:
+    valve = PressureValve(threshold)
+    assert valve.update(0.5) is Pressure.REFUSE
+    assert valve.update(0.0) is Pressure.CLOSED
 
 
 def test_it_does_not_flutter_around_a_threshold() -> None:
     valve = PressureValve(0.5)
     assert {valve.update(use) for use in (0.51, 0.49) * 5} == {1}
-    assert valve.num_openings == 1
 
 
 def test_a_threshold_of_one_keeps_it_closed_and_one_near_it_has_all_levels() -> None:
@@ -136,3 +141,23 @@ def test_level_4_refuses_while_others_wait() -> None:
     assert refused.value.retry_after > 0.0
     tight.run()
     assert dict(tight.scheduler.stats().refused) == {"pressure": 1}
+
+
+def test_what_the_last_step_saw_is_over_once_nobody_is_left() -> None:
+    """No step is planned while the engine has nothing to do."""
+    tight = driver(max_num_seqs=2)
+    tight.add(make_request("a", range(1, 121), 40), make_request("b", range(200, 290), 40))
+    tight.step()
+    tight.add(make_request("waiting", 4))
+    tight.step()
+    stats = tight.scheduler.stats()
+    assert (stats.pressure_level, stats.held_by) == (4, "slots")
+    # all callers hang up at once
+    tight.abort("a", "b", "waiting")
+    stats = tight.scheduler.stats()
+    assert (stats.pressure_level, stats.held_by) == (0, None)
+    tight.now += 3600.0
+    # several come before the next step is planned
+    tight.add(*(make_request(f"r{i}", 4, arrival=tight.now) for i in range(3)))
+    tight.run()
+    assert sum(seconds for _, seconds in tight.scheduler.stats().waited) < 100.0

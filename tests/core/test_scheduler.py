@@ -339,6 +339,38 @@ def test_an_abort_frees_blocks_at_once_and_the_result_in_flight_is_dropped() -> 
     assert any("a" in plan.released for plan in driver.plans)
 
 
+def test_what_was_computed_for_nobody_is_counted_and_nothing_else() -> None:
+    driver = Driver(block_size=4, max_num_seqs=3)
+
+    def discarded() -> int:
+        return driver.scheduler.stats().num_discarded_tokens
+
+    driver.add(make_request("a", 14, 2))
+    driver.run()
+    assert discarded() == 0
+    # 12 of 14 tokens are cached
+    driver.add(make_request("b", 14, 8))
+    driver.step()
+    driver.abort("b")
+    assert discarded() == 2
+    # of three with one prompt of 5 tokens, two do not compute it
+    prompt = range(50, 55)
+    driver.add(make_request("p/0", prompt, 8))
+    driver.add(*(make_request(f"p/{i}", prompt, 8, fork_of="p/0") for i in (1, 2)))
+    driver.step()
+    driver.abort("p/1")
+    assert discarded() == 2, "it has not begun"
+    driver.step()
+    driver.abort("p/0", "p/2")
+    assert discarded() == 2 + 6 + 1
+    # what a preemption has taken away was computed
+    driver.add(make_request("c", range(70, 80), 8))
+    driver.step()
+    driver.scheduler._running.preempt(driver.scheduler._requests["c"], driver.now)
+    driver.abort("c")
+    assert discarded() == 9 + 10
+
+
 def test_aborting_an_unknown_request_is_harmless() -> None:
     assert Driver().scheduler.abort(["nobody"]) == ()
 

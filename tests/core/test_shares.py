@@ -12,6 +12,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.forecast import MemoryOutlook
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.shares import TenantShares
+from paceline.core.slo import Slo
 from paceline.core.step_time import StepShape
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
@@ -51,6 +52,22 @@ def test_several_tenants_lately() -> None:
     assert not shares.are_several, "it has not come for long"
     assert not shares.has_others("a")
     assert shares.has_others("b")
+
+
+@pytest.mark.parametrize(("policy", "rows"), [("deadline", 1), ("fcfs", 1), ("fair", 50)])
+def test_triage_goes_through_as_many_rows_as_there_are_tenants_to_tell_apart(
+    policy: str, rows: int
+) -> None:
+    """Callers name them, as many as they like."""
+    driver = Driver(policy=policy)
+    for index in range(100):
+        slo = Slo(ttft=9.0)
+        driver.add(make_request(f"r{index}", 4, 1, slo=slo, tenant=f"t{index % 50}"))
+    waiting = driver.scheduler._waiting
+    assert len(waiting.targeted) == rows
+    assert sum(map(len, waiting.targeted.values())) == 100
+    driver.run()
+    assert not waiting.targeted
 
 
 def test_somebody_whose_requests_last_long_is_still_there() -> None:

@@ -73,6 +73,21 @@ def test_a_request_that_would_spoil_the_pace_says_so() -> None:
     assert "pace" not in waited(driver, "a")
 
 
+def test_the_last_step_of_a_wait_is_charged_to_what_held_the_request_up() -> None:
+    driver = Driver(max_num_seqs=1, num_blocks=200)
+    driver.add(make_request("a", 4, 3))
+    driver.step()
+    driver.add(make_request("b", 4, 2, arrival=driver.now))
+    driver.plan()
+    # while a step is under way for which it could not be planned
+    driver.add(make_request("c", 4, 2, arrival=driver.now + 0.25))
+    driver.now += 1.0
+    driver.settle()
+    driver.run()
+    assert waited(driver, "b") == {"slots": 2.0}
+    assert waited(driver, "c") == {"step": 0.75, "slots": 3.0}
+
+
 def test_the_timeline_counts_chunks_and_what_was_done_twice() -> None:
     driver = Driver(max_num_batched_tokens=16, num_blocks=200)
     driver.add(make_request("a", 40, 4))

@@ -258,6 +258,7 @@ async def test_a_stop_string_stops_the_engine_too(start: Start) -> None:
         assert answer.num_output_tokens == 8
         await until(lambda: is_empty(client.stats))
         assert client.stats.num_steps < 200
+        assert client.stats.num_discarded_tokens == 0, "its answer was whole"
 
 
 async def test_a_refused_request_is_alone(start: Start) -> None:

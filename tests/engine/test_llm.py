@@ -86,6 +86,14 @@ def test_a_stop_string_ends_the_work_on_it() -> None:
         assert not llm._core.scheduler.has_unfinished
 
 
+def test_work_that_a_stop_string_ended_was_not_in_vain_and_tells_how_long_answers_are() -> None:
+    stop = ByteTokenizer().decode(expected_tokens(request(1).prompt_token_ids, 100, VOCAB)[4:6])
+    with make(pipeline_depth=1) as llm:
+        llm.generate([request(1, max_tokens=100, stop=(stop,))])
+        assert llm._core.stats().num_discarded_tokens == 0
+        assert llm._core.scheduler.lengths._all.values == [6]
+
+
 def test_refused_requests_leave_the_others_alone() -> None:
     requests = [
         request(1),

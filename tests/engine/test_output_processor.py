@@ -65,7 +65,8 @@ def feed(
     for number, one in enumerate(updates):
         processed = made.process([one], now + number)
         outputs += processed.outputs
-        aborts += processed.to_abort
+        aborts += processed.stopped
+        assert not processed.failed
     return outputs, aborts
 
 
@@ -286,7 +287,7 @@ class TestFaults:
         bad, good = processed.outputs
         assert bad.choices[0].finish_reason == "error"
         assert "KeyError: 99" in str(bad.choices[0].error)
-        assert processed.to_abort == ("bad/0",)
+        assert (processed.stopped, processed.failed) == ((), ("bad/0",))
         assert good.choices[0].text == "ok"
 
 

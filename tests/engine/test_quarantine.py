@@ -50,6 +50,15 @@ class TestInFlight:
         file.close()
         assert read_in_flight(path) == {"c"}
 
+    def test_every_plan_that_may_still_run(self, tmp_path: Path) -> None:
+        path = tmp_path / "in-flight"
+        for depth in (1, 2, 3, 8):
+            file = InFlightFile(path, depth)
+            for number in range(10):
+                file.step(plan(f"r{number}/0"))
+            assert read_in_flight(path) == {f"r{number}" for number in range(10 - depth, 10)}
+            file.close()
+
     def test_nothing_is_written_while_the_same_requests_run(self, tmp_path: Path) -> None:
         path = tmp_path / "in-flight"
         file = InFlightFile(path)

@@ -153,7 +153,7 @@ def test_properties(tokenizer: HFTokenizer) -> None:
     assert 1 not in typed.eos_token_ids
     # this model starts texts with nothing
     assert typed.encode("x", add_special_tokens=True) == typed.encode("x", add_special_tokens=False)
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template_source is not None
 
 
 def test_chat_is_rendered_as_by_transformers(smollm2_path: Path, tokenizer: HFTokenizer) -> None:

@@ -366,7 +366,7 @@ def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
         return load_tokenizer(tmp_path).render_chat([], **options)
 
     write_folder(tmp_path)
-    assert not load_tokenizer(tmp_path).has_chat_template
+    assert load_tokenizer(tmp_path).chat_template_source is None
     with pytest.raises(InvalidRequestError, match="no chat template"):
         rendered()
     named = [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "tools"}]

@@ -6,6 +6,8 @@ releases and prompts. Policies, memory pressures, depths and prefix caching vary
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -65,6 +67,38 @@ def test_identical_decisions_at_other_depths(depth: int, caching: bool) -> None:
     live = run_live(bursty(COUNT), settings, TIMES, prefix_block=32)
     simulation, _ = simulated(settings)
     assert simulation.digest() == live.digest()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_identical_decisions_where_blocks_are_moved_to_host_memory_and_back(depth: int) -> None:
+    settings = config("priority", 40, depth=depth)
+    settings = replace(
+        settings,
+        scheduler=replace(settings.scheduler, preemption="swap", max_num_seqs=4),
+        # half a step for each
+        cache=replace(settings.cache, num_host_blocks=60, swap_block_seconds=0.002),
+    )
+    live = run_live(bursty(COUNT), settings, TIMES, prefix_block=32)
+    moved = Moved()
+    simulator = Simulator(
+        Pool.single(settings, TIMES), lambda _: None, prefix_block=32, on_plan=moved
+    )
+    simulator.run(bursty(COUNT))
+    assert moved.num_swaps > 0 and moved.num_prefetches > 0
+    assert (moved.log.num_plans, moved.log.digest()) == (live.num_plans, live.digest())
+
+
+class Moved:
+    """Decisions, and blocks that they move."""
+
+    def __init__(self) -> None:
+        self.log = DecisionLog()
+        self.num_swaps = self.num_prefetches = 0
+
+    def __call__(self, _: int, plan: SchedulerOutput, now: float, start: float, end: float) -> None:
+        self.log.add(plan, now)
+        self.num_swaps += len(plan.swaps)
+        self.num_prefetches += len(plan.prefetches)
 
 
 def test_the_digest_sees_a_difference() -> None:

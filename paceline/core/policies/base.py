@@ -49,8 +49,8 @@ class SchedulingPolicy(Protocol):
         ...
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
-        """Waiting requests, given by tenant and there in order, in the order in which they will be
-        let in as far as one can tell."""
+        """Waiting requests, in the order in which they will be let in as far as one can tell. They
+        are given in order: by tenant where tenants are kept apart, else all in one row."""
         ...
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
@@ -71,5 +71,6 @@ class SchedulingPolicy(Protocol):
         ...
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
-        """Tokens just spent on a request: uncached prompt tokens at admission, then output."""
+        """Tokens just spent on a request: uncached prompt tokens when it is first let in, then
+        output."""
         ...

@@ -61,9 +61,19 @@ class FairPolicy(FcfsPolicy):
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
         # as if each were served whole before the next is chosen
-        heads = [(self.counter(tenant), own[0].order, tenant, 0) for tenant, own in waiting.items()]
-        heapq.heapify(heads)
-        while heads:
+        heads: list[tuple[float, tuple[float, int], str, int]] = []
+        # as long as the first of all may be another tenant's; whoever is asked about is not best
+        # effort, so it waits in the first of the queues
+        tenants = self._queues[0].in_order()
+        following = next(tenants, None)
+        while heads or following is not None:
+            while following is not None and (not heads or following[:2] <= heads[0][:2]):
+                counter, _, tenant = following
+                if tenant in waiting:
+                    heapq.heappush(heads, (counter, waiting[tenant][0].order, tenant, 0))
+                following = next(tenants, None)
+            if not heads:
+                return
             counter, _, tenant, index = heads[0]
             own = waiting[tenant]
             request = own[index]
@@ -106,9 +116,7 @@ class _Level:
         self._saved = saved
         self._level = 0.0
 
-    def lift(self, tenant: str, waiting: Iterator[str]) -> None:
-        """``tenant`` comes back, and these wait already."""
-        counters = self._counters
-        least = min((counters.get(other, 0.0) for other in waiting), default=0.0)
+    def lift(self, tenant: str, least: float) -> None:
+        """``tenant`` comes back, and this is the least counter among those that wait already."""
         self._level = max(self._level, least)
-        counters[tenant] = max(counters.get(tenant, 0.0), self._level - self._saved)
+        self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._level - self._saved)
