@@ -270,7 +270,7 @@ async def _in_background(
     finally:
         service.leave()
         stored.task = None
-        service.responses.put(stored)
+        service.responses.update(stored)
 
 
 async def cancel_response(stored: StoredResponse) -> dict[str, Any]:

@@ -154,6 +154,37 @@ async def test_background(http: httpx.AsyncClient) -> None:
     assert now["output"][0]["content"][0]["text"] == expected_text(chat_prompt("hi"), 12)[1]
 
 
+async def test_a_response_that_is_deleted_while_it_runs_stays_deleted(
+    http: httpx.AsyncClient,
+) -> None:
+    fields = {"max_output_tokens": 3000, "structured_outputs": {"regex": "A{3000}"}}
+    response = await create(http, background=True, **fields)
+    path = f"/v1/responses/{response['id']}"
+    async with asyncio.timeout(5):
+        while (await http.get(path)).json()["status"] != "in_progress":
+            await asyncio.sleep(0.01)
+    assert (await http.delete(path)).json()["deleted"] is True
+    async with asyncio.timeout(5):
+        while (await http.get("/load")).json() != {"server_load": 0}:
+            await asyncio.sleep(0.01)
+    assert (await http.get(path)).status_code == 404
+
+
+async def test_what_has_no_answer_is_not_gone_on_from(http: httpx.AsyncClient) -> None:
+    """An empty conversation in its place would go unseen."""
+    fields = {"max_output_tokens": 3000, "structured_outputs": {"regex": "A{3000}"}}
+    response = await create(http, background=True, **fields)
+    path = f"/v1/responses/{response['id']}"
+    after = {"input": "and then?", "previous_response_id": response["id"], "max_output_tokens": 3}
+    refused = await http.post("/v1/responses", json=after)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "previous_response_id" and "no answer" in error["message"]
+    assert (await http.post(f"{path}/cancel")).json()["status"] == "cancelled"
+    refused = await http.post("/v1/responses", json=after)
+    assert refused.status_code == 400 and "is cancelled" in refused.text
+
+
 async def test_cancel(http: httpx.AsyncClient) -> None:
     fields = {"max_output_tokens": 3000, "background": True}
     response = await create(http, **fields, structured_outputs={"regex": "A{3000}"})
