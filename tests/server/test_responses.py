@@ -229,6 +229,43 @@ async def test_log_probabilities(http: httpx.AsyncClient) -> None:
     assert len(told) == 3 and all(entry["logprob"] == 0.0 for entry in told)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_split_characters(http: httpx.AsyncClient, stream: bool) -> None:
+    """Each token is half a character here, and only the second half makes a text."""
+    body = {
+        "input": "hi",
+        "max_output_tokens": 20,
+        "structured_outputs": {"regex": "é{6}"},
+        "include": ["message.output_text.logprobs"],
+        "stream": stream,
+    }
+    answer = await http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    response = answer.json() if not stream else typed_events(answer.text)[-1]["response"]
+    (part,) = response["output"][0]["content"]
+    assert part["text"] == "éééééé"
+    assert len(part["logprobs"]) == response["usage"]["output_tokens"] >= 12
+    told = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"])
+    assert told.startswith("éééééé".encode())
+    if stream:
+        deltas = [e for e in typed_events(answer.text) if e["type"].endswith("text.delta")]
+        pieces = [entry for event in deltas for entry in event["logprobs"]]
+        assert len(pieces) >= 12 and pieces == part["logprobs"][: len(pieces)]
+
+
+async def test_a_stream_that_breaks_ends_with_an_event_in_its_place() -> None:
+    backend = NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.002, poison_token=7)
+    client = null_client(backend, pipeline_depth=1)
+    body = {"input": "hi", "stream": True, "structured_outputs": {"regex": "abc\x07d"}}
+    async with connect(create_app(client, ServerConfig())) as http:
+        answer = await http.post("/v1/responses", json=body)
+    await client.close()
+    found = typed_events(answer.text)
+    assert found[0]["type"] == "response.created" and found[-1]["type"] == "error"
+    assert found[-1]["code"] == "server_error" and "poison" in found[-1]["message"]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+
+
 def test_the_store_is_bounded() -> None:
     def response(number: int, text: str = "") -> StoredResponse:
         return StoredResponse({"id": f"r{number}", "text": text}, [], "me")
