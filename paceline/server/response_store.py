@@ -78,8 +78,8 @@ class ResponseStore:
         found = self.get(response_id, owner)
         if not found.messages:
             raise InvalidRequestError(
-                f"response {response_id[:80]!r} is {found.body['status']}: it has no answer to go on "
-                "from",
+                f"response {response_id[:80]!r} is {found.body['status']}: it has no answer from "
+                "which to go on",
                 "previous_response_id",
             )
         return found.messages

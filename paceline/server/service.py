@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -142,8 +143,9 @@ class Service:
         self, requests: Sequence[GenerationRequest], tally: Tally, shortcut: Shortcut | None
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
-            async for output in self._run_one(requests[0], tally, 0, shortcut):
-                yield 0, output
+            async with aclosing(self._run_one(requests[0], tally, 0, shortcut)) as outputs:
+                async for output in outputs:
+                    yield 0, output
             return
         # bounded, so that a slow reader slows the engine client down, which merges deltas
         queue: asyncio.Queue[tuple[int, GenerationOutput | Exception | None]]
@@ -151,8 +153,9 @@ class Service:
 
         async def pump(index: int, request: GenerationRequest) -> None:
             try:
-                async for output in self._run_one(request, tally, index):
-                    await queue.put((index, output))
+                async with aclosing(self._run_one(request, tally, index)) as outputs:
+                    async for output in outputs:
+                        await queue.put((index, output))
             except Exception as error:
                 await queue.put((index, error))
             else:
