@@ -58,6 +58,8 @@ def test_headers_fill_what_the_body_leaves_out() -> None:
     assert parse_slo(with_headers({}, headers)["slo"]) == Slo(ttft=0.4, tpot=0.03)
     named = with_headers({"slo": "batch"}, headers)["slo"]
     assert parse_slo(named) == Slo(slo_class="batch", best_effort=True, ttft=0.4, tpot=0.03)
+    nulls = with_headers({"slo": {"ttft_ms": None, "tpot_ms": 20, "class": None}}, headers)["slo"]
+    assert parse_slo(nulls) == Slo(ttft=0.4, tpot=0.02)
     assert with_headers({"slo": 7}, headers) == {"slo": 7}, "refused where bodies are parsed"
 
 
