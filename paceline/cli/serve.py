@@ -307,8 +307,9 @@ def _warn_if_reachable(listener: socket.socket) -> None:
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
     """Raises ConfigError for a file that cannot be read or holds something else."""
+    # an empty one is a secret that did not arrive, and no reason to ask nobody for a key
     single = os.environ.get("PACELINE_API_KEY")
-    if path is None and not single:
+    if path is None and single is None:
         return ()
     from paceline.server.keys import ApiKey, parse_key_file
 
@@ -321,7 +322,7 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
         keys = parse_key_file(text, f"--api-key-file {path}")
         if not keys:
             raise ConfigError(f"--api-key-file {path} holds no key")
-    if single:
+    if single is not None:
         keys.append(ApiKey.of("environment", "admin", single))
     return tuple(keys)
 
