@@ -48,7 +48,8 @@ def answering(
             _log.info(
                 "refused id=%s path=%s status=%d param=%s",
                 request_id_of(request),
-                request.url.path,
+                # a caller may put control characters into it
+                ascii(request.scope["path"])[1:-1],
                 reply.status,
                 reply.param,
             )
