@@ -174,6 +174,13 @@ def parse_completion(
         add_special_tokens=True,
         tenant=tenant,
     )
+    sequences = len(prompts) * options.n
+    if rules.max_sequences is not None and sequences > rules.max_sequences:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts of {options.n} choices each are {sequences} sequences, and "
+            f"{rules.max_sequences} can run and wait here at once: send fewer",
+            "prompt",
+        )
     note_unknown(fields)
     return CompletionRequest(
         options=options,

@@ -300,8 +300,14 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             served_model_names=names,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            max_choices=min(config.max_choices, info.max_num_seqs),
+            # more can never be in the queue at once, and would be told to try again for ever
+            max_choices=min(
+                config.max_choices, info.max_num_seqs, info.max_num_waiting or info.max_num_seqs
+            ),
             max_prompts=config.max_prompts,
+            max_sequences=None
+            if info.max_num_waiting is None
+            else info.max_num_waiting + info.max_num_seqs,
             eos_token_ids=client.tokenizer.eos_token_ids,
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
