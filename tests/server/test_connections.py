@@ -65,6 +65,24 @@ def refused(server: LiveServer, answer: bytes, status: int) -> str:
     return message
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
+def test_a_head_is_a_get_without_its_body(server: LiveServer, path: str) -> None:
+    whole = httpx.get(f"{server.url}{path}")
+    with server.connect() as connection:
+        connection.sendall(
+            f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
+        answers = read_all(connection)
+    head, _, rest = answers.partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    assert lines[0] == "http/1.1 200 ok"
+    assert f"content-type: {whole.headers['content-type']}" in lines
+    assert any(line.startswith("content-length: ") and line[16:] != "0" for line in lines)
+    # the next answer follows at once
+    assert rest.startswith(b"HTTP/1.1 200 OK\r\n") and rest.endswith(b'"}')
+
+
 @pytest.mark.parametrize("count", [10, 100, 20_000])
 def test_the_number_of_headers(server: LiveServer, count: int) -> None:
     lines = b"".join(b"A%d: b\r\n" % i for i in range(count))
