@@ -108,6 +108,23 @@ def test_the_size_of_a_head(server: LiveServer) -> None:
         assert "4096 bytes" in refused(server, read_all(connection), 431)
 
 
+def test_what_is_sent_ahead_of_a_head_is_not_part_of_it(server: LiveServer) -> None:
+    """A client that does not wait for answers: one body, and the beginning of the next request."""
+    first = raw_request(TEXT, {"prompt": "x" * 5000, "max_tokens": 1, "truncate_prompt_tokens": 1})
+    with server.connect() as connection:
+        connection.sendall(first + b"GET /version HT")
+        time.sleep(0.2)
+        connection.sendall(b"TP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 2, answers
+    # it is still bounded
+    with server.connect() as connection:
+        connection.sendall(first + b"GET /version HTTP/1.1\r\n")
+        time.sleep(0.2)
+        connection.sendall(b"A: " + b"b" * 5000)
+        assert b" 431 " in read_all(connection)
+
+
 def test_too_many_headers_are_counted(server: LiveServer) -> None:
     lines = b"".join(b"A%d: b\r\n" % i for i in range(30))
     with server.connect() as connection:
