@@ -104,7 +104,7 @@ def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
     unknown = sorted(set(value) - {"class", *_TARGETS})
     if unknown:
         raise InvalidRequestError(
-            f"slo has unknown fields {', '.join(map(repr, unknown))}; it knows class, "
+            f"slo has unknown fields {', '.join(map(show, unknown[:4]))}; it knows class, "
             f"{', '.join(_TARGETS)}",
             "slo",
         )

@@ -51,6 +51,12 @@ def test_bad_bodies_say_what_is_wrong(value: Any, names: str) -> None:
     assert names in str(caught.value)
 
 
+def test_the_message_about_unknown_targets_is_short() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_slo({f"{number}" * 99: 1 for number in range(1000)})
+    assert len(str(caught.value)) < 1000
+
+
 def test_headers_fill_what_the_body_leaves_out() -> None:
     headers = {"x-llm-d-slo-ttft-ms": "400", "x-slo-tpot-ms": "30"}
     merged = with_headers({"model": "m", "slo": {"ttft_ms": 100}}, headers)
