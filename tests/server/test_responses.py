@@ -223,6 +223,25 @@ async def test_refusals(http: httpx.AsyncClient, fields: dict[str, Any], says: s
     assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_output_tokens": 99_999}, "max_output_tokens"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+async def test_faults_are_those_of_the_callers_fields(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    """Not of the chat body that they become."""
+    answer = await http.post("/v1/responses", json={"input": "hi"} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert "max_completion_tokens" not in error["message"]
+
+
 async def test_log_probabilities(http: httpx.AsyncClient) -> None:
     response = await create(http, top_logprobs=1, max_output_tokens=3)
     told = response["output"][0]["content"][0]["logprobs"]
