@@ -141,10 +141,11 @@ def _read(interactive: bool) -> str:
         import readline  # noqa: F401
 
         return input("> ").strip()
-    line = sys.stdin.readline()
+    line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return line.strip()
+    # whatever the locale; bytes that are no text become U+FFFD
+    return line.decode("utf-8", "replace").strip()
 
 
 async def _say(conversation: Conversation, text: str) -> None:

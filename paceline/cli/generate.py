@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -99,9 +99,7 @@ def run(args: argparse.Namespace) -> int:
                 output.close()
 
 
-def _run(
-    args: argparse.Namespace, source: Iterable[bytes], output: OutputFile, total: int | None
-) -> int:
+def _run(args: argparse.Namespace, source: BinaryIO, output: OutputFile, total: int | None) -> int:
     settings = engine_settings(args, log_level="warning")
 
     import asyncio
@@ -134,7 +132,7 @@ def _run(
         try:
             await answer_all(
                 make_service(client, config),
-                read_lines(source, URLS),
+                read_lines(source, URLS) if total is not None else _arriving(source, URLS),
                 output,
                 tally,
                 max_tokens=args.max_tokens,
@@ -164,7 +162,7 @@ def _summary(tally: Tally, seconds: float) -> str:
 
 async def answer_all(
     service: Service,
-    lines: Iterable[BatchLine],
+    lines: Iterable[BatchLine] | AsyncGenerator[BatchLine, None],
     output: OutputFile,
     tally: Tally,
     *,
@@ -201,8 +199,8 @@ async def answer_all(
             on_progress()
 
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for line in lines:
+        async with asyncio.TaskGroup() as tasks, aclosing(_each(lines)) as each:
+            async for line in each:
                 if line.key in output.answered:
                     tally.skipped += 1
                     continue
@@ -211,6 +209,31 @@ async def answer_all(
     except ExceptionGroup as group:
         # one task failed and the others were cancelled for it
         raise group.exceptions[0] from None
+
+
+async def _each(
+    lines: Iterable[BatchLine] | AsyncGenerator[BatchLine, None],
+) -> AsyncGenerator[BatchLine, None]:
+    if isinstance(lines, AsyncGenerator):
+        async with aclosing(lines):
+            async for line in lines:
+                yield line
+        return
+    for line in lines:
+        yield line
+
+
+async def _arriving(source: BinaryIO, urls: Collection[str]) -> AsyncGenerator[BatchLine, None]:
+    """The lines of a pipe or a terminal, of which nothing was read before."""
+    from paceline.cli.arriving import arriving_lines
+    from paceline.server.batches.lines import LineReader
+
+    reader = LineReader(urls)
+    async with aclosing(arriving_lines(source.fileno())) as raws:
+        async for raw in raws:
+            line = reader.read(raw)
+            if line is not None:
+                yield line
 
 
 def _limited(line: BatchLine, max_tokens: int | None) -> dict[str, Any]:

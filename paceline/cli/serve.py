@@ -25,7 +25,7 @@ from paceline.cli.options import (
     add_model_argument,
     engine_settings,
 )
-from paceline.core.errors import InvalidRequestError, PacelineError
+from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError
 from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     group.add_argument(
         "--metrics-host",
-        default="127.0.0.1",
         metavar="HOST",
         help="address of --metrics-port (default 127.0.0.1: this machine only)",
     )
@@ -240,14 +239,17 @@ def run(args: argparse.Namespace) -> int:
     from paceline.server.listening import bind
 
     configure_logging(args.log_level, args.log_format)
+    if args.metrics_host is not None and args.metrics_port is None:
+        raise ConfigError(f"--metrics-host {args.metrics_host} needs --metrics-port")
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(bind(args.host, args.port))
         metrics_listener = None
         if args.metrics_port is not None:
+            metrics_host = args.metrics_host or "127.0.0.1"
             metrics_listener = sockets.enter_context(
-                bind(args.metrics_host, args.metrics_port, flag="--metrics-port")
+                bind(metrics_host, args.metrics_port, flag="--metrics-port")
             )
         if not api_keys:
             _warn_if_reachable(listener)
@@ -305,10 +307,10 @@ def _warn_if_reachable(listener: socket.socket) -> None:
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
     """Raises ConfigError for a file that cannot be read or holds something else."""
+    # an empty one is a secret that did not arrive, and no reason to ask nobody for a key
     single = os.environ.get("PACELINE_API_KEY")
-    if path is None and not single:
+    if path is None and single is None:
         return ()
-    from paceline.core.errors import ConfigError
     from paceline.server.keys import ApiKey, parse_key_file
 
     keys: list[ApiKey] = []
@@ -320,7 +322,7 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
         keys = parse_key_file(text, f"--api-key-file {path}")
         if not keys:
             raise ConfigError(f"--api-key-file {path} holds no key")
-    if single:
+    if single is not None:
         keys.append(ApiKey.of("environment", "admin", single))
     return tuple(keys)
 

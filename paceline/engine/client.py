@@ -37,6 +37,7 @@ from paceline.engine.messages import (
 )
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
+from paceline.engine.waiting import happens_within
 
 __all__ = ["ProcessEngineClient"]
 
@@ -126,9 +127,7 @@ class ProcessEngineClient(EngineFrontend):
 
     async def wait_exit(self, timeout: float) -> None:
         """Until the process has ended, for ``timeout`` seconds at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._child.exited.wait()
+        await happens_within(self._child.exited, timeout)
 
     def kill(self, reason: str) -> None:
         """End the process now, whatever state it is in; its requests fail with ``reason``."""
@@ -236,9 +235,7 @@ class _Child:
         for number, grace in steps:
             if number is not None and not self.exited.is_set():
                 self._process.send_signal(number)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace):
-                    await self.exited.wait()
+            await happens_within(self.exited, grace)
         self._loop.remove_reader(self._fd)
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -42,6 +42,7 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
 )
+from paceline.engine.waiting import happens_within
 
 __all__ = ["EngineFrontend"]
 
@@ -224,11 +225,11 @@ class EngineFrontend(abc.ABC):
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
-        if await self._wait_idle(timeout):
+        if await happens_within(self._idle, timeout):
             return
         for request_id in tuple(self._streams):
             await self.abort(request_id)
-        await self._wait_idle(_ABORT_GRACE)
+        await happens_within(self._idle, _ABORT_GRACE)
 
     @abc.abstractmethod
     async def close(self) -> None: ...
@@ -297,14 +298,6 @@ class EngineFrontend(abc.ABC):
     def _note_idle(self) -> None:
         if not self._processor.num_unfinished:
             self._idle.set()
-
-    async def _wait_idle(self, timeout: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _raise_if_dead(self) -> None:
         if self._dead is not None:

@@ -15,10 +15,12 @@ This module does not know requests, schedules or logits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -51,6 +53,8 @@ _MAX_MESSAGE: Final = 400
 # repetition counts: {a,b}
 _REPEAT: Final = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 _MAX_REPEAT: Final = 10_000
+# seconds that the end of the process waits for a compilation; less than a client has patience for
+_LAST_SECONDS: Final = 4.0
 # whatever a schema says, nothing in it is left out in silence
 _OVERRIDES: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
 
@@ -112,6 +116,8 @@ class GrammarCompiler:
                     self._threads.append(thread)
             finally:
                 threading.stack_size(before)
+            # nobody has to close it for that
+            weakref.finalize(self, _finish, self._jobs, self._threads)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -171,6 +177,22 @@ class GrammarCompiler:
                     _Wrapper(vocabulary), eos_token=vocabulary.eos_token_id
                 )
             return self._tokenizer
+
+
+def _finish(
+    jobs: queue.SimpleQueue[tuple[Future[None], Grammar] | None], threads: list[threading.Thread]
+) -> None:
+    """At the end of the process: a thread that comes back from the library when the interpreter is
+    gone takes the process down with it."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            jobs.get_nowait()
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        # the last to know the compiler may be one of its own threads
+        if thread is not threading.current_thread():
+            thread.join(_LAST_SECONDS)
 
 
 _NAMES: Final = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
@@ -38,6 +37,7 @@ from paceline.core.errors import (
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.quarantine import Place, Quarantine, Suspect, find_guilty
+from paceline.engine.restarts import Restarts
 from paceline.engine.supervised import (
     Aborted,
     Call,
@@ -55,6 +55,7 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
 )
+from paceline.engine.waiting import happens_within
 from paceline.engine.watchdog import watch
 
 __all__ = ["Starter", "SupervisedEngineClient"]
@@ -66,9 +67,6 @@ Starter = Callable[[ProcessEngineClient | None, int], Awaitable[ProcessEngineCli
 
 # seconds an engine that failed has to exit by itself
 _EXIT_GRACE: Final = 1.0
-# seconds to wait before the second restart of a window; doubled for each one after
-_BACKOFF: Final = 0.25
-_MAX_BACKOFF: Final = 5.0
 # seconds a request waits for another engine, and how many may
 _HOLD_SECONDS: Final = 60.0
 _MAX_HELD: Final = 2048
@@ -97,8 +95,7 @@ class SupervisedEngineClient:
         self, first: ProcessEngineClient, starter: Starter, max_restarts: int, window: float
     ) -> None:
         self._starter = starter
-        self._max_restarts = max_restarts
-        self._window = window
+        self._restarts = Restarts(max_restarts, window)
         self._engine: Engine | None = None
         self._latest = first
         # of all engines that ended
@@ -106,7 +103,6 @@ class SupervisedEngineClient:
         self._stats = first.stats
         self._calls: dict[str, Call] = {}
         self._quarantine = Quarantine()
-        self._restarts: deque[float] = deque()
         self._num_engines = 1
         self._replacing: asyncio.Task[None] | None = None
         self._counts = Counts()
@@ -224,12 +220,12 @@ class SupervisedEngineClient:
 
     async def drain(self, timeout: float) -> None:
         self._draining = True
-        if await self._wait_idle(timeout):
+        if await happens_within(self._idle, timeout):
             return
         self._over = True
         for request_id in tuple(self._calls):
             await self.abort(request_id)
-        await self._wait_idle(_ABORT_GRACE)
+        await happens_within(self._idle, _ABORT_GRACE)
 
     async def close(self) -> None:
         if self._closing is None:
@@ -341,14 +337,6 @@ class SupervisedEngineClient:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
 
-    async def _wait_idle(self, timeout: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
     # ------------------------------------------------------------------ engines
 
     def _adopt(self, client: ProcessEngineClient) -> None:
@@ -401,16 +389,12 @@ class SupervisedEngineClient:
             # its successor does not need that
             _log.exception("the engine that ended could not be cleaned up")
         while True:
-            now = time.monotonic()
-            while self._restarts and now - self._restarts[0] > self._window:
-                self._restarts.popleft()
-            recent = len(self._restarts)
-            if recent >= self._max_restarts:
-                self._give_up(recent)
+            pause = self._restarts.take(time.monotonic())
+            if pause is None:
+                self._give_up()
                 return
-            if recent:
-                await asyncio.sleep(min(_MAX_BACKOFF, _BACKOFF * 2 ** (recent - 1)))
-            self._restarts.append(now)
+            if pause:
+                await asyncio.sleep(pause)
             self._num_engines += 1
             started = time.monotonic()
             try:
@@ -434,18 +418,13 @@ class SupervisedEngineClient:
             client.pid,
             ended - began,
             len(self._restarts),
-            self._max_restarts,
-            self._window,
+            self._restarts.most,
+            self._restarts.window,
         )
         self._adopt(client)
 
-    def _give_up(self, recent: int) -> None:
-        self._dead = (
-            f"{self._lost_why}; {recent} restarts within {self._window:g} s are all that "
-            f"are allowed"
-            if self._max_restarts
-            else self._lost_why
-        )
+    def _give_up(self) -> None:
+        self._dead = self._restarts.spent(self._lost_why)
         _log.critical("engine_given_up reason=%r", self._dead)
         self._wake(EngineDeadError(self._dead))
         if self.on_dead is not None:

@@ -123,6 +123,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     # why these formats, for people; "" where nothing was left to choose
     choice: str = ""
+    # sequences that may wait at once; None: any number
+    max_num_waiting: int | None = None
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):

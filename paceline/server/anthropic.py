@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
@@ -226,9 +227,10 @@ async def messages_answer(
     head = AnswerHead.of("msg", request_id, service.model_name)
     text: list[str] = []
     last = None
-    async for piece in chat_pieces(service, request, head, arrival):
-        text.append(piece.text)
-        last = piece
+    async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
+        async for piece in pieces:
+            text.append(piece.text)
+            last = piece
     assert last is not None, "an answer has a last piece"
     said = "".join(text)
     content: list[dict[str, Any]] = []
@@ -280,34 +282,35 @@ async def messages_events(
     index = -1
     started = False
     start: dict[str, Any]
-    async for piece in chat_pieces(service, request, head, arrival):
-        data = b""
-        if not started:
-            started = True
-            message = _message(head) | {"usage": _usage(piece.usage)}
-            data = _event("message_start", message=message) + _event("ping")
-        if piece.text:
-            if block != "text":
-                data += b"" if block is None else _event("content_block_stop", index=index)
-                block, index = "text", index + 1
-                start = {"type": "text", "text": ""}
-                data += _event("content_block_start", index=index, content_block=start)
-            delta = {"type": "text_delta", "text": piece.text}
-            data += _event("content_block_delta", index=index, delta=delta)
-        for part in piece.call_deltas:
-            if block != part.index:
-                data += b"" if block is None else _event("content_block_stop", index=index)
-                block, index = part.index, index + 1
-                call = piece.calls[part.index]
-                start = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                data += _event("content_block_start", index=index, content_block=start)
-            if part.arguments:
-                delta = {"type": "input_json_delta", "partial_json": part.arguments}
+    async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
+        async for piece in pieces:
+            data = b""
+            if not started:
+                started = True
+                message = _message(head) | {"usage": _usage(piece.usage)}
+                data = _event("message_start", message=message) + _event("ping")
+            if piece.text:
+                if block != "text":
+                    data += b"" if block is None else _event("content_block_stop", index=index)
+                    block, index = "text", index + 1
+                    start = {"type": "text", "text": ""}
+                    data += _event("content_block_start", index=index, content_block=start)
+                delta = {"type": "text_delta", "text": piece.text}
                 data += _event("content_block_delta", index=index, delta=delta)
-        if piece.finish_reason is not None:
-            data += b"" if block is None else _event("content_block_stop", index=index)
-            stop = _stop(piece.finish_reason, piece.stop_reason, called=bool(piece.calls))
-            data += _event("message_delta", delta=stop, usage=_usage(piece.usage))
-            data += _event("message_stop")
-        if data:
-            yield data
+            for part in piece.call_deltas:
+                if block != part.index:
+                    data += b"" if block is None else _event("content_block_stop", index=index)
+                    block, index = part.index, index + 1
+                    call = piece.calls[part.index]
+                    start = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                    data += _event("content_block_start", index=index, content_block=start)
+                if part.arguments:
+                    delta = {"type": "input_json_delta", "partial_json": part.arguments}
+                    data += _event("content_block_delta", index=index, delta=delta)
+            if piece.finish_reason is not None:
+                data += b"" if block is None else _event("content_block_stop", index=index)
+                stop = _stop(piece.finish_reason, piece.stop_reason, called=bool(piece.calls))
+                data += _event("message_delta", delta=stop, usage=_usage(piece.usage))
+                data += _event("message_stop")
+            if data:
+                yield data

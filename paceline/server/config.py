@@ -122,6 +122,12 @@ class ServerConfig:
         KeyRing(self.api_keys)
         if self.rate_limit_storage is not None:
             check_storage_url(self.rate_limit_storage)
+            own = [key.limits.get(kind) for key in self.api_keys for kind in ("requests", "tokens")]
+            _require(
+                any(rate is not None for rate in (self.limits.requests, self.limits.tokens, *own)),
+                "rate_limit_storage counts requests and tokens, and no rate of either is limited: "
+                "set one, or leave it out",
+            )
         for origin in self.cors_origins:
             _require(
                 origin == "*" or _ORIGIN.fullmatch(origin) is not None,

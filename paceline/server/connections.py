@@ -45,6 +45,10 @@ class Connection(WatchedProtocol):
         self._bounds = bounds
         self._in_head = True
         self._head_bytes = 0
+        # nothing of a request has come that is not whole
+        self._between = True
+        # requests that began in the data at hand
+        self._num_begun = 0
         self._refused = False
         self._late: asyncio.TimerHandle | None = None
         self._clock_from = 0.0
@@ -66,6 +70,8 @@ class Connection(WatchedProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._between = False
+        self._num_begun += 1
         self._head_bytes = 0
         self._start_clock()
 
@@ -84,16 +90,20 @@ class Connection(WatchedProtocol):
             self.scope["extensions"] = ours
 
     def on_message_complete(self) -> None:
+        self._between = True
         self._arrived()
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        between, self._num_begun = self._between, 0
         super().data_received(data)
         # after it, as the clock starts anew in the middle of it
         self._received += len(data)
-        if self._in_head and not self._refused:
+        # where a head behind another request begins in the data nobody says; its rest counts
+        all_of_it = not self._num_begun or (between and self._num_begun == 1)
+        if self._in_head and all_of_it and not self._refused:
             self._head_bytes += len(data)
             if self._head_bytes > self._bounds.max_head_bytes:
                 most = self._bounds.max_head_bytes

@@ -61,8 +61,10 @@ _ANTHROPIC_TYPES: Final = {
 }
 # never sent: the caller is gone. Only logs and metrics see it
 _GONE: Final = 499
-# advised wait in seconds when the engine is dead: about one restart
+# advised wait in seconds when the engine is dead, about one restart, and when nobody knows better
 _RESTART_SECONDS: Final = 10
+# statuses that always say when to come back
+_COME_BACK: Final = (429, 503)
 _STATUSES: Final = frozenset(int(status) for status in HTTPStatus)
 _PRIVATE: Final = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w:/.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
@@ -116,6 +118,8 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
     match error:
         case HttpError():
             wait = error.retry_after
+            if wait is None and error.status in _COME_BACK:
+                wait = _RESTART_SECONDS
             return Reply(
                 error.status, str(error), retry_after=None if wait is None else _seconds(wait)
             )

@@ -77,6 +77,10 @@ class ExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":
+            # as GET: no route has it by itself, and what writes to the connection leaves bodies out
+            scope = {**scope, "method": "GET"}
         request_id = _caller_id(scope) or uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         generates = scope["path"] in GENERATE_PATHS
@@ -110,7 +114,7 @@ class ExchangeMiddleware:
                 self._service.leave()
             handler = _handler(scope)
             if handler not in _UNCOUNTED:
-                method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+                method = method if method in _METHODS else "OTHER"
                 seconds = time.monotonic() - started
                 self._service.metrics.observe_http(
                     handler,

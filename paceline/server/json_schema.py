@@ -6,12 +6,13 @@ Here a keyword is enforced, an annotation, or an error; nothing is ignored in si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import show
 
-__all__ = ["ANNOTATIONS", "FORMATS", "check_schema"]
+__all__ = ["ANNOTATIONS", "FORMATS", "check_schema", "with_refs"]
 
 # keyword -> whether it holds one schema, a list of them, or named ones
 _ONE: Final = frozenset({"items", "additionalProperties"})
@@ -61,6 +62,25 @@ def check_schema(schema: Any, field: str) -> None:
             pending += _below(key, item, f"{where}/{key}", field)
         if "$ref" in value:
             _check_ref(value["$ref"], schema, f"{where}/$ref", field)
+
+
+def with_refs(schema: Any, change: Callable[[str], str]) -> Any:
+    """A checked schema with every reference changed. What ``const``, ``enum`` and annotations hold
+    is no schema, whatever it looks like."""
+    if type(schema) is not dict:
+        return schema
+    found: dict[str, Any] = {}
+    for key, item in schema.items():
+        if key == "$ref":
+            item = change(item)
+        elif key in _ONE:
+            item = with_refs(item, change)
+        elif key in _LISTS:
+            item = [with_refs(each, change) for each in item]
+        elif key in _NAMED:
+            item = {name: with_refs(each, change) for name, each in item.items()}
+        found[key] = item
+    return found
 
 
 def _fault(field: str, where: str, message: str) -> InvalidRequestError:

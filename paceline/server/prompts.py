@@ -68,9 +68,16 @@ class PromptMaker:
             )
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        size = sum(len(message["content"]) for message in template.messages)
-        # a template or arguments from outside, or tools to print, may take any time
+        # of all that a template may print: reasoning and names too
+        size = sum(
+            len(text)
+            for message in template.messages
+            for text in message.values()
+            if type(text) is str
+        )
+        # a template or arguments from outside, or tools and calls to print, may take any time
         simple = template.chat_template is None and template.tools is None
+        simple = simple and not any("tool_calls" in message for message in template.messages)
         if not (simple and not template.template_kwargs and self._quick) or size > _INLINE_CHARS:
             ids = await self._in_pool(render)
             self._quick = not self._slow

@@ -127,7 +127,8 @@ def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> C
     template = parse_template_options(fields, rules)
     wanted = fields.boolean("logprobs", False)
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if top is not None and not wanted:
+    # 0 asks for nothing: some clients write every default out
+    if top and not wanted:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs=true", "top_logprobs")
     limit = fields.integer("max_completion_tokens", 1, INT32)
     limit_name = "max_completion_tokens"
@@ -173,6 +174,13 @@ def parse_completion(
         add_special_tokens=True,
         tenant=tenant,
     )
+    sequences = len(prompts) * options.n
+    if rules.max_sequences is not None and sequences > rules.max_sequences:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts of {options.n} choices each are {sequences} sequences, and "
+            f"{rules.max_sequences} can run and wait here at once: send fewer",
+            "prompt",
+        )
     note_unknown(fields)
     return CompletionRequest(
         options=options,

@@ -48,7 +48,8 @@ def answering(
             _log.info(
                 "refused id=%s path=%s status=%d param=%s",
                 request_id_of(request),
-                request.url.path,
+                # a caller may put control characters into it
+                ascii(request.scope["path"])[1:-1],
                 reply.status,
                 reply.param,
             )
@@ -69,6 +70,9 @@ async def http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         # the router names the methods of the path's first route alone
         allowed = [method for method in _METHODS if _is_served(request, method)]
+        if "GET" in allowed:
+            # answered alike (``http.py``)
+            allowed.insert(allowed.index("GET") + 1, "HEAD")
         response.headers["Allow"] = ", ".join(allowed)
     return response
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from paceline.core.errors import InvalidRequestError
 from paceline.server.errors import HttpError
 
 __all__ = ["ResponseStore", "StoredResponse"]
@@ -21,7 +22,7 @@ class StoredResponse:
 
     # as the API shows it
     body: dict[str, Any]
-    # chat messages up to and with the answer
+    # chat messages up to and with the answer; none while there is no answer
     messages: list[dict[str, Any]]
     # who may see it
     owner: str
@@ -43,7 +44,7 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response, or an earlier one's new state."""
+        """Keep a response, in place of an earlier one of the same id."""
         response_id = response.body["id"]
         self._forget(response_id)
         # about: texts are what is large
@@ -56,12 +57,32 @@ class ResponseStore:
             if self._kept[oldest].task is None:
                 self._forget(oldest)
 
+    def update(self, response: StoredResponse) -> None:
+        """Keep an earlier response's new state; one that was deleted meanwhile stays deleted."""
+        if response.body["id"] in self._kept:
+            self.put(response)
+
     def get(self, response_id: str, owner: str) -> StoredResponse:
         """Raises HttpError 404 for one that is not there, or not this owner's."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
             raise HttpError(404, f"no response with id {response_id[:80]!r} is stored here")
         return found
+
+    def conversation(self, response_id: str, owner: str) -> list[dict[str, Any]]:
+        """The chat messages up to and with a response's answer.
+
+        Raises HttpError like ``get``, and InvalidRequestError where there is no answer: it is still
+        under way, failed, or was cancelled.
+        """
+        found = self.get(response_id, owner)
+        if not found.messages:
+            raise InvalidRequestError(
+                f"response {response_id[:80]!r} is {found.body['status']}: it has no answer from "
+                "which to go on",
+                "previous_response_id",
+            )
+        return found.messages
 
     def delete(self, response_id: str, owner: str) -> None:
         """Raises HttpError like ``get``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from secrets import token_hex
 from typing import Any
 
@@ -32,6 +33,8 @@ class ResponseBuilder:
         self._number = 0
         self._text: list[str] = []
         self._logprobs: list[Any] = []
+        # of tokens whose text is not out yet, such as a part of a character
+        self._untold: list[Any] = []
         self._output: list[dict[str, Any]] = []
         # the output item that is open: None, "text" or the number of a call
         self._open: str | int | None = None
@@ -57,13 +60,18 @@ class ResponseBuilder:
     def take(self, piece: ChatPiece) -> bytes:
         """The events of one piece."""
         data = b""
+        if self._request.chat.options.sampling.logprobs is not None:
+            self._untold += chat_logprobs(piece.logprobs, self._writer).content
         if piece.text:
             if self._open != "text":
                 data += self._close(piece) + self._open_text()
             self._text.append(piece.text)
             data += self._text_event(
-                "response.output_text.delta", delta=piece.text, logprobs=self._told(piece)
+                "response.output_text.delta", delta=piece.text, logprobs=self._tell()
             )
+        if piece.call_deltas:
+            # what a call is written in is no text
+            self._untold = []
         for part in piece.call_deltas:
             if self._open != part.index:
                 data += self._close(piece) + self._open_call(piece, part.index)
@@ -76,6 +84,10 @@ class ResponseBuilder:
                 data += self._open_text()
             data += self._close(piece) + self._end(piece)
         return data
+
+    def failed(self, reply: Reply) -> bytes:
+        """The event that ends the stream instead of the response."""
+        return self._event("error", **_failure(reply))
 
     def messages(self) -> list[dict[str, Any]]:
         """The answer as chat messages."""
@@ -94,12 +106,10 @@ class ResponseBuilder:
             message["tool_calls"] = calls
         return [message]
 
-    def _told(self, piece: ChatPiece) -> list[Any]:
-        if self._request.chat.options.sampling.logprobs is None:
-            return []
-        told = chat_logprobs(piece.logprobs, self._writer).content
+    def _tell(self) -> list[Any]:
+        told, self._untold = self._untold, []
         self._logprobs += told
-        return list(told)
+        return told
 
     def _open_text(self) -> bytes:
         self._open = "text"
@@ -140,6 +150,7 @@ class ResponseBuilder:
         cut = piece.finish_reason == "length"
         item["status"] = "incomplete" if cut else "completed"
         if self._open == "text":
+            self._tell()
             text = "".join(self._text)
             part = {
                 "type": "output_text",
@@ -198,14 +209,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def failed_event(reply: Reply) -> bytes:
-    """The event of a stream that breaks."""
-    payload = {
-        "type": "error",
+def _failure(reply: Reply) -> dict[str, Any]:
+    return {
         "code": "server_error" if reply.status >= 500 else "invalid_request_error",
         "message": reply.message,
         "param": reply.param,
     }
+
+
+def failed_event(reply: Reply) -> bytes:
+    """The event of a stream that breaks before its first one."""
+    payload = {"type": "error", "sequence_number": 0, **_failure(reply)}
     return b"event: error\ndata: %b\n\n" % encode(payload)
 
 
@@ -215,16 +229,23 @@ async def response_events(
     """Typed events from ``response.created`` to ``response.completed`` or ``.incomplete``."""
     builder = ResponseBuilder(service, request, request_id)
     begun = False
-    async for piece in chat_pieces(service, request.chat, builder.head, arrival):
-        data = b""
+    try:
+        async with aclosing(chat_pieces(service, request.chat, builder.head, arrival)) as pieces:
+            async for piece in pieces:
+                data = b""
+                if not begun:
+                    begun = True
+                    data = builder.begin()
+                data += builder.take(piece)
+                if piece.finish_reason is not None:
+                    _store(service, request, builder)
+                if data:
+                    yield data
+    except Exception as error:
         if not begun:
-            begun = True
-            data = builder.begin()
-        data += builder.take(piece)
-        if piece.finish_reason is not None:
-            _store(service, request, builder)
-        if data:
-            yield data
+            raise
+        # here, as only the builder knows how many events went before
+        yield builder.failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
 
 async def response_answer(
@@ -233,8 +254,9 @@ async def response_answer(
     """The body of an answer that is not streamed; with ``background``, of one that began."""
     builder = ResponseBuilder(service, request, request_id)
     if not request.background:
-        async for piece in chat_pieces(service, request.chat, builder.head, arrival):
-            builder.take(piece)
+        async with aclosing(chat_pieces(service, request.chat, builder.head, arrival)) as pieces:
+            async for piece in pieces:
+                builder.take(piece)
         _store(service, request, builder)
         return encode(builder.body)
     stored = StoredResponse(builder.body, [], request.owner)
@@ -256,8 +278,10 @@ async def _in_background(
     service.enter()
     try:
         builder.begin()
-        async for piece in chat_pieces(service, request.chat, builder.head, time.monotonic()):
-            builder.take(piece)
+        pieces = chat_pieces(service, request.chat, builder.head, time.monotonic())
+        async with aclosing(pieces):
+            async for piece in pieces:
+                builder.take(piece)
         stored.messages = [*request.messages, *builder.messages()]
     except asyncio.CancelledError:
         builder.body["status"] = "cancelled"
@@ -270,7 +294,7 @@ async def _in_background(
     finally:
         service.leave()
         stored.task = None
-        service.responses.put(stored)
+        service.responses.update(stored)
 
 
 async def cancel_response(stored: StoredResponse) -> dict[str, Any]:

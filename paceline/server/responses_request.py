@@ -25,6 +25,13 @@ REFUSED: Final = (
     "access_programs",
 )  # fmt: skip
 _FORMATS: Final = ("text", "json_object", "json_schema")
+# fields of a chat body -> what they are made from, where that is called otherwise
+_FROM: Final = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+    "response_format.json_schema.schema": "text",
+}
 _INCLUDES: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 
@@ -110,7 +117,10 @@ def parse_responses(
     unknown = fields.unknown()
     if unknown:
         raise InvalidRequestError(f"{', '.join(unknown)}: not served in /v1/responses")
-    request = parse_chat(chat, rules, tenant)
+    try:
+        request = parse_chat(chat, rules, tenant)
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
     sampling = request.options.sampling
     shown = {
         "background": background,
@@ -140,6 +150,17 @@ def parse_responses(
         background=background,
         owner=owner,
     )
+
+
+def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """A fault of the chat body, by the name of the field that it was made from."""
+    name = None if error.param is None else _FROM.get(error.param)
+    if error.param is None or name is None:
+        return error
+    message = str(error)
+    if message.startswith(f"{error.param}="):
+        message = name + message.removeprefix(error.param)
+    return InvalidRequestError(message, name)
 
 
 def _refuse(fields: Fields) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +13,7 @@ import paceline
 from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import Fields
 from paceline.server.http import read_object
+from paceline.server.metrics.exporter_process import CONTENT_TYPE
 from paceline.server.protocol import check_model, parse_template_options
 from paceline.server.responding import answering, encoded
 from paceline.server.routes_generate import JSON_BODY
@@ -41,7 +41,7 @@ def info_router(service: Service) -> APIRouter:
         return encoded({"server_load": service.in_flight})
 
     async def metrics(_request: Request) -> Response:
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE.decode()})
 
     async def models(_request: Request) -> Response:
         names = service.rules.served_model_names

@@ -86,7 +86,7 @@ def other_apis_router(service: Service) -> APIRouter:
         body = await body_of(request)
         owner = principal_of(request)
         previous = previous_id(body)
-        before = [] if previous is None else service.responses.get(previous, owner).messages
+        before = [] if previous is None else service.responses.conversation(previous, owner)
         parsed = parse_responses(
             body, service.rules, tenant_of(request), before=before, owner=owner
         )

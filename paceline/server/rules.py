@@ -21,6 +21,8 @@ class RequestRules:
     max_model_len: int
     max_choices: int
     max_prompts: int
+    # choices of all prompts of a request together; None: any number
+    max_sequences: int | None = None
     eos_token_ids: frozenset[int]
     # see ServerConfig
     default_sampling: Mapping[str, float]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -142,8 +143,9 @@ class Service:
         self, requests: Sequence[GenerationRequest], tally: Tally, shortcut: Shortcut | None
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
-            async for output in self._run_one(requests[0], tally, 0, shortcut):
-                yield 0, output
+            async with aclosing(self._run_one(requests[0], tally, 0, shortcut)) as outputs:
+                async for output in outputs:
+                    yield 0, output
             return
         # bounded, so that a slow reader slows the engine client down, which merges deltas
         queue: asyncio.Queue[tuple[int, GenerationOutput | Exception | None]]
@@ -151,8 +153,9 @@ class Service:
 
         async def pump(index: int, request: GenerationRequest) -> None:
             try:
-                async for output in self._run_one(request, tally, index):
-                    await queue.put((index, output))
+                async with aclosing(self._run_one(request, tally, index)) as outputs:
+                    async for output in outputs:
+                        await queue.put((index, output))
             except Exception as error:
                 await queue.put((index, error))
             else:
@@ -297,8 +300,14 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             served_model_names=names,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            max_choices=min(config.max_choices, info.max_num_seqs),
+            # more can never be in the queue at once, and would be told to try again for ever
+            max_choices=min(
+                config.max_choices, info.max_num_seqs, info.max_num_waiting or info.max_num_seqs
+            ),
             max_prompts=config.max_prompts,
+            max_sequences=None
+            if info.max_num_waiting is None
+            else info.max_num_waiting + info.max_num_seqs,
             eos_token_ids=client.tokenizer.eos_token_ids,
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,

@@ -66,7 +66,9 @@ def with_headers(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     elif type(slo) is not dict:
         # refused, with its own message, where the body is parsed
         return body
-    return body | {"slo": found | slo}
+    # a null in the body is as good as nothing there
+    own = {name: value for name, value in slo.items() if value is not None}
+    return body | {"slo": found | own}
 
 
 def _milliseconds(value: str, name: str) -> float:
@@ -102,7 +104,7 @@ def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
     unknown = sorted(set(value) - {"class", *_TARGETS})
     if unknown:
         raise InvalidRequestError(
-            f"slo has unknown fields {', '.join(map(repr, unknown))}; it knows class, "
+            f"slo has unknown fields {', '.join(map(show, unknown[:4]))}; it knows class, "
             f"{', '.join(_TARGETS)}",
             "slo",
         )

@@ -15,10 +15,10 @@ import msgspec
 
 from paceline.core.errors import InvalidRequestError
 from paceline.engine.types import GenerationOutput, GenerationRequest, TokenLogprobs
-from paceline.server.answers import AnswerHead, collect, generation_request
+from paceline.server.answers import AnswerHead, UsageCount, collect, generation_request
 from paceline.server.fields import Fields
 from paceline.server.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
-from paceline.server.prompts import sampling_for
+from paceline.server.prompts import sampling_for, truncated
 from paceline.server.protocol import CompletionRequest, RequestRules, parse_completion
 from paceline.server.service import Service
 from paceline.server.shortcut import Shortcut
@@ -88,8 +88,9 @@ async def token_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("gen", request_id, service.model_name)
-    prompt, writer = _prompt(request), TokenWriter(service.client.tokenizer, as_ids=True)
-    outputs = service.run((await _request(service, request, head, arrival),))
+    writer = TokenWriter(service.client.tokenizer, as_ids=True)
+    asked = await _request(service, request, head, arrival)
+    outputs = service.run((asked,))
     async with aclosing(outputs):
         whole = await collect(outputs, 1, request.options.n, explain=request.options.explain)
     choices = [
@@ -108,7 +109,9 @@ async def token_answer(
             model=head.model,
             choices=choices,
             usage=whole.usage,
-            prompt_logprobs=prompt_logprobs_json(prompt, whole.prompt_logprobs[0], writer),
+            prompt_logprobs=prompt_logprobs_json(
+                asked.prompt_token_ids, whole.prompt_logprobs[0], writer
+            ),
         )
     )
 
@@ -120,11 +123,15 @@ async def token_events(
     arrival: float,
     shortcut: Shortcut,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer, usage on the last; then ``DONE``."""
+    """The events of a streamed answer, usage on the last, or on all if they are asked for; then
+    ``DONE``."""
     head = AnswerHead.of("gen", request_id, service.model_name)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
+    options = request.options
+    count = UsageCount(1, explain=options.explain)
 
     def told(output: GenerationOutput) -> bytes:
+        count.update(0, output)
         choices = [
             TokenChoice(
                 index=delta.index,
@@ -135,15 +142,11 @@ async def token_events(
             )
             for delta in output.choices
         ]
-        usage = None
-        if output.finished:
-            counts = (output.num_prompt_tokens, output.num_output_tokens)
-            usage = Usage.of(*counts, output.num_cached_tokens)
         answer = TokenAnswer(
             request_id=head.id,
             model=head.model,
             choices=choices,
-            usage=usage,
+            usage=count.usage() if output.finished or options.continuous_usage else None,
             prompt_logprobs=None,
         )
         return event(encode(answer))
@@ -165,7 +168,8 @@ def _prompt(request: CompletionRequest) -> list[int]:
 async def _request(
     service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
 ) -> GenerationRequest:
-    prompt, options = _prompt(request), request.options
+    options = request.options
+    prompt = truncated(_prompt(request), options, service.rules.max_model_len)
     sampling = sampling_for(
         prompt,
         options,

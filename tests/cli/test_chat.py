@@ -150,6 +150,18 @@ def test_a_pipe_gets_answers_and_nothing_else() -> None:
     assert twice.stderr == "(forgotten)\n"
 
 
+def test_bytes_that_are_no_text_are_no_traceback() -> None:
+    command = [sys.executable, "-m", "paceline.cli.main", "chat", "--backend", "null"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "5", "--temperature", "0"],
+        input=b"caf\xe9\nhello\n",
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout.splitlines()) >= 2
+
+
 def test_a_refused_turn_in_a_pipe_is_one_line_and_an_exit_code() -> None:
     done = run_chat("x" * 200 + "\nhi\n", "--max-model-len", "100", "--max-tokens", "5")
     assert done.returncode == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -166,6 +167,63 @@ def test_standard_input_to_standard_output() -> None:
     assert found[0]["usage"]["completion_tokens"] == 5
     explicit = generate("-", "--max-tokens", "5", stdin='{"prompt": "x", "max_tokens": 2}\n')
     assert json.loads(explicit.stdout)["usage"]["completion_tokens"] == 2
+
+
+def test_who_writes_lines_may_wait_for_answers() -> None:
+    """A program at the other end of both pipes, one question at a time."""
+    process = subprocess.Popen(
+        [*COMMAND, "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        for number in range(2):
+            line = json.dumps({"prompt": f"question {number}", "max_tokens": 3})
+            # not all at once either
+            process.stdin.write(b"\n" + line[:9].encode())
+            process.stdin.flush()
+            process.stdin.write(line[9:].encode() + b"\n")
+            process.stdin.flush()
+            assert select.select([process.stdout], [], [], 30)[0], "no answer"
+            record = json.loads(process.stdout.readline())
+            assert record["index"] == 2 * number + 1
+            assert record["choices"][0]["text"] == expected_text(f"question {number}", 3)
+        # the last line may lack its end
+        process.stdin.write(b'{"prompt": "last", "max_tokens": 3}')
+        rest, errors = process.communicate(timeout=30)
+        assert json.loads(rest)["choices"][0]["text"] == expected_text("last", 3)
+        assert process.returncode == 0 and b"3 answered" in errors
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_lines() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(b'{"prompt": "a", "max_tokens": 2}\n')
+        process.stdin.flush()
+        assert select.select([process.stdout], [], [], 30)[0], "no answer"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_standard_input_may_be_a_file(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *({"prompt": f"p{i}", "max_tokens": 2} for i in range(9)))
+    with source.open("rb") as file:
+        done = subprocess.run([*COMMAND, "-"], stdin=file, capture_output=True, timeout=60)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 9
 
 
 @pytest.mark.parametrize(

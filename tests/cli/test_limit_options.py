@@ -29,8 +29,8 @@ def config(*flags: str) -> ServerConfig:
         (["--rate-limit-tokens", "5/10s"], {"limits": KeyLimits(tokens=Rate(5, 10))}),
         (["--max-concurrent-per-key", "3"], {"limits": KeyLimits(concurrent=3)}),
         (
-            ["--rate-limit-storage", "redis://h:1/0"],
-            {"rate_limit_storage": "redis://h:1/0"},
+            ["--rate-limit-storage", "redis://h:1/0", "--rate-limit-requests", "5/10s"],
+            {"rate_limit_storage": "redis://h:1/0", "limits": KeyLimits(requests=Rate(5, 10))},
         ),
         (["--max-header-size", "2KiB"], {"bounds": Bounds(max_head_bytes=2048)}),
         (["--max-headers", "9"], {"bounds": Bounds(max_headers=9)}),
@@ -92,6 +92,9 @@ def test_bad_values_end_in_a_usage_error(
     "flags",
     [
         ["--rate-limit-storage", "memory://"],
+        ["--rate-limit-storage", "redis://h:1/0"],
+        # counted where they run, not there
+        ["--rate-limit-storage", "redis://h:1/0", "--max-concurrent-per-key", "3"],
         ["--cors-origin", "example.org"],
         ["--allowed-host", "a:80"],
         ["--max-header-size", "1023"],

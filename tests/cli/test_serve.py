@@ -19,8 +19,9 @@ import msgspec
 import pytest
 
 from paceline.backends.null import expected_tokens
-from paceline.cli.serve import ready_line, successor
+from paceline.cli.serve import _api_keys, ready_line, successor
 from paceline.cli.settings import EngineSettings
+from paceline.core.errors import ConfigError
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import EngineInfo
 from tests.cli.servers import ServerProcess, start_server
@@ -254,6 +255,7 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
         ([*NULL, "--port", "70000"], "between 0 and 65535"),
         ([*NULL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         ([*NULL, "--drain-timeout", "nan"], "must be at least 0"),
+        ([*NULL, "--metrics-host", "0.0.0.0"], "--metrics-host 0.0.0.0 needs --metrics-port"),
         # found while the engine starts
         ([*NULL, "--otlp-endpoint", "nonsense"], "nonsense"),
     ],
@@ -269,6 +271,14 @@ def test_what_cannot_start_says_so_in_one_line(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("paceline serve: ") and words in last
     assert "Traceback" not in done.stderr
+
+
+def test_a_key_that_came_out_empty_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "")
+    with pytest.raises(ConfigError, match="8 to 512 characters, got 0"):
+        _api_keys(None)
+    monkeypatch.delenv("PACELINE_API_KEY")
+    assert _api_keys(None) == ()
 
 
 def test_a_taken_port_is_found_before_anything_is_loaded() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -148,3 +150,29 @@ def test_sizes_are_checked_at_birth() -> None:
         Grammar("regex", "a" * 20_000)
     with pytest.raises(InvalidRequestError, match="not 'xml'"):
         Grammar("xml", "")
+
+
+def test_a_process_ends_well_in_the_middle_of_a_compilation() -> None:
+    program = """
+import time
+from paceline.core.grammar import Grammar
+from paceline.engine.grammar import GrammarCompiler
+from paceline.engine.testing import ByteTokenizer
+
+compiler = GrammarCompiler(ByteTokenizer)
+compiler.prepare(Grammar("lark", 'start: "a"', "x")).result(10)
+slow = compiler.prepare(Grammar("lark", 'start: %json {"multipleOf": 99991, "maximum": 9}', "x"))
+class Late:
+    # takes its time when the interpreter has gone too far to let a thread come back
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)
+
+
+late = Late()
+while not slow.running():
+    time.sleep(0.001)
+time.sleep(0.02)
+assert not slow.done()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

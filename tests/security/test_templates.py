@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -108,6 +109,37 @@ async def test_a_quick_template_takes_no_thread() -> None:
         maker._in_pool = refuse
         answer = await http.post(CHAT, json=body)
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "y" * 5000},
+        {"role": "user", "content": "x", "name": "y" * 5000},
+        {"role": "assistant", "content": "x", "reasoning": "y" * 5000},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": "y" * 5000})}}],
+        },
+    ],
+)
+async def test_whatever_is_long_in_a_message_is_written_beside_the_loop(
+    message: dict[str, Any],
+) -> None:
+    async with serving("{{ messages[0].role }}") as http:
+        await http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1})
+        maker = http._transport.app.state.service.prompts  # type: ignore[attr-defined]
+        pooled: list[Any] = []
+        in_pool = maker._in_pool
+
+        async def count(work: Any) -> Any:
+            pooled.append(work)
+            return await in_pool(work)
+
+        maker._in_pool = count
+        answer = await http.post(CHAT, json={"messages": [message], "max_tokens": 1})
+        assert (answer.status_code, len(pooled)) == (200, 1), answer.text
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,18 @@ async def test_n_is_bounded_by_what_can_run() -> None:
     assert "between 1 and 4, got 5" in response.json()["error"]["message"]
 
 
+async def test_what_no_queue_can_hold_is_not_told_to_try_again() -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB), max_num_seqs=8, max_num_waiting=4)
+    async with connect(create_app(client, ServerConfig())) as http:
+        few = await http.post("/v1/completions", json={"prompt": "x", "n": 4, "max_tokens": 2})
+        choices = await http.post("/v1/completions", json={"prompt": "x", "n": 5})
+        prompts = await http.post("/v1/completions", json={"prompt": ["x"] * 7, "n": 2})
+    await client.close()
+    assert few.status_code == 200 and len(few.json()["choices"]) == 4
+    assert choices.status_code == 400 and "between 1 and 4, got 5" in choices.text
+    assert prompts.status_code == 400 and "14 sequences, and 12 can" in prompts.text
+
+
 async def test_default_sampling(engine: LocalEngineClient) -> None:
     seen: list[GenerationRequest] = []
 

@@ -362,3 +362,13 @@ async def test_many_unknown_fields_are_ignored(http: httpx.AsyncClient) -> None:
     body = {"prompt": "x", "max_tokens": 1} | {f"field_{i}": {"x": [i]} for i in range(2000)}
     response = await http.post(TEXT, content=json.dumps(body), headers=JSON)
     assert response.status_code == 200
+
+
+async def test_a_path_cannot_write_to_a_terminal(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "paceline.server"):
+        answer = await http.get("/v1/models/%1b[2Jx%0d%c2%9b1m")
+    assert answer.status_code == 404
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]
+    assert line.isprintable() and line.isascii() and "path=/v1/models/\\x1b[2Jx" in line

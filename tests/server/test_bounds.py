@@ -17,6 +17,8 @@ from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app
 from paceline.server.batches.lines import read_lines
 from paceline.server.bounds import Bounds, check_json_depth, check_json_items
+from paceline.server.keys import ApiKey
+from paceline.server.rate_limits import Rate
 
 from .helpers import chat_body, connect
 
@@ -132,6 +134,15 @@ def test_bad_bounds(fields: dict[str, Any], says: str) -> None:
 def test_bad_settings(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ServerConfig(**fields)
+
+
+def test_a_storage_may_be_for_the_limits_of_one_key_alone() -> None:
+    storage = "redis://h:1/0"
+    limited = ApiKey("a", "user", bytes(32), {"tokens": Rate(5, 10)})
+    assert ServerConfig(api_keys=(limited,), rate_limit_storage=storage).rate_limit_storage
+    free = ApiKey("a", "user", bytes(32), {"tokens": None})
+    with pytest.raises(ConfigError, match="no rate of either"):
+        ServerConfig(api_keys=(free,), rate_limit_storage=storage)
 
 
 @pytest.fixture(scope="module")

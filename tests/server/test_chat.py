@@ -139,6 +139,12 @@ async def test_streamed_logprobs_cover_every_token(http: httpx.AsyncClient) -> N
     assert {entry["token"] for entry in entries} == {"\ufffd"}
 
 
+async def test_no_top_logprobs_need_no_logprobs(http: httpx.AsyncClient) -> None:
+    body = chat_body(max_tokens=1, logprobs=False, top_logprobs=0)
+    answer = await http.post(URL, json=body)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["logprobs"] is None
+
+
 async def test_tokens_as_ids(http: httpx.AsyncClient) -> None:
     body = chat_body(
         max_tokens=1, logprobs=True, return_tokens_as_token_ids=True, logit_bias=say("A")

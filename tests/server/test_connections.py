@@ -65,6 +65,24 @@ def refused(server: LiveServer, answer: bytes, status: int) -> str:
     return message
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
+def test_a_head_is_a_get_without_its_body(server: LiveServer, path: str) -> None:
+    whole = httpx.get(f"{server.url}{path}")
+    with server.connect() as connection:
+        connection.sendall(
+            f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+            + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
+        answers = read_all(connection)
+    head, _, rest = answers.partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    assert lines[0] == "http/1.1 200 ok"
+    assert f"content-type: {whole.headers['content-type']}" in lines
+    assert any(line.startswith("content-length: ") and line[16:] != "0" for line in lines)
+    # the next answer follows at once
+    assert rest.startswith(b"HTTP/1.1 200 OK\r\n") and rest.endswith(b'"}')
+
+
 @pytest.mark.parametrize("count", [10, 100, 20_000])
 def test_the_number_of_headers(server: LiveServer, count: int) -> None:
     lines = b"".join(b"A%d: b\r\n" % i for i in range(count))
@@ -88,6 +106,23 @@ def test_the_size_of_a_head(server: LiveServer) -> None:
     with server.connect() as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 4200)
         assert "4096 bytes" in refused(server, read_all(connection), 431)
+
+
+def test_what_is_sent_ahead_of_a_head_is_not_part_of_it(server: LiveServer) -> None:
+    """A client that does not wait for answers: one body, and the beginning of the next request."""
+    first = raw_request(TEXT, {"prompt": "x" * 5000, "max_tokens": 1, "truncate_prompt_tokens": 1})
+    with server.connect() as connection:
+        connection.sendall(first + b"GET /version HT")
+        time.sleep(0.2)
+        connection.sendall(b"TP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 2, answers
+    # it is still bounded
+    with server.connect() as connection:
+        connection.sendall(first + b"GET /version HTTP/1.1\r\n")
+        time.sleep(0.2)
+        connection.sendall(b"A: " + b"b" * 5000)
+        assert b" 431 " in read_all(connection)
 
 
 def test_too_many_headers_are_counted(server: LiveServer) -> None:

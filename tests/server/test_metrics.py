@@ -66,6 +66,11 @@ async def test_names_and_labels(http: httpx.AsyncClient, name: str) -> None:
     assert lines[0].startswith(f'{name}{{engine="0",model_name="tiny"}} ')
 
 
+async def test_the_format_is_named_as_on_the_other_port(http: httpx.AsyncClient) -> None:
+    kind = (await http.get("/metrics")).headers["content-type"]
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+
+
 async def test_configuration(http: httpx.AsyncClient) -> None:
     text = await scrape(http)
     labels = {"block_size": "16", "num_gpu_blocks": "1024", "engine": "0"}

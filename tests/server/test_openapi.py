@@ -228,8 +228,8 @@ async def test_files_and_batches_are_what_it_says(
 
 async def test_allow_names_every_method_of_a_path(http: httpx.AsyncClient) -> None:
     for path, methods in (
-        ("/ping", "GET, POST"),
-        ("/v1/responses/x", "DELETE, GET"),
+        ("/ping", "GET, HEAD, POST"),
+        ("/v1/responses/x", "DELETE, GET, HEAD"),
         ("/v1/chat/completions", "POST"),
     ):
         answer = await http.request("OPTIONS", path)

@@ -154,6 +154,37 @@ async def test_background(http: httpx.AsyncClient) -> None:
     assert now["output"][0]["content"][0]["text"] == expected_text(chat_prompt("hi"), 12)[1]
 
 
+async def test_a_response_that_is_deleted_while_it_runs_stays_deleted(
+    http: httpx.AsyncClient,
+) -> None:
+    fields = {"max_output_tokens": 3000, "structured_outputs": {"regex": "A{3000}"}}
+    response = await create(http, background=True, **fields)
+    path = f"/v1/responses/{response['id']}"
+    async with asyncio.timeout(5):
+        while (await http.get(path)).json()["status"] != "in_progress":
+            await asyncio.sleep(0.01)
+    assert (await http.delete(path)).json()["deleted"] is True
+    async with asyncio.timeout(5):
+        while (await http.get("/load")).json() != {"server_load": 0}:
+            await asyncio.sleep(0.01)
+    assert (await http.get(path)).status_code == 404
+
+
+async def test_what_has_no_answer_is_not_gone_on_from(http: httpx.AsyncClient) -> None:
+    """An empty conversation in its place would go unseen."""
+    fields = {"max_output_tokens": 3000, "structured_outputs": {"regex": "A{3000}"}}
+    response = await create(http, background=True, **fields)
+    path = f"/v1/responses/{response['id']}"
+    after = {"input": "and then?", "previous_response_id": response["id"], "max_output_tokens": 3}
+    refused = await http.post("/v1/responses", json=after)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "previous_response_id" and "no answer" in error["message"]
+    assert (await http.post(f"{path}/cancel")).json()["status"] == "cancelled"
+    refused = await http.post("/v1/responses", json=after)
+    assert refused.status_code == 400 and "is cancelled" in refused.text
+
+
 async def test_cancel(http: httpx.AsyncClient) -> None:
     fields = {"max_output_tokens": 3000, "background": True}
     response = await create(http, **fields, structured_outputs={"regex": "A{3000}"})
@@ -192,10 +223,66 @@ async def test_refusals(http: httpx.AsyncClient, fields: dict[str, Any], says: s
     assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_output_tokens": 99_999}, "max_output_tokens"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+async def test_faults_are_those_of_the_callers_fields(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    """Not of the chat body that they become."""
+    answer = await http.post("/v1/responses", json={"input": "hi"} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert "max_completion_tokens" not in error["message"]
+
+
 async def test_log_probabilities(http: httpx.AsyncClient) -> None:
     response = await create(http, top_logprobs=1, max_output_tokens=3)
     told = response["output"][0]["content"][0]["logprobs"]
     assert len(told) == 3 and all(entry["logprob"] == 0.0 for entry in told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_split_characters(http: httpx.AsyncClient, stream: bool) -> None:
+    """Each token is half a character here, and only the second half makes a text."""
+    body = {
+        "input": "hi",
+        "max_output_tokens": 20,
+        "structured_outputs": {"regex": "é{6}"},
+        "include": ["message.output_text.logprobs"],
+        "stream": stream,
+    }
+    answer = await http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    response = answer.json() if not stream else typed_events(answer.text)[-1]["response"]
+    (part,) = response["output"][0]["content"]
+    assert part["text"] == "éééééé"
+    assert len(part["logprobs"]) == response["usage"]["output_tokens"] >= 12
+    told = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"])
+    assert told.startswith("éééééé".encode())
+    if stream:
+        deltas = [e for e in typed_events(answer.text) if e["type"].endswith("text.delta")]
+        pieces = [entry for event in deltas for entry in event["logprobs"]]
+        assert len(pieces) >= 12 and pieces == part["logprobs"][: len(pieces)]
+
+
+async def test_a_stream_that_breaks_ends_with_an_event_in_its_place() -> None:
+    backend = NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.002, poison_token=7)
+    client = null_client(backend, pipeline_depth=1)
+    body = {"input": "hi", "stream": True, "structured_outputs": {"regex": "abc\x07d"}}
+    async with connect(create_app(client, ServerConfig())) as http:
+        answer = await http.post("/v1/responses", json=body)
+    await client.close()
+    found = typed_events(answer.text)
+    assert found[0]["type"] == "response.created" and found[-1]["type"] == "error"
+    assert found[-1]["code"] == "server_error" and "poison" in found[-1]["message"]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
 
 
 def test_the_store_is_bounded() -> None:

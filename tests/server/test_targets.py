@@ -51,6 +51,12 @@ def test_bad_bodies_say_what_is_wrong(value: Any, names: str) -> None:
     assert names in str(caught.value)
 
 
+def test_the_message_about_unknown_targets_is_short() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_slo({f"{number}" * 99: 1 for number in range(1000)})
+    assert len(str(caught.value)) < 1000
+
+
 def test_headers_fill_what_the_body_leaves_out() -> None:
     headers = {"x-llm-d-slo-ttft-ms": "400", "x-slo-tpot-ms": "30"}
     merged = with_headers({"model": "m", "slo": {"ttft_ms": 100}}, headers)
@@ -58,6 +64,8 @@ def test_headers_fill_what_the_body_leaves_out() -> None:
     assert parse_slo(with_headers({}, headers)["slo"]) == Slo(ttft=0.4, tpot=0.03)
     named = with_headers({"slo": "batch"}, headers)["slo"]
     assert parse_slo(named) == Slo(slo_class="batch", best_effort=True, ttft=0.4, tpot=0.03)
+    nulls = with_headers({"slo": {"ttft_ms": None, "tpot_ms": 20, "class": None}}, headers)["slo"]
+    assert parse_slo(nulls) == Slo(ttft=0.4, tpot=0.02)
     assert with_headers({"slo": 7}, headers) == {"slo": 7}, "refused where bodies are parsed"
 
 

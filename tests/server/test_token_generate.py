@@ -40,6 +40,35 @@ async def test_streamed_ids_add_up(http: httpx.AsyncClient) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 60
 
 
+async def test_streamed_counts_are_told_as_asked(http: httpx.AsyncClient) -> None:
+    body: dict[str, Any] = {
+        "token_ids": PROMPT,
+        "stream": True,
+        "sampling_params": {"max_tokens": 300, "explain": True, "ignore_eos": True},
+    }
+    *before, last = events((await http.post(GENERATE, json=body)).text)
+    assert before and all(chunk["usage"] is None for chunk in before)
+    assert last["usage"]["completion_tokens"] == 300
+    (told,) = last["usage"]["timeline"]
+    assert told["chunks"] == 1
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events((await http.post(GENERATE, json={**body, "stream_options": options})).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 300 and len(counts) >= 2
+
+
+async def test_a_prompt_of_ids_is_truncated(http: httpx.AsyncClient) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 4, "truncate_prompt_tokens": 2}
+    body: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": sampling}
+    answer = (await http.post(GENERATE, json=body)).json()
+    assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT[-2:], 4, VOCAB)
+    assert answer["usage"]["prompt_tokens"] == 2
+    sampling |= {"truncation_side": "right", "prompt_logprobs": 0}
+    answer = (await http.post(GENERATE, json=body)).json()
+    assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT[:2], 4, VOCAB)
+    assert len(answer["prompt_logprobs"]) == 2
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -147,6 +147,22 @@ async def test_a_schema_and_tools_together(http: httpx.AsyncClient) -> None:
     assert answers
 
 
+async def test_what_only_looks_like_a_reference_stays_as_it_is(http: httpx.AsyncClient) -> None:
+    """A value that is asked for, and a property by the name of a keyword."""
+    wanted = {"$ref": "#/components/x"}
+    properties = {"link": {"const": wanted}, "const": {"$ref": "#/$defs/unit"}}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": ["link", "const"],
+        "$defs": {"unit": {"enum": ["C"]}},
+    }
+    tool = {"type": "function", "function": {"name": "open", "parameters": parameters}}
+    choice = await choice_of(http, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"link": wanted, "const": "C"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

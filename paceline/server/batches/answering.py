@@ -58,7 +58,7 @@ def _response(
     # the answer is in the batch's output; thousands of them would push everybody's others out
     body = {"store": False, **body}
     previous = previous_id(body)
-    before = [] if previous is None else service.responses.get(previous, owner).messages
+    before = [] if previous is None else service.responses.conversation(previous, owner)
     parsed = parse_responses(body, rules, owner, before=before, owner=owner)
     return response_answer(service, parsed, id_, at)
 

@@ -28,6 +28,7 @@ from paceline.server.wire import encode
 __all__ = [
     "Answer",
     "BatchLine",
+    "LineReader",
     "bounded_lines",
     "find_faults",
     "openai_record",
@@ -113,24 +114,46 @@ def read_lines(
         max_bytes: of one line.
         bounds: of one body, as over HTTP; None: the caller's own lines, which may hold anything.
     """
-    seen: dict[str, int] = {}
-    for index, raw in enumerate(source):
+    lines = LineReader(urls, max_bytes=max_bytes, bounds=bounds)
+    for raw in source:
+        line = lines.read(raw)
+        if line is not None:
+            yield line
+
+
+class LineReader:
+    """The lines of one input, given one at a time; see ``read_lines``."""
+
+    def __init__(
+        self,
+        urls: Collection[str],
+        *,
+        max_bytes: int | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._urls, self._max_bytes, self._bounds = urls, max_bytes, bounds
+        self._seen: dict[str, int] = {}
+        self._count = 0
+
+    def read(self, raw: bytes) -> BatchLine | None:
+        """The next line of the input; None for a blank one."""
+        index, self._count = self._count, self._count + 1
         text = raw.strip()
         if not text:
-            continue
+            return None
         digest = hashlib.sha256(text).hexdigest()[:16]
         line = BatchLine(index=index, custom_id=None, digest=digest, size=len(text))
         try:
-            if max_bytes is not None and len(text) > max_bytes:
-                raise _Fault("line_too_long", f"a line may have {max_bytes} bytes")
-            value = _decode(text, bounds)
-            line = replace(line, custom_id=_custom_id(value, index, seen))
-            line = _with_request(line, value, urls)
-            if bounds is not None:
-                _check_depth(line.body, bounds)
+            if self._max_bytes is not None and len(text) > self._max_bytes:
+                raise _Fault("line_too_long", f"a line may have {self._max_bytes} bytes")
+            value = _decode(text, self._bounds)
+            line = replace(line, custom_id=_custom_id(value, index, self._seen))
+            line = _with_request(line, value, self._urls)
+            if self._bounds is not None:
+                _check_depth(line.body, self._bounds)
         except _Fault as fault:
             line = replace(line, error=str(fault), code=fault.code)
-        yield line
+        return line
 
 
 def _decode(text: bytes, bounds: Bounds | None) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from typing import Any, BinaryIO, Final
 
 from paceline.core.errors import ConfigError
 from paceline.server.batches.contents import Contents, Part, StorageError, told
+from paceline.server.batches.database import Database
 from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
-from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS, connect
+from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS
 from paceline.server.errors import HttpError
 
 __all__ = ["BatchStore"]
@@ -63,7 +64,7 @@ class BatchStore:
             raise ConfigError(f"the batch folder {folder}: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._db = connect(folder / "store.sqlite3")
+            self._db = Database(folder / "store.sqlite3")
             try:
                 known = {row["id"] for row in self._db.execute("SELECT id FROM files")}
                 self._contents.remove_strays(known)
@@ -79,13 +80,11 @@ class BatchStore:
 
     def interrupt(self) -> None:
         """What runs now fails soon. From any thread."""
-        with contextlib.suppress(sqlite3.Error):
-            self._db.interrupt()
+        self._db.interrupt()
 
     def close(self) -> None:
         """Give the folder back. Not to be used any more."""
-        with contextlib.suppress(sqlite3.Error):
-            self._db.close()
+        self._db.close()
         os.close(self._lock)
 
     # ------------------------------------------------------------------ files
@@ -117,7 +116,7 @@ class BatchStore:
             created_at=int(now),
         )
         try:
-            with self._transaction():
+            with self._db.transaction():
                 self._insert(file)
         except BaseException:
             self._remove_unknown(part.id)
@@ -127,7 +126,7 @@ class BatchStore:
 
     def file(self, file_id: str, owner: str) -> StoredFile:
         """Raises HttpError 404 for one that is not there, or not this owner's."""
-        row = self._row(
+        row = self._db.row(
             f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND owner = ?", file_id, owner
         )
         if row is None:
@@ -138,14 +137,14 @@ class BatchStore:
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> tuple[list[StoredFile], bool]:
         """A page of an owner's files, and whether there are more."""
-        rows, more = self._page(
+        rows, more = self._db.page(
             FILE_COLUMNS,
             "files",
             owner,
             after,
             limit,
             newest_first,
-            ("AND purpose = ?", purpose) if purpose is not None else ("", None),
+            None if purpose is None else ("AND purpose = ?", purpose),
         )
         return [StoredFile(**row) for row in rows], more
 
@@ -157,7 +156,7 @@ class BatchStore:
     def delete_file(self, file_id: str, owner: str) -> None:
         """Raises HttpError 404 like ``file``, 409 while a batch needs it."""
         found = self.file(file_id, owner)
-        row = self._row(
+        row = self._db.row(
             "SELECT id FROM batches WHERE input_file_id = ? AND status IN "
             f"({_marks(UNFINISHED)}) LIMIT 1",
             found.id,
@@ -165,7 +164,7 @@ class BatchStore:
         )
         if row is not None:
             raise HttpError(409, f"batch {row['id']} is not over and needs this file")
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute("DELETE FROM files WHERE id = ?", (found.id,))
         self._contents.remove(found.id)
 
@@ -191,7 +190,7 @@ class BatchStore:
         found = self.file(input_file_id, owner)
         if found.purpose != "batch":
             raise HttpError(400, f"file {found.id} has the purpose {found.purpose}, not batch")
-        row = self._row(
+        row = self._db.row(
             f"SELECT count(*) AS n FROM batches WHERE owner = ? AND status IN "
             f"({_marks(UNFINISHED)})",
             owner,
@@ -201,7 +200,7 @@ class BatchStore:
             raise HttpError(429, f"{row['n']} batches are not over; more cannot be created yet")
         batch_id = f"batch_{token_hex(16)}"
         created = int(now)
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute(
                 f"INSERT INTO batches ({BATCH_COLUMNS}) VALUES "
                 "(?, ?, ?, ?, ?, 'validating', ?, ?, '{}', ?, '[]', 0, 0, 0, 0, NULL, NULL, '{}')",
@@ -220,14 +219,14 @@ class BatchStore:
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """One batch, of this owner if one is given. Raises HttpError 404."""
-        row = self._row(f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
+        row = self._db.row(f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
         if row is None or (owner is not None and row["owner"] != owner):
             raise HttpError(404, f"no batch with id {batch_id[:80]!r} is stored here")
         return Batch.of(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """A page of an owner's batches, newest first, and whether there are more."""
-        rows, more = self._page(BATCH_COLUMNS, "batches", owner, after, limit, True, ("", None))
+        rows, more = self._db.page(BATCH_COLUMNS, "batches", owner, after, limit, True)
         return [Batch.of(row) for row in rows], more
 
     def unfinished(self, limit: int) -> list[str]:
@@ -235,7 +234,7 @@ class BatchStore:
         every owner's oldest, every owner's next, and so on."""
         return [
             row["id"]
-            for row in self._rows(
+            for row in self._db.rows(
                 "SELECT id FROM batches WHERE status IN "
                 f"({_marks(UNFINISHED)}) ORDER BY status IN ('finalizing', 'cancelling') DESC, "
                 "row_number() OVER (PARTITION BY owner ORDER BY number), number LIMIT ?",
@@ -273,14 +272,14 @@ class BatchStore:
         counts = dict(batch.suspects)
         for line in lines:
             counts[line] = counts.get(line, 0) + 1
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute(
                 "UPDATE batches SET suspects = ? WHERE id = ?", (json.dumps(counts), batch_id)
             )
 
     def answered(self, batch_id: str) -> set[int]:
         """Lines that have a record."""
-        found = self._rows("SELECT line FROM results WHERE batch_id = ?", batch_id)
+        found = self._db.rows("SELECT line FROM results WHERE batch_id = ?", batch_id)
         return {row["line"] for row in found}
 
     def record(self, results: Iterable[Result]) -> None:
@@ -292,7 +291,7 @@ class BatchStore:
         """
         results = list(results)
         self._check_room(sum(len(result.record) for result in results), 507)
-        with self._transaction():
+        with self._db.transaction():
             for result in results:
                 inserted = self._db.execute(
                     "INSERT OR IGNORE INTO results SELECT ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM "
@@ -342,7 +341,7 @@ class BatchStore:
                     size=size,
                     created_at=int(clock()),
                 )
-            with self._transaction():
+            with self._db.transaction():
                 for file in written.values():
                     self._insert(file)
                 ids = {f"{name}_file_id": file.id for name, file in written.items()}
@@ -361,7 +360,7 @@ class BatchStore:
 
     def used_bytes(self) -> int:
         """Of all contents, answers of unfinished batches and uploads under way."""
-        row = self._row(
+        row = self._db.row(
             "SELECT (SELECT coalesce(sum(size), 0) FROM files) + "
             "(SELECT coalesce(sum(pending_bytes), 0) FROM batches) AS n"
         )
@@ -370,7 +369,7 @@ class BatchStore:
     def _remove_unknown(self, file_id: str) -> None:
         """Remove a file's contents, unless the transaction that failed did its work after all."""
         with contextlib.suppress(StorageError):
-            if self._row("SELECT id FROM files WHERE id = ?", file_id) is None:
+            if self._db.row("SELECT id FROM files WHERE id = ?", file_id) is None:
                 self._contents.remove(file_id)
 
     def _check_room(self, size: int, status: int) -> None:
@@ -383,7 +382,7 @@ class BatchStore:
             )
 
     def _move(self, batch: Batch, status: str, now: float, **columns: Any) -> Batch:
-        with self._transaction():
+        with self._db.transaction():
             self._update(batch, status, now, **columns)
         return self.batch(batch.id)
 
@@ -404,54 +403,6 @@ class BatchStore:
         with told():
             for row in self._db.execute(query, (batch_id, failed)):
                 yield row["record"]
-
-    def _row(self, query: str, *values: Any) -> Any:
-        with told():
-            return self._db.execute(query, values).fetchone()
-
-    def _rows(self, query: str, *values: Any) -> list[Any]:
-        with told():
-            return self._db.execute(query, values).fetchall()
-
-    def _page(
-        self,
-        columns: str,
-        table: str,
-        owner: str,
-        after: str | None,
-        limit: int,
-        newest_first: bool,
-        condition: tuple[str, str | None],
-    ) -> tuple[list[Any], bool]:
-        also, value = condition
-        values: list[Any] = [owner] if value is None else [owner, value]
-        if after is not None:
-            row = self._row(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", after, owner)
-            if row is None:
-                raise HttpError(404, f"after={after[:80]!r} is not stored here")
-            also += f" AND number {'<' if newest_first else '>'} ?"
-            values.append(row["number"])
-        rows = self._rows(
-            f"SELECT {columns} FROM {table} WHERE owner = ? {also} ORDER BY number "
-            f"{'DESC' if newest_first else 'ASC'} LIMIT ?",
-            *values,
-            limit + 1,
-        )
-        return rows[:limit], len(rows) > limit
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Generator[None, None, None]:
-        """All of it or nothing, on disk when it returns."""
-        with told():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                # a full disk rolls back by itself
-                with contextlib.suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
-                raise
 
 
 def _marks(values: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ import struct
 import sys
 import time
 
-__all__ = ["HEADER", "SEQUENCE", "Answers", "Exporter", "main", "read_text"]
+__all__ = ["CONTENT_TYPE", "HEADER", "SEQUENCE", "Answers", "Exporter", "main", "read_text"]
 
 HEADER = struct.Struct("<QQd")
 SEQUENCE = struct.Struct("<Q")

@@ -242,7 +242,7 @@ def _chat(rules: RequestRules) -> Schema:
         "max_completion_tokens": sampling["max_tokens"],
         "max_tokens": nullable(bounded(integer(1, INT32), "the older name; the other one counts")),
         "logprobs": BOOLEAN,
-        "top_logprobs": bounded(integer(0, MAX_LOGPROBS), "with logprobs alone"),
+        "top_logprobs": bounded(integer(0, MAX_LOGPROBS), "above 0 with logprobs alone"),
         "tools": array(ref("Tool"), 0, 128),
         "tool_choice": {
             "anyOf": [

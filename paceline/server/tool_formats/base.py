@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from paceline.server.json_schema import with_refs
+
 __all__ = [
     "CallDelta",
     "CallReader",
@@ -90,34 +92,22 @@ def call_schema(tool: dict[str, Any], arguments_key: str, at: str) -> dict[str, 
 
     Arguments that are listed are all there are, unless the schema says otherwise: SDKs drop
     ``additionalProperties: false`` on the way, and callers pass arguments on by name.
+    ``parameters`` have been checked (``check_schema``).
     """
     function = tool["function"]
     parameters = function.get("parameters") or {}
     if not parameters or ("properties" in parameters and not _SAYS_MORE & parameters.keys()):
         parameters = {**parameters, "additionalProperties": False}
-    below = f"{at}/properties/{arguments_key}"
+    # references still hold where it stands then
+    moved = with_refs(parameters, lambda ref: f"{at}/properties/{arguments_key}{ref[1:]}")
     return {
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            arguments_key: {"type": "object", **_moved(parameters, below)},
+            arguments_key: {"type": "object", **moved},
         },
         "required": ["name", arguments_key],
         "additionalProperties": False,
-    }
-
-
-def _moved(value: Any, below: str) -> Any:
-    """A schema whose references still hold when it stands below ``below``."""
-    if isinstance(value, list):
-        return [_moved(item, below) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: f"{below}{item[1:]}"
-        if key == "$ref" and isinstance(item, str) and item.startswith("#")
-        else _moved(item, below)
-        for key, item in value.items()
     }
 
 

@@ -115,6 +115,21 @@ async def test_batches_that_are_refused(
         assert answer.status_code == status and says in answer.json()["error"]["message"]
 
 
+async def test_too_many_batches_are_told_when_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every 429 and 503, whoever says it."""
+    monkeypatch.setattr("paceline.server.batches.store._MAX_UNFINISHED", 0)
+    async with running(tmp_path) as server:
+        file = (await server.upload(b"x")).json()
+        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "1h"}
+        answer = await server.http.post("/v1/batches", json=body)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        await server.batches.stop()
+        answer = await server.http.get("/v1/files")
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+
+
 async def test_lists(tmp_path: Path) -> None:
     async with running(tmp_path) as server:
         ids = [(await server.upload(b"x")).json()["id"] for _ in range(3)]
