@@ -115,7 +115,8 @@ class NativeModel:
             inner=config.intermediate_size,
             vocab=config.vocab_size,
             max_positions=cos.shape[0],
-            num_blocks=num_blocks,
+            # what 64 bits do not hold is refused for its size, not taken for another number
+            num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
             sliding_window=window or 0,
             tied=config.tie_word_embeddings,
