@@ -313,8 +313,10 @@ def test_unsupported_shapes_have_reasons() -> None:
     assert "block_size=8" in str(unsupported_reason(tiny_config(), 8))
 
 
-def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_candidates", list)
+def test_without_a_library_the_reason_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_PATH", tmp_path / "_lib.so")
     library._load.cache_clear()
     try:
         assert "was not built" in str(unavailable_reason())
