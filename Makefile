@@ -45,6 +45,8 @@ BIN := $(VENV)/bin
 QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/checkpoints \
 	tests/test_public.py
 STAMP := $(VENV)/.installed
+NATIVE := paceline/backends/native/_lib.so
+READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 
@@ -53,11 +55,11 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 	bench-metrics bench-background bench-faults bench-overhead bench-startup
 .DEFAULT_GOAL := test
 
-serve: $(STAMP)
+serve: $(READY)
 	@exec $(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
 # pytest comes last, so its summary is the last thing printed
-test: check model test-services
+test: check $(READY) model test-services
 	@$(BIN)/python -m pytest
 
 # Debian programs that some tests start for themselves; those tests skip without them
@@ -65,11 +67,11 @@ test-services:
 	@scripts/test-services
 
 # npm's client wants node; without it, it is reported absent
-test-clients: $(STAMP) model
+test-clients: $(READY) model
 	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
-quick: check
+quick: $(READY) check
 	@$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
 
 check: $(STAMP)
@@ -85,54 +87,61 @@ format: $(STAMP)
 model: $(STAMP)
 	@$(BIN)/paceline pull smollm2-135m
 
-bench-batching: $(STAMP) model
+bench-batching: $(READY) model
 	@$(BIN)/python -m benchmarks.batching
 
 bench-scheduler: $(STAMP)
 	@$(BIN)/python -m benchmarks.scheduler
 
-bench-goodput: $(STAMP) model
+bench-goodput: $(READY) model
 	@$(BIN)/python -m benchmarks.goodput
 
-bench-sim: $(STAMP) model
+bench-sim: $(READY) model
 	@$(BIN)/python -m benchmarks.sim $(VLLM_RUNS)
 
 studies: $(STAMP)
 	@$(BIN)/python -m benchmarks.studies --write
 
-bench-accuracy: $(STAMP) model
+bench-accuracy: $(READY) model
 	@$(BIN)/python -m benchmarks.accuracy
 
-bench-peers: $(STAMP) model
+bench-peers: $(READY) model
 	@$(BIN)/python -m benchmarks.peers
 
-bench-grammars: $(STAMP) model
+bench-grammars: $(READY) model
 	@$(BIN)/python -m benchmarks.grammars
 
 bench-metrics: $(STAMP)
 	@$(BIN)/python -m benchmarks.metrics_latency
 
-bench-background: $(STAMP) model
+bench-background: $(READY) model
 	@$(BIN)/python -m benchmarks.background
 
-bench-faults: $(STAMP) model
+bench-faults: $(READY) model
 	@$(BIN)/python -m benchmarks.faults
 
-bench-overhead: $(STAMP) model
+bench-overhead: $(READY) model
 	@$(BIN)/python -m benchmarks.overhead
 
-bench-startup: $(STAMP) model
+bench-startup: $(READY) model
 	@$(BIN)/python -m benchmarks.startup
 
-venv: $(STAMP)
+venv: $(READY)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) scripts/make-venv
 	@VENV="$(VENV)" CONSTRAINTS="$(CONSTRAINTS)" TORCH_INDEX="$(TORCH_INDEX)" scripts/make-venv
 	@touch $@
 
+# Without a compiler everything works but --compute native; the next make tries again.
+$(NATIVE): $(wildcard csrc/*) paceline/backends/native/build.py | $(STAMP)
+	@$(BIN)/python -m paceline.backends.native.build >&2 || \
+		echo "paceline: the native kernels were not built (see above); --compute torch serves" >&2
+
 clean:
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(NATIVE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
 	find paceline tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv: clean
-	rm -rf $(VENV)
+	@[ ! -e "$(VENV)" ] || [ -e "$(VENV)/pyvenv.cfg" ] || { \
+		echo "paceline: $(VENV) is no virtual environment, so it stays" >&2; exit 1; }
+	rm -rf "$(VENV)"

@@ -41,12 +41,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.formats import choose_formats
-from paceline.backends.native import (
-    NativeModel,
-    available_cpus,
-    checkpoint_tensors,
-    unavailable_reason,
-)
+from paceline.backends.machine import choose_threads
+from paceline.backends.native import NativeModel, checkpoint_tensors, unavailable_reason
 from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
@@ -259,7 +255,7 @@ def main() -> int:
     if path is None or reason is not None:
         print(reason or f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
         return 1
-    threads = available_cpus()
+    threads = choose_threads(None)
     torch.set_num_threads(threads)
     automatic = automatic_format(path)
     windows = text_windows(load_tokenizer(path).encode, WINDOW)

@@ -35,12 +35,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.backends.native import (
-    NativeModel,
-    available_cpus,
-    unavailable_reason,
-    variants,
-)
+from paceline.backends.machine import choose_threads
+from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.pieces import PackedMatrix, read_bandwidth
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
@@ -295,7 +291,7 @@ def main() -> int:
     if not set(PARTS) <= {"steps", "sampling"}:
         print(f"PARTS={','.join(PARTS)}: there are steps and sampling", file=sys.stderr)
         return 2
-    threads = available_cpus()
+    threads = choose_threads(None)
     isa = ISA or variants()[0]
     print(f"{threads} threads, kernels {isa} (usable: {', '.join(variants())})")
     report: dict[str, object] = {

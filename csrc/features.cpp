@@ -2,14 +2,14 @@
 
 #include <stdexcept>
 
-#if defined(__x86_64__)
+#ifdef PL_X86
 #include <cpuid.h>
 #endif
 
 namespace paceline {
 namespace {
 
-#if defined(__x86_64__)
+#ifdef PL_X86
 struct Registers { unsigned a = 0, b = 0, c = 0, d = 0; };
 
 Registers cpuid(unsigned leaf, unsigned subleaf) {
@@ -32,7 +32,7 @@ bool has(unsigned word, int bit) { return (word >> bit) & 1u; }
 
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> found;
-#if defined(__x86_64__)
+#ifdef PL_X86
   const Registers one = cpuid(1, 0), seven = cpuid(7, 0), more = cpuid(7, 1);
   // cpuid says what the processor could do, xgetbv what the system lets it do
   const uint64_t states = has(one.c, 27) ? saved_states() : 0;

@@ -196,6 +196,23 @@ static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t
   finish(g, out, R, row, panel);
 }
 
+// Two units in the halves of one: acc += the lower halves times four columns of R rows of activations, and the
+// upper ones times the four that are `apart` columns further on.
+template <int R>
+PL_INLINE void add_halves(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, int64_t stride, int apart) {
+  const vi both0 = loadi(w), both1 = loadi(w + 64);
+  const vi l0 = low_nibbles(both0), h0 = high_nibbles(both0);
+  const vi l1 = low_nibbles(both1), h1 = high_nibbles(both1);
+  PL_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const vi x = set1i(int32_t(load_u32(a + r * stride))), y = set1i(int32_t(load_u32(a + r * stride + apart)));
+    acc[2 * r] = dot_nibbles(acc[2 * r], l0, x);
+    acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], l1, x);
+    acc[2 * r] = dot_nibbles(acc[2 * r], h0, y);
+    acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], h1, y);
+  }
+}
+
 // 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales
 template <int R>
 static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
@@ -210,20 +227,8 @@ static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
     vi acc[2 * R];
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
-    for (int j = 0; j < 4; ++j) {
-      const vi both0 = loadi(w + j * 128), both1 = loadi(w + j * 128 + 64);
-      const vi l0 = low_nibbles(both0), h0 = high_nibbles(both0);
-      const vi l1 = low_nibbles(both1), h1 = high_nibbles(both1);
-      PL_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* a = g.a + (row + r) * g.a_stride + k * kGroup + j * 4;
-        const vi x = set1i(int32_t(load_u32(a))), y = set1i(int32_t(load_u32(a + 16)));
-        acc[2 * r] = dot_nibbles(acc[2 * r], l0, x);
-        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], l1, x);
-        acc[2 * r] = dot_nibbles(acc[2 * r], h0, y);
-        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], h1, y);
-      }
-    }
+    for (int j = 0; j < 4; ++j)
+      add_halves<R>(acc, w + j * 128, g.a + row * g.a_stride + k * kGroup + j * 4, g.a_stride, 16);
     const vf s0 = load_half(w + 512), s1 = load_half(w + 544);
     const vf m0 = load_half(w + 576), m1 = load_half(w + 608);
     PL_UNROLL
@@ -254,18 +259,7 @@ static void tile_screen(const GemmArgs& g, int64_t row, int64_t panel) {
     for (int j = 0; j < 8; ++j, w += 128) {
       prefetch(w + kAhead);
       prefetch(w + kAhead + 64);
-      const vi both0 = loadi(w), both1 = loadi(w + 64);
-      const vi l0 = low_nibbles(both0), h0 = high_nibbles(both0);
-      const vi l1 = low_nibbles(both1), h1 = high_nibbles(both1);
-      PL_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* a = g.a + (row + r) * g.a_stride + k * kActGroup + j * 4;
-        const vi x = set1i(int32_t(load_u32(a))), y = set1i(int32_t(load_u32(a + 32)));
-        acc[2 * r] = dot_nibbles(acc[2 * r], l0, x);
-        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], l1, x);
-        acc[2 * r] = dot_nibbles(acc[2 * r], h0, y);
-        acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], h1, y);
-      }
+      add_halves<R>(acc, w, g.a + row * g.a_stride + k * kActGroup + j * 4, g.a_stride, 32);
     }
     PL_UNROLL
     for (int r = 0; r < R; ++r) {

@@ -72,6 +72,10 @@ static int32_t likeliest(const float* x, int64_t n) {
   return int32_t(at);
 }
 
+// Steps of a byte in what is `top` at most. None where they were no number in float32: such values are
+// nothing beside any others, and infinitely many steps of a zero are not zero.
+PL_INLINE float steps_in(float top) { return top > 1e-36f ? 127.0f / top : 0.0f; }
+
 // round(x * factor) + offset as bytes
 PL_INLINE void to_bytes(const float* x, int64_t n, float factor, int offset, uint8_t* y) {
   const vf f = set1(factor);
@@ -96,7 +100,7 @@ PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum
   const vf a = add(v[0], v[1]), b = sub(v[0], v[1]), c = add(v[2], v[3]), d = sub(v[2], v[3]);
   v[0] = add(a, c), v[1] = add(b, d), v[2] = sub(a, c), v[3] = sub(b, d);
   const float top = hmax(vmax(vmax(vabs(v[0]), vabs(v[1])), vmax(vabs(v[2]), vabs(v[3]))));
-  const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+  const vf f = set1(steps_in(top));
   vf total = zero();
   PL_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -112,7 +116,7 @@ PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum
 // fewer than 64 values, as they are
 static void encode_rest(const float* x, int n, uint8_t* y, float* scale, float* sum) {
   const float top = largest(x, n);
-  const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+  const vf f = set1(steps_in(top));
   vf total = zero();
   for (int i = 0; i < n; i += 16) {
     const int lanes = n - i < 16 ? n - i : 16;
@@ -159,7 +163,7 @@ static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y
       const float* in = x + g * kGroup;
       const vf a = load(in), b = load(in + 16);
       const float top = hmax(vmax(vabs(a), vabs(b)));
-      const vf f = set1(top > 0 ? 127.0f / top : 0.0f);
+      const vf f = set1(steps_in(top));
       const vf qa = round_even(mul(a, f)), qb = round_even(mul(b, f));
       store_bytes(out + g * kGroup, to_int(qa));
       store_bytes(out + g * kGroup + 16, to_int(qb));
@@ -188,7 +192,7 @@ static void encode_query(const float* x, int head_dim, float factor, Kv kind, vo
   if (kind == Kv::kI8) {
     const float top = largest(x, head_dim);
     *scale = top / 127.0f * factor;
-    to_bytes(x, head_dim, top > 0 ? 127.0f / top : 0.0f, 0, static_cast<uint8_t*>(y));
+    to_bytes(x, head_dim, steps_in(top), 0, static_cast<uint8_t*>(y));
     return;
   }
   const vf f = set1(factor);
@@ -229,9 +233,9 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
     const float top_k = largest(k, n), top_v = largest(v, n);
     scales[slot] = top_k / 127.0f;
     scales[kTile + slot] = top_v / 127.0f;
-    to_bytes(k, n, top_k > 0 ? 127.0f / top_k : 0.0f, 128, row);
+    to_bytes(k, n, steps_in(top_k), 128, row);
     for (int64_t d = 0; d < n; d += 4) memcpy(tile + (d / 4) * 64 + slot * 4, row + d, 4);
-    to_bytes(v, n, top_v > 0 ? 127.0f / top_v : 0.0f, 0, row);
+    to_bytes(v, n, steps_in(top_v), 0, row);
     for (int64_t d = 0; d < n; ++d) values[(int64_t(slot / 4) * n + d) * 4 + slot % 4] = row[d];
   }
 }

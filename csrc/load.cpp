@@ -1,6 +1,8 @@
 // Building a model: shapes, packing, and what must be there before the first step.
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <stdexcept>
 
 #include "features.h"
@@ -58,7 +60,7 @@ Model::Model(const PacelineConfig& config)
   head_bytes_ = tile_bytes_ * (c.block_size / kTile);
   layer_bytes_ = head_bytes_ * c.kv_heads;
   block_bytes_ = layer_bytes_ * c.layers;
-  cache_.reserve(size_t(block_bytes_) * size_t(c.num_blocks));
+  reserve_cache();
 
   layers_.resize(size_t(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) {
@@ -84,6 +86,17 @@ Model::Model(const PacelineConfig& config)
   reserve_screen();
   final_norm_.resize(size_t(c.hidden));
   loaded_.assign(size_t(c.layers * PL_TENSORS), 0);
+}
+
+void Model::reserve_cache() {
+  const std::string what = std::to_string(config_.num_blocks) + " KV blocks of " + std::to_string(block_bytes_) + " bytes each";
+  // more than processors address, and products that no integer holds
+  require(config_.num_blocks <= (int64_t(1) << 47) / block_bytes_, what + " are more than memory can be");
+  try {
+    cache_.reserve(size_t(block_bytes_ * config_.num_blocks));
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error("no memory for " + what);
+  }
 }
 
 void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias) {
@@ -124,20 +137,23 @@ void Model::pack(Linear& linear, Source type, const void* data, int64_t rows, in
   // threads split at the destination's panels where rows are consecutive: neighbours share lines
   const int64_t run = spread ? 16 : kPanel, lead = spread ? 0 : offset % kPanel;
   const int64_t runs = (lead + rows + run - 1) / run;
+  // with 4 bits a second copy is made of what the first stands for
+  const bool twice = linear.batch.rows() > 0;
+  const size_t scratch = pad_to(int64_t(std::max(linear.main.pack_scratch(), twice ? linear.batch.pack_scratch() : 0)), 16);
+  const size_t back = twice ? size_t(kPanel * columns) : 0;
+  const auto memory = std::make_unique_for_overwrite<float[]>(size_t(team_.size()) * (scratch + back));
   team_.run([&](int member) {
-    // with 4 bits a second copy is made of what the first stands for
-    const bool twice = linear.batch.rows() > 0;
-    const size_t enough = std::max(linear.main.pack_scratch(), twice ? linear.batch.pack_scratch() : 0);
-    std::vector<float> scratch(enough, 0.0f), back(twice ? size_t(kPanel * columns) : 0);
+    float* own = memory.get() + size_t(member) * (scratch + back);
+    float* unpacked = own + scratch;
     team_.each(member, runs, 1, [&](int64_t i) {
       const int64_t begin = i * run - lead < 0 ? 0 : i * run - lead;
       const int64_t end = (i + 1) * run - lead < rows ? (i + 1) * run - lead : rows;
       const int64_t to = spread ? begin / 16 * spread + phase : offset + begin;
       const void* from = static_cast<const uint8_t*>(data) + begin * stride;
-      linear.main.pack_rows(to, end - begin, type, from, stride, scratch.data());
+      linear.main.pack_rows(to, end - begin, type, from, stride, own);
       if (twice) {
-        for (int64_t r = 0; r < end - begin; ++r) linear.main.unpack_row(to + r, back.data() + r * columns);
-        linear.batch.pack_rows(to, end - begin, Source::kF32, back.data(), columns * 4, scratch.data());
+        for (int64_t r = 0; r < end - begin; ++r) linear.main.unpack_row(to + r, unpacked + r * columns);
+        linear.batch.pack_rows(to, end - begin, Source::kF32, unpacked, columns * 4, own);
       }
     });
   });

@@ -7,49 +7,10 @@
 #include <new>
 #include <utility>
 
+#include "convert.h"
+
 namespace paceline {
 namespace {
-
-float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, rest = h & 1023u;
-  if (exponent == 0) {
-    const float v = float(rest) * 5.9604644775390625e-8f;
-    return sign ? -v : v;
-  }
-  const uint32_t bits = sign | ((exponent == 31 ? 255u : exponent + 112u) << 23) | (rest << 13);
-  float out;
-  memcpy(&out, &bits, 4);
-  return out;
-}
-
-uint16_t float_to_half(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  bits &= 0x7fffffffu;
-  if (bits >= 0x47800000u) return uint16_t(sign | 0x7c00u);
-  if (bits < 0x38800000u) {  // below the smallest normal: count steps of 2^-24
-    float magnitude;
-    memcpy(&magnitude, &bits, 4);
-    return uint16_t(sign | uint32_t(std::nearbyint(magnitude * 16777216.0f)));
-  }
-  const uint32_t odd = (bits >> 13) & 1u;
-  return uint16_t(sign | ((bits - 0x38000000u + 0xfffu + odd) >> 13));
-}
-
-uint16_t float_to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-float bf16_to_float(uint16_t x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float out;
-  memcpy(&out, &bits, 4);
-  return out;
-}
 
 template <class T>
 T read(const uint8_t* p) {

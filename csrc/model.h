@@ -95,6 +95,7 @@ class Model {
   const std::array<int64_t, kChoices>& choices() const { return choices_; }
 
  private:
+  void reserve_cache();
   void expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const;
   void make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias);
   void pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
@@ -148,7 +149,7 @@ class Model {
   void reserve_choice(const PacelineStep& step);
   // the likeliest token of every sampled row
   void choose(int member, const Share& share, const PacelineStep& step);
-  bool settle(const GemmArgs& head, int64_t row, float* limits, int32_t* likeliest);
+  bool settle(int member, const GemmArgs& head, int64_t row, int32_t* likeliest);
   void multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                 Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16);
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
@@ -189,10 +190,12 @@ class Model {
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, inner_, parts_, rows_;
   Sampler sampler_;
-  // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], what the logits
-  // of a panel can be at most, and whether screening settled a row [sampled]
+  // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], of each member
+  // what the logits of a panel can be at most and panels to compute, and whether screening settled a row
+  // [sampled]
   Memory logits_, screened_;
   std::vector<std::vector<float>> limits_;
+  std::vector<std::vector<int32_t>> candidates_;
   std::vector<uint8_t> settled_;
   std::array<int64_t, kChoices> choices_{};
   bool profile_ = false;

@@ -1,5 +1,8 @@
 #include "pool.h"
 
+#include <stdexcept>
+#include <string>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -40,11 +43,21 @@ void wait_change(const std::atomic<int>& value, int old, int yields) {
 }  // namespace
 
 Team::Team(int threads) : size_(threads), shares_(size_t(threads)) {
-  for (int member = 1; member < size_; ++member)
-    threads_.emplace_back([this, member] { serve(member); });
+  threads_.reserve(size_t(size_ - 1));
+  try {
+    for (int member = 1; member < size_; ++member)
+      threads_.emplace_back([this, member] { serve(member); });
+  } catch (const std::exception& error) {
+    // threads that nobody has joined end the process when they are destroyed
+    stop();
+    throw std::runtime_error("could start only " + std::to_string(threads_.size()) + " threads beside the caller's, not " +
+                             std::to_string(size_ - 1) + ": " + error.what());
+  }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
   stop_.store(true);
   job_.fetch_add(1);
   job_.notify_all();

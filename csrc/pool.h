@@ -13,7 +13,7 @@ namespace paceline {
 
 class Team {
  public:
-  // threads >= 1; `threads - 1` are started
+  // threads >= 1; `threads - 1` are started. Throws std::runtime_error where the system grants fewer
   explicit Team(int threads);
   ~Team();
   Team(const Team&) = delete;
@@ -21,7 +21,8 @@ class Team {
 
   int size() const { return size_; }
 
-  // Calls body(member) once on every member and returns when all have returned. Not reentrant.
+  // Calls body(member) once on every member and returns when all have returned. Not reentrant. The body
+  // must not throw, so it takes no memory: the others would wait for a member that is gone.
   void run(const std::function<void(int)>& body);
 
   // Inside run, called by every member with its number: calls f(item) once for every item of
@@ -50,6 +51,8 @@ class Team {
   void barrier();
 
  private:
+  // ends and joins the threads
+  void stop();
   void serve(int member);
 
   int size_;

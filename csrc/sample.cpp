@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+
+#include "convert.h"
 
 namespace paceline {
 namespace {
@@ -22,18 +23,6 @@ constexpr int64_t kMostLikeliest = 64;
 // temperatures below leave the likeliest tokens alone as much as this one does
 constexpr double kColdest = 1e-30;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-float from_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-uint32_t to_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
 
 // numbers that compare as the floats do, of any sign
 uint32_t to_key(float x) {

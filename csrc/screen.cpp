@@ -143,7 +143,9 @@ void Model::reserve_choice(const PacelineStep& step) {
   screened_.reserve(bytes);
   settled_.resize(rows);
   limits_.resize(size_t(team_.size()));
+  candidates_.resize(size_t(team_.size()));
   for (std::vector<float>& limits : limits_) limits.resize(size_t(head_.main.panel_count()));
+  for (std::vector<int32_t>& candidates : candidates_) candidates.reserve(size_t(head_.main.panel_count()));
 }
 
 void Model::choose(int member, const Share& share, const PacelineStep& step) {
@@ -157,7 +159,7 @@ void Model::choose(int member, const Share& share, const PacelineStep& step) {
   constexpr int64_t grain = 16;
   team_.each(member, panels, grain, [&](int64_t panel) { kernels_->screen(halves, 0, rows, panel); });
   team_.each(member, rows, 1, [&](int64_t row) {
-    settled_[size_t(row)] = settle(head, row, limits_[size_t(member)].data(), step.likeliest + row);
+    settled_[size_t(row)] = settle(member, head, row, step.likeliest + row);
   });
   for (int64_t row = 0; row < rows; ++row) {
     if (member == 0) ++choices_[settled_[size_t(row)] ? kSettled : kTooMany];
@@ -168,7 +170,7 @@ void Model::choose(int member, const Share& share, const PacelineStep& step) {
 }
 
 // Whether the likeliest token of a row was found without the whole product; -1 as in PacelineStep.
-bool Model::settle(const GemmArgs& head, int64_t row, float* limits, int32_t* likeliest) {
+bool Model::settle(int member, const GemmArgs& head, int64_t row, int32_t* likeliest) {
   const int64_t vocab = config_.vocab, columns = config_.hidden, groups = columns / kActGroup;
   const float* screened = reinterpret_cast<const float*>(screened_.data()) + row * vocab;
   const float* exact = static_cast<const float*>(head.out) + row * vocab;
@@ -201,7 +203,10 @@ bool Model::settle(const GemmArgs& head, int64_t row, float* limits, int32_t* li
     }
   };
   look(first / kPanel);
-  std::vector<int32_t> others;
+  float* limits = limits_[size_t(member)].data();
+  // with room for all panels
+  std::vector<int32_t>& others = candidates_[size_t(member)];
+  others.clear();
   for (int64_t panel = 0; panel * kPanel < vocab; ++panel) {
     const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, vocab);
     float most = screened[begin] + away * doubts_[size_t(begin)];

@@ -140,3 +140,27 @@ def test_pip_failure_says_what_to_do(machine: Machine) -> None:
     done = machine.run()
     assert done.returncode == 1
     assert "PIP_FIND_LINKS" in done.stderr
+
+
+def test_a_folder_of_something_else_is_not_cleared(machine: Machine) -> None:
+    (machine.state / "venv-module").touch()
+    machine.add("python3", PYTHON, version="3.11")
+    machine.venv.mkdir()
+    (machine.venv / ".letters").mkdir()
+    done = machine.run()
+    assert done.returncode == 1
+    assert machine.log == []
+    assert "would delete what it holds" in done.stderr
+    assert "(1 entries, .letters among them)" in done.stderr
+
+
+@pytest.mark.parametrize("left", [None, "pyvenv.cfg"])
+def test_an_empty_or_half_made_environment_is_made_anew(machine: Machine, left: str | None) -> None:
+    (machine.state / "venv-module").touch()
+    machine.add("python3", PYTHON, version="3.11")
+    machine.venv.mkdir()
+    if left is not None:
+        (machine.venv / left).touch()
+    done = machine.run()
+    assert done.returncode == 0, done.stderr
+    assert machine.log[0] == "venv 3.11"

@@ -12,12 +12,18 @@ from functools import partial
 from pathlib import Path
 
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.machine import choose_num_blocks, choose_threads, may_have_cuda
+from paceline.backends.machine import (
+    available_memory,
+    choose_num_blocks,
+    choose_threads,
+    may_have_cuda,
+)
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
 from paceline.backends.steps import ModelLoader
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.checkpoints.config import ModelConfig
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
 
@@ -80,6 +86,7 @@ def load_backend(
             raise ConfigError(
                 f"max_model_len={length} is not in 1 to {longest}, the model's positions"
             )
+        _check_positions(config, length)
         place = _choose_device(device)
         formats = choose_formats(
             config,
@@ -141,6 +148,17 @@ def load_backend(
         return runner, info
 
     return WorkerBackend(build)
+
+
+def _check_positions(config: ModelConfig, length: int) -> None:
+    """Raises ConfigError where the cosines and sines of so many positions take all memory: a file
+    may claim any number of them."""
+    needed, free = 4 * config.head_dim * length, available_memory()
+    if needed > free:
+        raise ConfigError(
+            f"the rotary tables of {length} positions take {needed >> 20} MiB, and {free >> 20} "
+            "MiB of memory are free: choose a smaller max_model_len"
+        )
 
 
 def _choose_device(name: str) -> str:

@@ -28,6 +28,7 @@ CPU_SHARE: Final = 0.25
 # blocks moved to measure how long one takes
 _SWAPPED: Final = 8
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:
@@ -51,8 +52,31 @@ def _read_words(path: Path) -> list[str]:
         return []
 
 
-def choose_threads(wanted: int | None, *, cgroup: Path = _CGROUP) -> int:
-    """Physical cores that affinity and the cgroup's quota leave, at least 1; ``wanted`` wins.
+def _own_groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
+    """Folders of the control groups that this process is in, of version 2 and of ``controller``'s
+    hierarchy in version 1, with all above them: what any of them limits is limited."""
+    roots = {"": cgroup, controller: cgroup / controller}
+    groups = list(roots.values())
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return groups
+    for line in lines:
+        # number:controllers:path, without controllers in version 2
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        # a container may see its own group as the root, or a path that is not there
+        parts = [part for part in path.split("/") if part]
+        for name in names.split(","):
+            if name in roots and ".." not in parts:
+                groups += [roots[name].joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
+    return groups
+
+
+def choose_threads(
+    wanted: int | None, *, cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP
+) -> int:
+    """Physical cores that affinity and the cgroups' quotas leave, at least 1; ``wanted`` wins.
 
     A second hardware thread of a core shares its vector units, so it adds nothing to a product.
     """
@@ -70,38 +94,40 @@ def choose_threads(wanted: int | None, *, cgroup: Path = _CGROUP) -> int:
         )
         cores.add(siblings[0] if siblings else str(cpu))
     count = len(cores)
-    quota = _read_words(cgroup / "cpu.max")
-    if len(quota) != 2:
-        limit = _read_words(cgroup / "cpu" / "cpu.cfs_quota_us")
-        quota = limit + _read_words(cgroup / "cpu" / "cpu.cfs_period_us")
-    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]) > 0:
-        count = min(count, int(quota[0]) // int(quota[1]))
+    for group in _own_groups("cpu", cgroup, membership):
+        quota = _read_words(group / "cpu.max")
+        if len(quota) != 2:
+            limit = _read_words(group / "cpu.cfs_quota_us")
+            quota = limit + _read_words(group / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]) > 0:
+            count = min(count, int(quota[0]) // int(quota[1]))
     return max(1, count)
 
 
-def available_memory(*, cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+def available_memory(
+    *,
+    cgroup: Path = _CGROUP,
+    membership: Path = _MEMBERSHIP,
+    meminfo: Path = Path("/proc/meminfo"),
+) -> int:
     """Bytes this process could still allocate on the host: free memory of the machine, or what
-    the cgroup's limit leaves, whichever is less. Reclaimable page cache counts as free."""
+    its cgroups' limits leave, whichever is least. Reclaimable page cache counts as free."""
     words = _read_words(meminfo)
     if "MemAvailable:" in words:
-        machine = int(words[words.index("MemAvailable:") + 1]) * 1024
+        least = int(words[words.index("MemAvailable:") + 1]) * 1024
     else:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    for limit_file, used_file, stat_file, cache_key in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        limit, used = _read_words(cgroup / limit_file), _read_words(cgroup / used_file)
-        if limit and used and limit[0].isdigit() and used[0].isdigit():
-            stat = _read_words(cgroup / stat_file)
-            cached = int(stat[stat.index(cache_key) + 1]) if cache_key in stat else 0
-            return max(0, min(machine, int(limit[0]) - int(used[0]) + cached))
-    return machine
+        least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    for group in _own_groups("memory", cgroup, membership):
+        for limit_file, used_file, cache_key in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read_words(group / limit_file), _read_words(group / used_file)
+            if limit and used and limit[0].isdigit() and used[0].isdigit():
+                stat = _read_words(group / "memory.stat")
+                cached = int(stat[stat.index(cache_key) + 1]) if cache_key in stat else 0
+                least = min(least, int(limit[0]) - int(used[0]) + cached)
+    return max(0, least)
 
 
 def choose_num_blocks(

@@ -12,6 +12,7 @@ that this engine serves, for every request alike.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from paceline.checkpoints.config import ModelConfig, RopeConfig
 __all__ = ["inverse_frequencies", "longest_sequence", "rotary_tables"]
 
 Floats = NDArray[np.float32]
+
+# positions whose angles are computed at once
+_PART: Final = 16_384
 
 
 def longest_sequence(config: ModelConfig) -> int:
@@ -50,9 +54,16 @@ def rotary_tables(config: ModelConfig, length: int) -> tuple[Floats, Floats]:
     ``_power``.
     """
     frequencies, factor = inverse_frequencies(config, length)
-    angles = (np.arange(length, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
     scale = np.float32(factor)
-    return _rounded(np.cos(angles)) * scale, _rounded(np.sin(angles)) * scale
+    cos, sin = np.empty((2, length, len(frequencies)), dtype=np.float32)
+    # a part at a time: angles in float64 take as much as both tables
+    for begin in range(0, length, _PART):
+        part = slice(begin, min(begin + _PART, length))
+        positions = np.arange(part.start, part.stop, dtype=np.float32)
+        angles = (positions[:, None] * frequencies).astype(np.float64)
+        cos[part] = _rounded(np.cos(angles)) * scale
+        sin[part] = _rounded(np.sin(angles)) * scale
+    return cos, sin
 
 
 def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:

@@ -15,6 +15,7 @@ from paceline.core.errors import CheckpointError
 __all__ = ["ROPE_KINDS", "ModelConfig", "RopeConfig"]
 
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_MOST_POSITIONS: Final = 2**31
 
 
 def _require(ok: bool, message: str) -> None:
@@ -66,6 +67,15 @@ class RopeConfig:
         )
         for name in ("theta", "factor", "beta_fast", "beta_slow"):
             _require_positive(f"rope {name}", getattr(self, name))
+        _require(
+            self.factor <= _MOST_POSITIONS,
+            f"rope factor is {self.factor!r}, must be at most {_MOST_POSITIONS}",
+        )
+        # its ramp is between logarithms to this base
+        _require(
+            self.kind != "yarn" or self.theta > 1,
+            f"rope theta is {self.theta!r}, must be above 1 for rope type yarn",
+        )
         if self.attention_factor is not None:
             _require_positive("rope attention_factor", self.attention_factor)
         for name in ("mscale", "mscale_all_dim"):
@@ -74,7 +84,9 @@ class RopeConfig:
                 value is None or (math.isfinite(value) and value >= 0), f"rope {name} is {value!r}"
             )
         if self.original_max_position is not None:
-            _require_count("rope original_max_position", self.original_max_position, 2**31)
+            _require_count(
+                "rope original_max_position", self.original_max_position, _MOST_POSITIONS
+            )
         for name in ("short_factor", "long_factor", "freq_factors"):
             for index, value in enumerate(getattr(self, name)):
                 _require_positive(f"rope {name}[{index}]", value)
@@ -90,6 +102,11 @@ class RopeConfig:
             _require(
                 self.original_max_position is not None,
                 f"rope type {self.kind} needs original_max_position_embeddings",
+            )
+        if self.kind == "longrope":
+            _require(
+                self.original_max_position != 1,
+                "rope type longrope needs original_max_position_embeddings above 1",
             )
 
 
@@ -132,7 +149,7 @@ class ModelConfig:
         _require_count("num_attention_heads", self.num_attention_heads, 4096)
         _require_count("num_key_value_heads", self.num_key_value_heads, 4096)
         _require_count("head_dim", self.head_dim, 4096)
-        _require_count("max_position_embeddings", self.max_position_embeddings, 2**31)
+        _require_count("max_position_embeddings", self.max_position_embeddings, _MOST_POSITIONS)
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -140,6 +157,10 @@ class ModelConfig:
         )
         _require(
             self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd; rotary embedding needs pairs"
+        )
+        _require(
+            self.rope.kind != "dynamic" or self.head_dim > 2,
+            f"head_dim={self.head_dim} is too small for rope type dynamic",
         )
         _require_positive("rms_norm_eps", self.rms_norm_eps)
         _require(self.rms_norm_eps < 1, f"rms_norm_eps is {self.rms_norm_eps!r}, must be below 1")
@@ -156,7 +177,7 @@ class ModelConfig:
                 "rope type longrope needs short_factor and long_factor",
             )
         if self.sliding_window is not None:
-            _require_count("sliding_window", self.sliding_window, 2**31)
+            _require_count("sliding_window", self.sliding_window, _MOST_POSITIONS)
         for layer in self.sliding_layers:
             _require(
                 0 <= layer < self.num_hidden_layers,

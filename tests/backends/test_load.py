@@ -121,6 +121,16 @@ def test_settings_that_cannot_be(
     assert threading.active_count() == before
 
 
+def test_positions_that_memory_has_no_room_for(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 of them, cosine and sine of 8 angles each; a file may claim two thousand million."""
+    monkeypatch.setattr("paceline.backends.load.available_memory", lambda: 16_383)
+    with pytest.raises(ConfigError, match=r"tables of 256 positions take 0 MiB.*smaller max_model"):
+        load(llama_folder)
+    load(llama_folder, max_model_len=255).close()
+
+
 def test_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing"):
         load(tmp_path / "nothing")

@@ -78,6 +78,56 @@ def test_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_threads(None, cgroup=old) == 4
 
 
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        # a service's own group, as systemd makes it, below groups without limits
+        ("0::/system.slice/a.service\n", {"system.slice/a.service": 3}, 3),
+        # the limits of all above it count too
+        ("0::/x/y\n", {"x": 2, "x/y": 5}, 2),
+        ("0::/x/y\n", {"": 1, "x/y": 5}, 1),
+        # its neighbours' do not
+        ("0::/x/y\n", {"x/z": 1}, 7),
+        # what a container without a namespace of its own says of the host
+        ("0::/docker/abc\n", {"": 4}, 4),
+        ("0::/../x\n", {"x": 1}, 7),
+        ("4:cpu,cpuacct:/x/y\n5:memory:/x/y\n0::/\n", {"cpu/x": 3, "memory/x": 3}, 3),
+        ("5:pids:/x\n", {"pids/x": 1}, 7),
+        ("nonsense\n", {"": 6}, 6),
+    ],
+)
+def test_limits_of_the_groups_that_the_process_is_in(
+    membership: str,
+    files: dict[str, int],
+    expected: int,
+    meminfo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many processors as MiB of memory; 7 and 8 without a limit."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1001, 1008)), raising=False)
+    listed = write(tmp_path, {"self": membership}) / "self"
+    root = tmp_path / "cgroup"
+    for folder, limit in files.items():
+        if folder.startswith(("cpu", "memory", "pids")):
+            limits = {
+                "cpu.cfs_quota_us": f"{limit}00000",
+                "cpu.cfs_period_us": "100000",
+                "memory.limit_in_bytes": f"{(limit + 1) * MIB}",
+                "memory.usage_in_bytes": f"{MIB}",
+            }
+        else:
+            limits = {
+                "cpu.max": f"{limit}00000 100000",
+                "memory.max": f"{(limit + 1) * MIB}",
+                "memory.current": f"{MIB}",
+            }
+        write(root / folder, limits)
+    assert choose_threads(None, cgroup=root, membership=listed) == expected
+    found = available_memory(cgroup=root, membership=listed, meminfo=meminfo)
+    assert found == (8 if expected == 7 else expected) * MIB
+
+
 def blocks(
     kv_cache_bytes: int | None,
     *,

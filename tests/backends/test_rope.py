@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends import rope
 from paceline.backends.rope import inverse_frequencies, longest_sequence, rotary_tables
 from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.core.errors import CheckpointError
 
 
 def make_config(max_position_embeddings: int = 64, head_dim: int = 8, **rope: Any) -> ModelConfig:
@@ -49,7 +51,7 @@ def test_factors_of_a_gguf_divide_the_frequencies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "expected"),
+    ("scaling", "expected"),
     [
         ({}, 64),
         ({"kind": "linear", "factor": 4.0}, 64),
@@ -59,8 +61,8 @@ def test_factors_of_a_gguf_divide_the_frequencies() -> None:
         ({"kind": "yarn", "factor": 4.0, "original_max_position": 16}, 64),
     ],
 )
-def test_longest_sequence(rope: dict[str, Any], expected: int) -> None:
-    assert longest_sequence(make_config(**rope)) == expected
+def test_longest_sequence(scaling: dict[str, Any], expected: int) -> None:
+    assert longest_sequence(make_config(**scaling)) == expected
 
 
 def test_explicit_attention_factor() -> None:
@@ -105,3 +107,29 @@ def test_the_factor_is_on_both_tables() -> None:
     )
     cos, sin = rotary_tables(config, 64)
     np.testing.assert_allclose(cos**2 + sin**2, 2.25, rtol=1e-6)
+
+
+def test_tables_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(64, theta=500.0)
+    whole = rotary_tables(config, 64)
+    for part in (1, 7, 32, 63):
+        monkeypatch.setattr(rope, "_PART", part)
+        np.testing.assert_array_equal(rotary_tables(config, 64), whole)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "yarn", "theta": 1.0}, "theta is 1.0, must be above 1 for rope type yarn"),
+        ({"kind": "yarn", "factor": 1e300}, "factor is 1e\\+300, must be at most 2147483648"),
+        (
+            {"kind": "longrope", "factor": 2.0, "original_max_position": 1},
+            "longrope needs original_max_position_embeddings above 1",
+        ),
+        ({"kind": "dynamic", "factor": 2.0, "head_dim": 2}, "head_dim=2 is too small"),
+    ],
+)
+def test_what_has_no_frequencies_is_refused(values: dict[str, Any], message: str) -> None:
+    """Divisions by zero, and more positions than numbers for them."""
+    with pytest.raises(CheckpointError, match=message):
+        make_config(**values)

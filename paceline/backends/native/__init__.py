@@ -13,14 +13,12 @@ from paceline.backends.native.model import (
     unsupported_reason,
 )
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
-from paceline.backends.native.threads import available_cpus
 
 __all__ = [
     "DTYPES",
     "KV_DTYPES",
     "NativeModel",
     "RawTensor",
-    "available_cpus",
     "checkpoint_tensors",
     "unavailable_reason",
     "unsupported_reason",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sysconfig
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Final
@@ -25,7 +24,8 @@ __all__ = [
 
 # PACELINE_ABI of the header that the structures below mirror
 ABI: Final = 6
-_PATTERN: Final = "_lib*.so"
+_PATH: Final = Path(__file__).parent / "_lib.so"
+_AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
 
 class Config(ctypes.Structure):
@@ -138,32 +138,24 @@ _SIGNATURES: Final = {
 }
 
 
-def _candidates() -> list[Path]:
-    here = Path(__file__).parent
-    # an editable install leaves the library in site-packages and the sources in the checkout
-    installed = Path(sysconfig.get_path("platlib"), *__name__.split(".")[:-1])
-    return [path for folder in (here, installed) for path in sorted(folder.glob(_PATTERN))]
-
-
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    found = _candidates()
-    if not found:
+    if not _PATH.is_file():
         return (
             "the native library was not built; install a C++ compiler and CMake, then run "
             "python -m paceline.backends.native.build"
         )
     try:
-        loaded = ctypes.CDLL(str(found[0]))
+        loaded = ctypes.CDLL(str(_PATH))
         abi = loaded.paceline_abi()
+        if abi != ABI:
+            return f"{_PATH.name} has interface {abi}, this version needs {ABI}; {_AGAIN}"
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        return f"{found[0].name} cannot be loaded: {error}"
-    if abi != ABI:
-        return f"{found[0].name} has interface {abi}, this version needs {ABI}; build it again"
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+        return f"{_PATH.name} cannot be loaded: {error}; {_AGAIN}"
     return loaded
 
 

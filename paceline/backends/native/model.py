@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.backends.machine import choose_threads
 from paceline.backends.native.library import Config, Step, check, library
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
-from paceline.backends.native.threads import available_cpus
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 
@@ -59,7 +59,7 @@ class NativeModel:
             their length bounds the positions a step may have.
         dtype: a key of ``DTYPES``.
         kv_dtype: a key of ``KV_DTYPES``; None: float32 for float32 weights, else bfloat16.
-        threads: None: as many as the process may keep busy.
+        threads: None: as ``machine.choose_threads`` says.
         isa: a name of ``variants()``; None: the best.
 
     Raises:
@@ -115,7 +115,8 @@ class NativeModel:
             inner=config.intermediate_size,
             vocab=config.vocab_size,
             max_positions=cos.shape[0],
-            num_blocks=num_blocks,
+            # what 64 bits do not hold is refused for its size, not taken for another number
+            num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
             sliding_window=window or 0,
             tied=config.tie_word_embeddings,
@@ -125,7 +126,7 @@ class NativeModel:
             mlp_bias=config.mlp_bias,
             weights=DTYPES[dtype],
             kv=KV_DTYPES[kv_dtype],
-            threads=available_cpus() if threads is None else threads,
+            threads=choose_threads(threads),
             eps=config.rms_norm_eps,
             sliding=sliding,
             isa=None if isa is None else isa.encode(),

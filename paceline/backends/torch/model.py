@@ -77,9 +77,6 @@ class DecoderWeights:
 class Decoder:
     """Token ids to logits. Holds no state of requests; ``attention`` does."""
 
-    # the sampler looks for itself
-    likeliest = None
-
     def __init__(self, config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable) -> None:
         self._weights = weights
         self._rotary = rotary

@@ -159,6 +159,16 @@ def test_sliding_window(isa: str, kv_dtype: str, window: int) -> None:
         assert harness.step(counts) < BOUNDS[kv_dtype]
 
 
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+@pytest.mark.parametrize("head_dim", [16, 256])
+def test_the_smallest_and_the_largest_heads(isa: str, kv_dtype: str, head_dim: int) -> None:
+    harness = Harness(4, 2, head_dim, kv_dtype, isa=isa)
+    harness.add(2)
+    for counts in ([37, 5], [1, 1]):
+        assert harness.step(counts) < BOUNDS[kv_dtype]
+
+
 @pytest.mark.parametrize("kv_dtype", BOUNDS)
 def test_large_scores_do_not_overflow(kv_dtype: str) -> None:
     harness = Harness(2, 2, 64, kv_dtype)

@@ -162,3 +162,23 @@ def test_unknown_variant_names_those_there_are() -> None:
 def test_rows_of_zeros(dtype: str) -> None:
     matrix = PackedMatrix(np.zeros((8, 32), dtype=np.float32), dtype)
     np.testing.assert_array_equal(matrix.multiply(np.zeros((3, 32), dtype=np.float32)), 0)
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", ["int8", "q4"])
+@pytest.mark.parametrize("columns", [32, 128])
+@pytest.mark.parametrize("tiny", [1e-36, 1e-37, 1e-38, 1e-45])
+def test_groups_too_small_for_steps_are_nothing(
+    isa: str, dtype: str, columns: int, tiny: float
+) -> None:
+    """127 over the largest is more than float32 holds, and that times zero is not a number."""
+    x, weights = _random((6, columns), 11), _random((40, columns), 12)
+    x[:, :64] = 0
+    matrix = PackedMatrix(weights, dtype, isa=isa)
+    expected = matrix.multiply(x)
+    x[1, 3] = tiny
+    x[2, :32] = tiny
+    x[3, :64] = -tiny
+    x[4] = tiny
+    expected[4] = 0
+    np.testing.assert_allclose(matrix.multiply(x), expected, rtol=0, atol=1e-30)

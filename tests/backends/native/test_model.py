@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import (
     NativeModel,
-    available_cpus,
     library,
     unavailable_reason,
     unsupported_reason,
@@ -313,8 +312,10 @@ def test_unsupported_shapes_have_reasons() -> None:
     assert "block_size=8" in str(unsupported_reason(tiny_config(), 8))
 
 
-def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_candidates", list)
+def test_without_a_library_the_reason_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_PATH", tmp_path / "_lib.so")
     library._load.cache_clear()
     try:
         assert "was not built" in str(unavailable_reason())
@@ -323,23 +324,3 @@ def test_without_a_library_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
             _make(FAMILIES["llama"], {}, "float32")
     finally:
         library._load.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, None),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.max": "100000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-    ],
-)
-def test_cpus_follow_affinity_and_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int | None
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 5})
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert available_cpus(tmp_path) == (4 if expected is None else expected)

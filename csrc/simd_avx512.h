@@ -1,0 +1,98 @@
+// Sixteen lanes in one AVX-512 register. Included by simd.h.
+#pragma once
+
+namespace PL_NAMESPACE {
+
+using vf = __m512;
+using vi = __m512i;
+PL_INLINE vf zero() { return _mm512_setzero_ps(); }
+PL_INLINE vi zeroi() { return _mm512_setzero_si512(); }
+PL_INLINE vf set1(float x) { return _mm512_set1_ps(x); }
+PL_INLINE vi set1i(int32_t x) { return _mm512_set1_epi32(x); }
+PL_INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
+PL_INLINE vi loadi(const void* p) { return _mm512_loadu_si512(p); }
+PL_INLINE void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+PL_INLINE vf load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
+PL_INLINE void store_n(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
+PL_INLINE vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+PL_INLINE vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+PL_INLINE vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+PL_INLINE vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+PL_INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+PL_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+PL_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
+PL_INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+PL_INLINE float hsum(vf a) { return _mm512_reduce_add_ps(a); }
+PL_INLINE float hmax(vf a) { return _mm512_reduce_max_ps(a); }
+PL_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+PL_INLINE vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
+PL_INLINE vf round_even(vf a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+PL_INLINE vf scale_by_power(vf a, vf n) { return _mm512_scalef_ps(a, n); }
+// lane i: a[i] + a[i ^ S], or a[i ^ S] - a[i] where i has the bit S; S is 1, 2, 4 or 8
+template <int S>
+PL_INLINE vf butterfly(vf a) {
+  constexpr __mmask16 upper = S == 1 ? 0xaaaa : S == 2 ? 0xcccc : S == 4 ? 0xf0f0 : 0xff00;
+  const vf sign = _mm512_mask_blend_ps(upper, set1(1.0f), set1(-1.0f));
+  if constexpr (S <= 2) return _mm512_fmadd_ps(a, sign, _mm512_permute_ps(a, S == 1 ? 0xb1 : 0x4e));
+  return _mm512_fmadd_ps(a, sign, _mm512_shuffle_f32x4(a, a, S == 4 ? 0xb1 : 0x4e));
+}
+// lanes [lo, hi) of a, `fill` elsewhere
+PL_INLINE vf keep(vf a, int lo, int hi, float fill) {
+  lo = lo < 0 ? 0 : lo > 16 ? 16 : lo;
+  hi = hi < 0 ? 0 : hi > 16 ? 16 : hi;
+  const uint32_t mask = ((1u << hi) - 1) & ~((1u << lo) - 1);
+  return _mm512_mask_blend_ps(__mmask16(mask), set1(fill), a);
+}
+// a bit for each lane where a >= b
+PL_INLINE uint32_t at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+// x in the lanes where a >= b, 0 in the others
+PL_INLINE vf where_at_least(vf a, vf b, vf x) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x);
+}
+// sum + x in the lanes where x >= t, and so many more in count
+PL_INLINE vf add_at_least(vf sum, vf x, vf t, int64_t* count) {
+  const __mmask16 m = _mm512_cmp_ps_mask(x, t, _CMP_GE_OQ);
+  *count += __builtin_popcount(m);
+  return _mm512_mask_add_ps(sum, m, sum, x);
+}
+PL_INLINE vf load_half(const void* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+PL_INLINE vf load_bf16(const void* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
+}
+PL_INLINE void store_bf16(void* p, vf x) {
+#if PL_LEVEL >= 3
+  _mm256_storeu_si256(static_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  const vi bits = _mm512_castps_si512(x);
+  const vi odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), set1i(1));
+  const vi up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, set1i(0x7fff)));
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+#endif
+}
+// int32 lanes, already within range, to 16 bytes
+PL_INLINE void store_bytes(void* p, vi x) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+PL_INLINE vf load_s8(const void* p) {
+  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+PL_INLINE vi addi(vi a, vi b) { return _mm512_add_epi32(a, b); }
+PL_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+PL_INLINE vi high_nibbles(vi a) {
+  return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
+}
+// acc + sum of four products of unsigned bytes (u, below 16 or any) and signed bytes (s) per lane
+// The intrinsic makes gcc 12 spill every accumulator of a large tile: it converts the vector's
+// element type back and forth, and the array no longer dissolves into registers.
+PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "vm"(s));
+  return acc;
+}
+PL_INLINE vi dot_nibbles(vi acc, vi u, vi s) { return dot_bytes(acc, u, s); }
+
+}  // namespace PL_NAMESPACE
