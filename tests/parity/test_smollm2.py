@@ -35,7 +35,7 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
+def backend(smollm2_path: Path, threads: int | None) -> Iterator[ModelBackend]:
     from paceline.backends.load import load_backend
 
     made = load_backend(
@@ -46,6 +46,7 @@ def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
         kv_cache_bytes=1 << 30,
         max_model_len=2048,
         max_num_seqs=32,
+        threads=threads,
     )
     yield made
     made.close()
