@@ -24,14 +24,16 @@
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
 # Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
-# TORCH_INDEX (a package index with the torch build you want, for instance a CPU-only one; the
-# default index's Linux build brings several gigabytes of CUDA libraries).
+# WORKERS (test processes of `make test`: 2; each file runs in one of them), TORCH_INDEX (a package
+# index with the torch build you want, for instance a CPU-only one; the default index's Linux build
+# brings several gigabytes of CUDA libraries).
 
 VENV ?= .venv
 PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
 QUICK ?=
+WORKERS ?= 2
 VLLM_RUNS ?=
 PEERS ?=
 ROWS ?=
@@ -58,9 +60,10 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 serve: $(READY)
 	@exec $(BIN)/paceline serve $(MODEL) --port $(PORT) $(ARGS)
 
-# pytest comes last, so its summary is the last thing printed
+# pytest comes last, so its summary is the last thing printed. In the order of the files: by default
+# those with many tests come first, and the model's, few and long, at the end by themselves
 test: check $(READY) model test-services
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Debian programs that some tests start for themselves; those tests skip without them
 test-services:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# `make test` runs as many test processes as it is told: a thread team of each, in which everybody
+# waits for a thread that has no core, would take ten times as long. Before anything loads OpenMP
+SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
+if SIDE_BY_SIDE:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # how long something takes on a machine that others use too says nothing about it
 settings.register_profile(
@@ -20,6 +27,12 @@ def pytest_configure() -> None:
     # tests start and interrupt; a handler is not inherited, so they begin with the default
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def threads() -> int | None:
+    """For models large enough to use several: None, as many as there are cores, or one."""
+    return 1 if SIDE_BY_SIDE else None
 
 
 @pytest.fixture(scope="session")

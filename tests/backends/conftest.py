@@ -21,6 +21,8 @@ def load(folder: Path, **settings: Any) -> WorkerBackend:
         "block_size": 4,
         "kv_cache_bytes": 1 << 20,
         "max_num_seqs": 8,
+        # a team of threads is of no use to models so small
+        "threads": 1,
     }
     return load_backend(folder, **(defaults | settings))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from paceline.cli.batch_options import batch_config
 from paceline.cli.main import build_parser
+from tests.cli.conftest import Command
 from tests.cli.servers import start_server
 from tests.server.live_process import eventually
 
@@ -47,7 +46,7 @@ def upload(address: str, content: bytes) -> httpx.Response:
     return httpx.post(f"{address}/v1/files", **form)
 
 
-def test_flags_on_a_server(tmp_path: Path) -> None:
+def test_flags_on_a_server(command: Command, tmp_path: Path) -> None:
     flags = ("--backend", "null", "--batch-dir", str(tmp_path / "kept"))
     limits = ("--max-file-size", "1KiB", "--batch-storage", "1500", "--max-batch-requests", "2")
     lines = b"\n".join(json.dumps({"custom_id": f"{i}", **LINE}).encode() for i in range(3))
@@ -70,10 +69,7 @@ def test_flags_on_a_server(tmp_path: Path) -> None:
         eventually(lambda: ended() is not None)
         assert ended()["errors"]["data"][0]["message"] == "a batch may have 2 requests"
         # the folder is this server's
-        command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *flags]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        second = command("serve", "--port", "0", *flags)
         assert second.returncode == 2 and "used by another server" in second.stderr
         assert "Traceback" not in second.stderr
         assert server.stop()[0] == 0
-    with start_server("--backend", "null", "--batch-dir", "off") as server:
-        assert server.request("/v1/files")[0] == 501

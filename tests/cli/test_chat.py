@@ -19,6 +19,10 @@ from paceline.backends.null import NullBackend, expected_tokens
 from paceline.cli.chat import Conversation
 from paceline.core.errors import NeverFitsError, RequestFailedError
 from paceline.engine.testing import ByteTokenizer, null_client
+from tests.cli.conftest import Command
+
+NULL = ("--backend", "null")
+CHAT = (sys.executable, "-m", "paceline.cli.main", "chat", *NULL)
 
 
 def talk(
@@ -133,18 +137,12 @@ def test_a_stopped_answer_frees_its_blocks_and_stays_said() -> None:
     assert [turn["role"] for turn in turns] == ["user", "assistant"]
 
 
-def run_chat(text: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline.cli.main", "chat", "--backend", "null", *flags]
-    return subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=60, encoding="utf-8"
-    )
-
-
-def test_a_pipe_gets_answers_and_nothing_else() -> None:
-    once = run_chat("hello\n", "--max-tokens", "5", "--temperature", "0")
+def test_a_pipe_gets_answers_and_nothing_else(command: Command) -> None:
+    chat = ("chat", *NULL, "--max-tokens", "5")
+    once = command(*chat, "--temperature", "0", stdin="hello\n")
     assert (once.returncode, once.stderr) == (0, "")
     assert once.stdout.endswith("\n") and len(once.stdout) > 1
-    twice = run_chat("hello\n\n/reset\nhello\n/exit\nhello\n", "--max-tokens", "5")
+    twice = command(*chat, stdin="hello\n\n/reset\nhello\n/exit\nhello\n")
     assert twice.returncode == 0
     assert twice.stdout == once.stdout * 2
     assert twice.stderr == "(forgotten)\n"
@@ -163,7 +161,14 @@ def test_bytes_that_are_no_text_are_no_traceback() -> None:
 
 
 def test_a_refused_turn_in_a_pipe_is_one_line_and_an_exit_code() -> None:
-    done = run_chat("x" * 200 + "\nhi\n", "--max-model-len", "100", "--max-tokens", "5")
+    done = subprocess.run(
+        [*CHAT, "--max-model-len", "100", "--max-tokens", "5"],
+        input="x" * 200 + "\nhi\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        encoding="utf-8",
+    )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "the context holds 100" in done.stderr
     assert done.stdout
@@ -174,9 +179,8 @@ class Terminal:
 
     def __init__(self, *flags: str) -> None:
         self._master, slave = pty.openpty()
-        command = [sys.executable, "-m", "paceline.cli.main", "chat", "--backend", "null", *flags]
         # the first terminal that a new session opens is the one whose Ctrl-C reaches it
-        shell = f"exec {shlex.join(command)} <{os.ttyname(slave)} >{os.ttyname(slave)} 2>&1"
+        shell = f"exec {shlex.join([*CHAT, *flags])} <{os.ttyname(slave)} >{os.ttyname(slave)} 2>&1"
         self.process = subprocess.Popen(
             ["sh", "-c", shell], start_new_session=True, env=os.environ | {"TERM": "dumb"}
         )

@@ -16,23 +16,21 @@ import pytest
 
 from paceline.backends.null import expected_tokens
 from paceline.engine.testing import ByteTokenizer
+from tests.cli.conftest import Command, Done
 
 COMMAND = (sys.executable, "-m", "paceline.cli.main", "generate", "--backend", "null")
 
 
-def generate(
-    *arguments: str | Path, stdin: str = "", check: int | None = 0
-) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=60,
-    )
-    assert check is None or done.returncode == check, done.stderr
-    return done
+@pytest.fixture
+def generate(command: Command) -> Command:
+    """In this process; the exit code must be ``check``."""
+
+    def run(*arguments: str | Path, stdin: str = "", check: int = 0) -> Done:
+        done = command("generate", "--backend", "null", *arguments, stdin=stdin)
+        assert done.returncode == check, done.stderr
+        return done
+
+    return run
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -52,7 +50,7 @@ def expected_text(prompt: str, count: int) -> str:
     return tokenizer.decode(tokens)
 
 
-def test_the_three_forms_are_answered(tmp_path: Path) -> None:
+def test_the_three_forms_are_answered(tmp_path: Path, generate: Command) -> None:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "null", "messages": messages, "max_tokens": 3}
     source = write(
@@ -80,7 +78,7 @@ def test_the_three_forms_are_answered(tmp_path: Path) -> None:
     assert first["message"] == chat["choices"][0]["message"]
 
 
-def test_bad_lines_are_errors_of_their_own(tmp_path: Path) -> None:
+def test_bad_lines_are_errors_of_their_own(tmp_path: Path, generate: Command) -> None:
     chat = {"messages": [], "model": "null"}
     source = write(
         tmp_path / "in.jsonl",
@@ -104,7 +102,7 @@ def test_bad_lines_are_errors_of_their_own(tmp_path: Path) -> None:
         assert found[index]["choices"] == [] and found[index]["usage"] is None
 
 
-def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
+def test_a_second_run_does_only_what_is_missing(tmp_path: Path, generate: Command) -> None:
     lines = [{"prompt": f"p{i}", "max_tokens": 2} for i in range(6)]
     output = tmp_path / "out.jsonl"
     generate(write(tmp_path / "in.jsonl", *lines[:4]), "-o", output)
@@ -124,7 +122,7 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path) -> None:
     assert sorted(records(output)) == list(range(6))
 
 
-def test_a_changed_line_is_answered_anew(tmp_path: Path) -> None:
+def test_a_changed_line_is_answered_anew(tmp_path: Path, generate: Command) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     generate(write(source, {"prompt": "old", "max_tokens": 2}), "-o", output)
     done = generate(write(source, {"prompt": "new", "max_tokens": 2}), "-o", output)
@@ -133,7 +131,7 @@ def test_a_changed_line_is_answered_anew(tmp_path: Path) -> None:
     assert texts == [expected_text("old", 2), expected_text("new", 2)]
 
 
-def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(tmp_path: Path, generate: Command) -> None:
     lines = [{"prompt": f"prompt {i}", "max_tokens": 3} for i in range(60)]
     source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     command = [*COMMAND, str(source), "-o", str(output), "--max-num-seqs", "2"]
@@ -159,8 +157,15 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
         assert record["choices"][0]["text"] == expected_text(f"prompt {i}", 3)
 
 
-def test_standard_input_to_standard_output() -> None:
-    done = generate("-", "--max-tokens", "5", stdin='{"prompt": "x"}\n\n{"prompt": "y"}\n')
+def test_standard_input_to_standard_output(generate: Command) -> None:
+    done = subprocess.run(
+        [*COMMAND, "-", "--max-tokens", "5"],
+        input='{"prompt": "x"}\n\n{"prompt": "y"}\n',
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     found = {json.loads(line)["index"]: json.loads(line) for line in done.stdout.splitlines()}
     assert sorted(found) == [0, 2]
     # --max-tokens is for lines that do not say
@@ -238,7 +243,9 @@ def test_standard_input_may_be_a_file(tmp_path: Path) -> None:
         (["{tmp}/in.jsonl", "--max-model-len", "100000"], "100000 exceeds"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_what_cannot_be_done_is_one_line(
+    tmp_path: Path, generate: Command, arguments: list[str], words: str
+) -> None:
     source = write(tmp_path / "in.jsonl", {"prompt": "a"})
     (tmp_path / "notes.txt").write_text("milk, bread\n")
     before = source.read_bytes()

@@ -24,6 +24,7 @@ from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import EngineInfo
+from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 
 NULL = ("--backend", "null")
@@ -261,10 +262,10 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
     ],
 )
 def test_what_cannot_start_says_so_in_one_line(
-    tmp_path: Path, flags: list[str], words: str
+    command: Command, tmp_path: Path, flags: list[str], words: str
 ) -> None:
     (tmp_path / "empty.gguf").write_bytes(b"")
-    done = serve_in_vain(*(flag.format(tmp=tmp_path) for flag in flags))
+    done = command("serve", "--port", "0", *(flag.format(tmp=tmp_path) for flag in flags))
     assert done.returncode == 2
     assert done.stdout == ""
     # logs of the engine process may come before
@@ -284,12 +285,10 @@ def test_a_key_that_came_out_empty_opens_nothing(monkeypatch: pytest.MonkeyPatch
 def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = serve_in_vain("no-such-model", "--port", str(port))
+        program = [sys.executable, "-m", "paceline.cli.main", "serve", "no-such-model"]
+        done = subprocess.run(
+            [*program, "--port", str(port)], capture_output=True, text=True, timeout=60
+        )
     assert done.returncode == 2
     assert done.stderr.startswith(f"paceline serve: cannot listen on 127.0.0.1:{port}")
     assert "--port" in done.stderr
-
-
-def serve_in_vain(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)

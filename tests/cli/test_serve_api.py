@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.cli.conftest import Command
 from tests.cli.servers import start_server
 
 KEY = "sk-0123456789abcdef"
@@ -64,15 +65,12 @@ def test_keys_logs_and_tool_format(tmp_path: Path) -> None:
     assert events["request"]["end"] == "done" and events["refused"]["status"] == 400
 
 
-def test_a_bad_key_file_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    for text in ("alice user nothex\n", "# none\n"):
-        path = tmp_path / "keys"
-        path.write_text(text)
-        serve = (sys.executable, "-m", "paceline.cli.main", "serve", "--backend", "null")
-        done = subprocess.run(
-            [*serve, "--port", "0", "--api-key-file", str(path)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 2 and "--api-key-file" in done.stderr
+@pytest.mark.parametrize("text", ["alice user nothex\n", "# none\n"])
+def test_a_bad_key_file_is_refused_before_anything_is_loaded(
+    command: Command, tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    done = command("serve", "no-such-model", "--port", "0", "--api-key-file", path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline serve: --api-key-file ")

@@ -21,6 +21,7 @@ from paceline.cli.top.frame import make_frame, quantile
 from paceline.cli.top.scrape import Scrape, Source, parse_metrics
 from paceline.cli.top.view import render
 from paceline.core.errors import ConfigError
+from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 
 HEAD = "# TYPE vllm:num_requests_running gauge\n"
@@ -168,13 +169,10 @@ def busy(server: ServerProcess) -> Iterator[ServerProcess]:
         caller.close()
 
 
-def top(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline.cli.main", "top", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **settings)
-
-
-def test_a_busy_server(busy: ServerProcess) -> None:
-    done = top(busy.address, "--json", "--once", "--interval", "0.5")
+def test_a_busy_server(
+    busy: ServerProcess, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = command("top", busy.address, "--json", "--once", "--interval", "0.5")
     frame = json.loads(done.stdout)
     assert (frame["running"], frame["waiting"], frame["held_by"]) == (2, 1, "slots")
     assert frame["held_share"]["slots"] > 0
@@ -185,7 +183,8 @@ def test_a_busy_server(busy: ServerProcess) -> None:
     assert (row["name"], row["running"], row["waiting"]) == ("interactive", 2, 1)
     assert row["kv_blocks"] == frame["kv_blocks"]["interactive"] > 0
     assert frame["cost_per_million_tokens"] > 0
-    shown = top(busy.address, "--once", "--interval", "0.2", env=os.environ | {"COLUMNS": "140"})
+    monkeypatch.setenv("COLUMNS", "140")
+    shown = command("top", busy.address, "--once", "--interval", "0.2")
     assert "held up by slots (all places taken" in shown.stdout
     assert "\x1b" not in shown.stdout
 
@@ -218,17 +217,17 @@ def test_it_goes_on_until_it_is_interrupted(server: ServerProcess) -> None:
     assert b"\x1b[?1049l" in shown
 
 
-def test_nobody_there() -> None:
-    done = top("127.0.0.1:1", "--once")
+def test_nobody_there(command: Command) -> None:
+    done = command("top", "127.0.0.1:1", "--once")
     assert done.returncode == 2
     assert "is a server running there?" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_key_is_wanted_and_sent() -> None:
+def test_a_key_is_wanted_and_sent(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_server("--backend", "null", env={"PACELINE_API_KEY": "long-enough-key"}) as server:
-        refused = top(server.address, "--once", "--json")
+        refused = command("top", server.address, "--once", "--json")
         assert refused.returncode == 2 and "PACELINE_API_KEY" in refused.stderr
-        keyed = os.environ | {"PACELINE_API_KEY": "long-enough-key"}
-        done = top(server.address, "--once", "--json", "--interval", "0.1", env=keyed)
+        monkeypatch.setenv("PACELINE_API_KEY", "long-enough-key")
+        done = command("top", server.address, "--once", "--json", "--interval", "0.1")
         assert json.loads(done.stdout)["ready"] is True

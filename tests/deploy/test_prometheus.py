@@ -91,9 +91,9 @@ class Prometheus:
             return False
 
 
-@pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """After a few seconds in which everything happened that the dashboard shows."""
+@pytest.fixture(scope="module", autouse=True)
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Prometheus]]:
+    """Begun with the first test: Prometheus asks its targets no sooner than 5 s after its start."""
     folder = tmp_path_factory.mktemp("prometheus")
     with live_server(
         folder / "server-log",
@@ -109,16 +109,23 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     ) as server:
         made = Prometheus(folder, f"127.0.0.1:{server.metrics_port}")
         try:
-            eventually(made.is_scraping, timeout=30)
-            # a rate needs what was before as well as what is
-            keep_busy(server, seconds=1.0)
-            eventually(lambda: len(made.result("paceline:slo_requests_total")) >= 2, timeout=30)
-            keep_busy(server, seconds=2.0)
-            time.sleep(0.5)
-            yield made
+            yield server, made
         finally:
             made.process.terminate()
             made.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def prometheus(started: tuple[LiveServer, Prometheus]) -> Prometheus:
+    """After a few seconds in which everything happened that the dashboard shows."""
+    server, made = started
+    eventually(made.is_scraping, timeout=30)
+    # a rate needs what was before as well as what is
+    keep_busy(server, seconds=1.0)
+    eventually(lambda: len(made.result("paceline:slo_requests_total")) >= 2, timeout=30)
+    keep_busy(server, seconds=2.0)
+    time.sleep(0.5)
+    return made
 
 
 def keep_busy(server: LiveServer, seconds: float) -> None:

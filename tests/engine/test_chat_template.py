@@ -269,7 +269,9 @@ def test_reserved_names_are_these() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1: 2}, {"a": {2, 3}}, b"x", lambda: 1, [Path("/")], 1j], ids=repr
+    "value",
+    [object(), {1: 2}, {"a": {2, 3}}, b"x", lambda: 1, [Path("/")], 1j],
+    ids=lambda value: type(value).__name__,
 )
 def test_only_json_reaches_a_template(value: Any) -> None:
     chat = ChatTemplate({"default": CHATML}, SPECIAL)

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import InvalidRequestError
+from paceline.engine import template_meter
 from paceline.engine.chat_template import ChatTemplate
 
+# a tenth of the limits that hold elsewhere: what is metered ends as surely, and ten times as soon
+SCALE = 10
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 # every one of these would take hours, gigabytes, or both
@@ -106,19 +109,46 @@ def stopped(template: str, *, watch_memory: bool = False) -> str:
     try:
         with pytest.raises(InvalidRequestError) as caught:
             chat.render([{"role": "user", "content": "x"}])
-        assert not watch_memory or tracemalloc.get_traced_memory()[1] < 600 << 20
+        most = 5 * template_meter.MAX_SIZE
+        assert not watch_memory or tracemalloc.get_traced_memory()[1] < most
     finally:
         tracemalloc.stop()
     assert time.monotonic() - start < 15
     return str(caught.value)
 
 
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_STEPS", "MAX_SIZE"):
+        monkeypatch.setattr(template_meter, name, getattr(template_meter, name) // SCALE)
+
+
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("template", RUNAWAYS)
 def test_a_runaway_template_is_stopped(template: str) -> None:
     message = stopped(template, watch_memory=True)
     assert "was stopped" in message or "is not available" in message
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "more than (500000 steps|2 s)",
+        ),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+            "{% endfor %}",
+            "more than 134217728 characters",
+        ),
+    ],
+)
+def test_the_limits_that_hold_elsewhere(template: str, says: str) -> None:
+    assert re.search(says, stopped(template, watch_memory="namespace" in template))
+
+
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("use", NESTED)
 def test_data_nested_into_itself_is_not_walked(use: str) -> None:
     template = (

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.core.backend import ModelBackend
 from paceline.engine.tokenizer import load_tokenizer
 from tests.driving import Driver, make_request
@@ -22,6 +24,8 @@ from tests.parity.prompts import PROMPTS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 64
+# where what came before the output is in question, which its beginning shows
+FEWER_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,7 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
+def backend(smollm2_path: Path, threads: int | None) -> Iterator[ModelBackend]:
     from paceline.backends.load import load_backend
 
     made = load_backend(
@@ -42,9 +46,27 @@ def backend(smollm2_path: Path) -> Iterator[ModelBackend]:
         kv_cache_bytes=1 << 30,
         max_model_len=2048,
         max_num_seqs=32,
+        threads=threads,
     )
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def transformers_model(smollm2_path: Path) -> Any:
+    from benchmarks.batching import load_transformers
+
+    return load_transformers(smollm2_path, "float32")
+
+
+def add(driver: Driver, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+    """Have ``driver`` answer all of them, and take what it said."""
+    driver.tokens.clear()
+    driver.finished.clear()
+    for name, tokens in prompts.items():
+        driver.add(make_request(name, tokens, num_tokens, temperature=0.0))
+    driver.run()
+    return {name: driver.tokens[name] for name in prompts}
 
 
 def generate(
@@ -61,32 +83,54 @@ def generate(
         "max_num_batched_tokens": 2048,
     }
     driver = Driver(backend=backend, **(defaults | settings))
-    for name, tokens in prompts.items():
-        driver.add(make_request(name, tokens, num_tokens, temperature=0.0))
-    driver.run()
-    return {name: driver.tokens[name] for name in prompts}, driver
+    return add(driver, prompts, num_tokens), driver
+
+
+class Together(NamedTuple):
+    """All prompts at once, and all of them once more with the first time's blocks in the cache."""
+
+    cold: dict[str, list[int]]
+    warm: dict[str, list[int]]
+    num_cached: int
 
 
 @pytest.fixture(scope="module")
-def batched(backend: ModelBackend, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    return generate(backend, prompts)[0]
+def together(backend: ModelBackend, prompts: dict[str, list[int]]) -> Together:
+    cold, driver = generate(backend, prompts)
+    # before another driver writes to the same blocks
+    warm = add(driver, prompts, NUM_TOKENS)
+    num_cached = sum(update.num_cached_tokens for update in driver.finished.values())
+    return Together(cold, warm, num_cached)
+
+
+@pytest.fixture(scope="module")
+def batched(together: Together) -> dict[str, list[int]]:
+    return together.cold
+
+
+def test_every_weight_is_what_transformers_reads(
+    smollm2_path: Path, transformers_model: Any
+) -> None:
+    theirs = transformers_model.state_dict()
+    checkpoint = GGUFCheckpoint(smollm2_path)
+    # the output head is the embedding
+    assert set(checkpoint.tensor_names()) == set(theirs) - {"lm_head.weight"}
+    for name in checkpoint.tensor_names():
+        np.testing.assert_array_equal(checkpoint.tensor(name), theirs[name].numpy())
 
 
 def test_transformers_would_have_chosen_every_token(
-    smollm2_path: Path, prompts: dict[str, list[int]], batched: dict[str, list[int]]
+    transformers_model: Any, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
     import torch
 
-    from benchmarks.batching import load_transformers
-
-    model = load_transformers(smollm2_path, "float32")
     assert len(prompts) >= 24
     lengths = [len(tokens) for tokens in prompts.values()]
     assert min(lengths) <= 3
     assert max(lengths) >= 600
     for name, prompt in prompts.items():
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + batched[name][:-1]])).logits[0]
+            logits = transformers_model(torch.tensor([prompt + batched[name][:-1]])).logits[0]
         chosen = logits[len(prompt) - 1 :].argmax(-1).tolist()
         assert chosen == batched[name], f"{name}: {PROMPTS[int(name[1:])][:40]!r}"
 
@@ -104,28 +148,21 @@ def test_alone(
 def test_chunked(
     backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
-    tokens, driver = generate(backend, prompts, max_num_batched_tokens=96)
-    assert tokens == batched
+    tokens, driver = generate(backend, prompts, FEWER_TOKENS, max_num_batched_tokens=96)
+    assert tokens == {name: expected[:FEWER_TOKENS] for name, expected in batched.items()}
     assert sum(not row.samples for plan in driver.plans for row in plan.rows) > 10
+    # chunks and single tokens in one step
+    assert any({row.samples for row in plan.rows} == {True, False} for plan in driver.plans)
 
 
-def test_warm_prefix_cache(
-    backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
-) -> None:
-    _, driver = generate(backend, prompts)
-    driver.tokens.clear()
-    driver.finished.clear()
-    for name, tokens in prompts.items():
-        driver.add(make_request(name, tokens, NUM_TOKENS, temperature=0.0))
-    driver.run()
-    assert {name: driver.tokens[name] for name in prompts} == batched
-    cached = sum(update.num_cached_tokens for update in driver.finished.values())
-    assert cached > 0.8 * sum(map(len, prompts.values()))
+def test_warm_prefix_cache(together: Together, prompts: dict[str, list[int]]) -> None:
+    assert together.warm == together.cold
+    assert together.num_cached > 0.8 * sum(map(len, prompts.values()))
 
 
 def test_preempted(
     backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
-    tokens, driver = generate(backend, prompts, num_blocks=90, depth=2)
-    assert tokens == batched
+    tokens, driver = generate(backend, prompts, FEWER_TOKENS, num_blocks=90, depth=2)
+    assert tokens == {name: expected[:FEWER_TOKENS] for name, expected in batched.items()}
     assert driver.scheduler.stats().num_preemptions >= 2

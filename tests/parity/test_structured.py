@@ -24,7 +24,7 @@ COUNT = 14
 
 
 @pytest.fixture(scope="module")
-def llm(smollm2_path: Path) -> Iterator[LLM]:
+def llm(smollm2_path: Path, threads: int | None) -> Iterator[LLM]:
     from paceline.backends.native import unavailable_reason
     from paceline.cli.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
@@ -36,6 +36,7 @@ def llm(smollm2_path: Path) -> Iterator[LLM]:
         max_model_len=1024,
         max_num_seqs=64,
         num_blocks=1200,
+        threads=threads,
     )
     core, _ = build_core(settings)
     with LLM(core, build_tokenizer(settings)) as made:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,6 +35,12 @@ from .live_process import LiveServer, eventually, live_server
 AGE = "paceline:metrics_age_seconds"
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("live") / "log", metrics_port=0) as made:
+        yield made
+
+
 def metrics(server: LiveServer) -> str:
     answer = httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics")
     assert answer.status_code == 200
@@ -41,39 +48,37 @@ def metrics(server: LiveServer) -> str:
     return answer.text
 
 
-def test_both_ports_show_the_same(tmp_path: Path) -> None:
-    with live_server(tmp_path / "log", metrics_port=0) as server:
-        body = {"prompt": [1, 2, 3], "max_tokens": 5}
-        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
-        tokens = "vllm:generation_tokens_total"
-        eventually(lambda: metric(metrics(server), tokens) == 5)
-        # the exchange itself is counted a moment after its tokens
-        counted = 'http_requests_total{handler="/v1/completions"'
-        eventually(lambda: counted in metrics(server))
-        texts = metrics(server), server.metrics()
-        names = [[line.split(" ")[0] for line in text.splitlines()] for text in texts]
-        assert names[0] == names[1]
-        assert metric(texts[1], AGE) == 0 <= metric(texts[0], AGE) < 5
-        port = server.metrics_port
-        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 404
-        assert httpx.post(f"http://127.0.0.1:{port}/metrics").status_code == 501
-        # a connection that is kept serves again
-        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        for _ in range(2):
-            kept.request("GET", "/metrics?name=x")
-            assert AGE in kept.getresponse().read().decode()
-        kept.close()
+def test_both_ports_show_the_same(server: LiveServer) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 5}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    tokens = "vllm:generation_tokens_total"
+    eventually(lambda: metric(metrics(server), tokens) == 5)
+    # the exchange itself is counted a moment after its tokens
+    counted = 'http_requests_total{handler="/v1/completions"'
+    eventually(lambda: counted in metrics(server))
+    texts = metrics(server), server.metrics()
+    names = [[line.split(" ")[0] for line in text.splitlines()] for text in texts]
+    assert names[0] == names[1]
+    assert metric(texts[1], AGE) == 0 <= metric(texts[0], AGE) < 5
+    port = server.metrics_port
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 404
+    assert httpx.post(f"http://127.0.0.1:{port}/metrics").status_code == 501
+    # a connection that is kept serves again
+    kept = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    for _ in range(2):
+        kept.request("GET", "/metrics?name=x")
+        assert AGE in kept.getresponse().read().decode()
+    kept.close()
 
 
-def test_a_server_that_stands_still_shows_by_its_age(tmp_path: Path) -> None:
-    with live_server(tmp_path / "log", metrics_port=0) as server:
-        server.signal(signal.SIGSTOP)
-        try:
-            time.sleep(1.0)
-            assert metric(metrics(server), AGE) >= 0.9
-        finally:
-            server.signal(signal.SIGCONT)
-        eventually(lambda: metric(metrics(server), AGE) < 0.9)
+def test_a_server_that_stands_still_shows_by_its_age(server: LiveServer) -> None:
+    server.signal(signal.SIGSTOP)
+    try:
+        time.sleep(1.0)
+        assert metric(metrics(server), AGE) >= 0.9
+    finally:
+        server.signal(signal.SIGCONT)
+    eventually(lambda: metric(metrics(server), AGE) < 0.9)
 
 
 def test_it_ends_with_the_server_and_is_replaced_if_it_ends_before(tmp_path: Path) -> None:
@@ -102,19 +107,18 @@ def exporter_of(server: LiveServer) -> int:
     return 0
 
 
-def test_too_many_connections_are_closed(tmp_path: Path) -> None:
-    with live_server(tmp_path / "log", metrics_port=0) as server:
-        address = ("127.0.0.1", server.metrics_port)
-        held = [socket.create_connection(address, timeout=10) for _ in range(32)]
-        # these hold their places once they are taken
-        for connection in held:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(1)
-        with socket.create_connection(address, timeout=10) as one_more:
-            assert one_more.recv(1) == b""
-        for connection in held:
-            connection.close()
-        eventually(lambda: _answers(server))
+def test_too_many_connections_are_closed(server: LiveServer) -> None:
+    address = ("127.0.0.1", server.metrics_port)
+    held = [socket.create_connection(address, timeout=10) for _ in range(32)]
+    # these hold their places once they are taken
+    for connection in held:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(1)
+    with socket.create_connection(address, timeout=10) as one_more:
+        assert one_more.recv(1) == b""
+    for connection in held:
+        connection.close()
+    eventually(lambda: _answers(server))
 
 
 def _answers(server: LiveServer) -> bool:
@@ -235,34 +239,33 @@ def test_what_is_answered(head: bytes, status: int, keep: bool) -> None:
         assert re.fullmatch(rb"a 1\nage 0\.\d{3}\n", body)
 
 
-def test_one_thread_serves_whoever_is_ready(tmp_path: Path) -> None:
+def test_one_thread_serves_whoever_is_ready(server: LiveServer) -> None:
     """Half a request, several in one piece, and a page that is not read hold up nobody."""
     request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-    with live_server(tmp_path / "log", metrics_port=0) as server:
-        address = ("127.0.0.1", server.metrics_port)
-        with (
-            socket.create_connection(address, timeout=10) as half,
-            socket.create_connection(address, timeout=10) as unread,
-            socket.create_connection(address, timeout=10) as late,
-        ):
-            half.sendall(request[:20])
-            # more pages than the system keeps for it
-            unread.sendall(request * 400)
-            assert AGE in metrics(server)
-            half.sendall(request[20:] + request)
-            # a connection that is accepted before it says anything
-            time.sleep(1.5)
-            late.sendall(request)
-            for connection, count in ((late, 1), (half, 2), (unread, 400)):
-                data = b""
-                while data.count(f"\n{AGE} ".encode()) < count or not data.endswith(b"\n"):
-                    part = connection.recv(1 << 20)
-                    assert part, "closed before all was sent"
-                    data += part
-                assert data.count(b"HTTP/1.1 200 OK\r\n") == count
-            half.sendall(b"GET /" + b"x" * 17_000)
-            assert half.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
-            assert half.recv(1) == b""
+    address = ("127.0.0.1", server.metrics_port)
+    with (
+        socket.create_connection(address, timeout=10) as half,
+        socket.create_connection(address, timeout=10) as unread,
+        socket.create_connection(address, timeout=10) as late,
+    ):
+        half.sendall(request[:20])
+        # more pages than the system keeps for it
+        unread.sendall(request * 400)
+        assert AGE in metrics(server)
+        half.sendall(request[20:] + request)
+        # a connection that is accepted before it says anything
+        time.sleep(1.5)
+        late.sendall(request)
+        for connection, count in ((late, 1), (half, 2), (unread, 400)):
+            data = b""
+            while data.count(f"\n{AGE} ".encode()) < count or not data.endswith(b"\n"):
+                part = connection.recv(1 << 20)
+                assert part, "closed before all was sent"
+                data += part
+            assert data.count(b"HTTP/1.1 200 OK\r\n") == count
+        half.sendall(b"GET /" + b"x" * 17_000)
+        assert half.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
+        assert half.recv(1) == b""
 
 
 _SLICES = """
