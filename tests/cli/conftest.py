@@ -6,9 +6,9 @@ exits start one.
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,7 +36,10 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     """
 
     def run(*arguments: object, stdin: str = "") -> Done:
-        given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+        # a file of the system, as commands may read it by its descriptor
+        given = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        given.write(stdin)
+        given.seek(0)
         monkeypatch.setattr(sys, "stdin", given)
         # pytest's own handlers would keep the command from setting up its log
         root = logging.getLogger()
@@ -51,6 +54,7 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)
+            given.close()
         return Done(code, *capfd.readouterr())
 
     return run

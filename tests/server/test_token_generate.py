@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from paceline.backends.null import expected_tokens
-from tests.server.helpers import VOCAB, chat_body, events
+from paceline.backends.null import NullBackend, expected_tokens
+from paceline.engine.testing import null_client
+from paceline.server.app import create_app
+from paceline.server.config import ServerConfig
+from tests.server.helpers import VOCAB, chat_body, connect, events
 
 pytestmark = pytest.mark.anyio
 
@@ -40,21 +44,30 @@ async def test_streamed_ids_add_up(http: httpx.AsyncClient) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 60
 
 
-async def test_streamed_counts_are_told_as_asked(http: httpx.AsyncClient) -> None:
+@pytest.fixture
+async def unhurried(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A step takes 10 ms: tokens do not come all at once, or nearly."""
+    client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.01))
+    async with connect(create_app(client, ServerConfig())) as http:
+        yield http
+    await client.close()
+
+
+async def test_streamed_counts_are_told_as_asked(unhurried: httpx.AsyncClient) -> None:
     body: dict[str, Any] = {
         "token_ids": PROMPT,
         "stream": True,
-        "sampling_params": {"max_tokens": 300, "explain": True, "ignore_eos": True},
+        "sampling_params": {"max_tokens": 50, "explain": True, "ignore_eos": True},
     }
-    *before, last = events((await http.post(GENERATE, json=body)).text)
+    *before, last = events((await unhurried.post(GENERATE, json=body)).text)
     assert before and all(chunk["usage"] is None for chunk in before)
-    assert last["usage"]["completion_tokens"] == 300
+    assert last["usage"]["completion_tokens"] == 50
     (told,) = last["usage"]["timeline"]
     assert told["chunks"] == 1
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events((await http.post(GENERATE, json={**body, "stream_options": options})).text)
+    chunks = events((await unhurried.post(GENERATE, json={**body, "stream_options": options})).text)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 300 and len(counts) >= 2
+    assert counts == sorted(counts) and counts[-1] == 50 and len(counts) >= 2
 
 
 async def test_a_prompt_of_ids_is_truncated(http: httpx.AsyncClient) -> None:
