@@ -13,7 +13,8 @@ is shown with its best one of each row. Paceline's are those that pass the gate 
 ``benchmarks.accuracy`` (which runs first); ``paceline-failing`` shows the ones that do not, which
 count nowhere, ``paceline-bf16`` bfloat16 alone. In the
 ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
-than a minute for a row is not asked again in later rounds.
+than a minute for a row is not asked again in later rounds; one that took less than two seconds in
+all of them runs it up to five times.
 
 Online. Each HTTP server, ours as ``paceline serve`` comes, gets the same Poisson streams of
 requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same

@@ -19,6 +19,9 @@ __all__ = ["Contender", "Measured", "Team", "by_variant", "run_rows", "summary"]
 
 # a contender that took this long for a row is not asked again in later rounds
 SLOW_SECONDS = 60.0
+# a contender that has spent less on a row runs it again: so short a time says little by itself
+SHORT_SECONDS = 2.0
+SHORT_ROUNDS = 5
 # how long an engine is left alone before and while it is looked at whether it idles: what it still
 # does in the background has ended then
 IDLE_SECONDS = 1.0
@@ -146,6 +149,7 @@ def run_rows(
     Prefix caching is asked for in the rows that share one.
 
     Args:
+        rounds: at least, but see ``SLOW_SECONDS`` and ``SHORT_SECONDS``.
         skip: why a contender is left out of a row, or None.
         report: called with a line for every measurement.
     """
@@ -166,10 +170,13 @@ def run_rows(
                 measured.failed[contender] = str(error)
             else:
                 commands[contender] = command
-        for number in range(rounds):
+        for number in range(max(rounds, SHORT_ROUNDS)):
             job = make_job(row, vocab_size, seed=number)
             for contender, command in list(commands.items()):
-                if max(measured.seconds.get(contender, [0.0])) > SLOW_SECONDS:
+                spent = measured.seconds.get(contender, [])
+                if max(spent, default=0.0) > SLOW_SECONDS:
+                    continue
+                if number >= rounds and sum(spent) > SHORT_SECONDS:
                     continue
                 worker = team.worker(contender.label, command)
                 try:
@@ -183,7 +190,7 @@ def run_rows(
                 measured.seconds.setdefault(contender, []).append(done.seconds)
                 rate = row.total_tokens / done.seconds
                 report(
-                    f"{row.name:22} {number + 1}/{rounds}  {contender.label:28}"
+                    f"{row.name:22} {number + 1:2}  {contender.label:28}"
                     f"{done.seconds:9.2f} s {rate:9.0f} tok/s"
                 )
         results.append(measured)

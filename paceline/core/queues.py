@@ -106,12 +106,13 @@ class FairQueue:
 
     Args:
         counter: tokens served to a tenant so far, weighted. It may only grow.
-        on_return: called with a tenant that comes back from idle and the least counter of those
-            that have requests waiting, 0 if nobody has, before its request is queued.
+        on_return: called when a tenant comes back from idle, before its request is queued: with
+            that and the least counter of those that have requests waiting; of the last that had
+            some, if nobody has; 0 if nobody ever had.
     """
 
     def __init__(
-        self, counter: Callable[[str], float], on_return: Callable[[str, float], None]
+        self, counter: Callable[[str], float], on_return: Callable[[Request, float], None]
     ) -> None:
         self._counter = counter
         self._on_return = on_return
@@ -119,6 +120,8 @@ class FairQueue:
         # (counter, order of the head, tenant); stale once the counter or the head has moved on
         self._heap: list[tuple[float, tuple[float, int], str]] = []
         self._size = 0
+        # the last tenant of which nothing was left
+        self._last: str | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -140,7 +143,8 @@ class FairQueue:
         queue = self._tenants.get(request.tenant)
         if queue is None:
             first = self.peek()
-            self._on_return(request.tenant, 0.0 if first is None else self._counter(first.tenant))
+            measure = self._last if first is None else first.tenant
+            self._on_return(request, 0.0 if measure is None else self._counter(measure))
             queue = self._tenants[request.tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
@@ -195,6 +199,7 @@ class FairQueue:
         self._size -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
+            self._last = tenant
         elif changed:
             self._enter(tenant)
 

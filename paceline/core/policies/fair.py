@@ -24,12 +24,14 @@ class FairPolicy(FcfsPolicy):
     2401.00588). Only uncached prompt tokens count, so sharing a prefix is rewarded, not charged.
 
     A tenant that comes back from idle is lifted to the least counter that there was among those
-    waiting, less what one step may compute: so much, and no more, can be saved up, so that the
-    second request of one that asks for little need not wait because the first was large. What was
-    least once stays the measure: those that come back one after another are lifted alike and go in
-    order of arrival, not each below the one before it. Two tenants that both always
-    have requests waiting then differ by at most ``2 * max(PROMPT_WEIGHT * longest prompt,
-    OUTPUT_WEIGHT * tokens the cache holds)``, and what one of them had saved up.
+    waiting; where nobody waits, to that of the last who did, or whoever had the machine for itself
+    would wait for that once others come. A light one is lifted less high, by what one step may
+    compute: so much, and no more, can be saved up, so that the second request of one that asks for
+    little need not wait because the first was large. What was least once stays the measure: those
+    that come back one after another are lifted alike and go in order of arrival, not each below the
+    one before it. Two tenants that both always have requests waiting then differ by at most
+    ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
+    one of them had saved up.
 
     Wins: a light tenant is served at once whatever a heavy one floods. Loses: order of arrival
     across tenants, and some prefix hits.
@@ -107,16 +109,18 @@ class FairPolicy(FcfsPolicy):
 
 
 class _Level:
-    """Of one queue: the largest of the least counters that were found among those waiting in it. It
-    only grows, and no tenant enters further below it than by what can be saved up; so nobody who
-    waits ever has less than the next to enter."""
+    """Of one queue: the largest counter that somebody who came back was measured by. It only grows,
+    and no tenant enters further below it than by what can be saved up; so nobody who waits ever has
+    less than the next to enter, but for that."""
 
     def __init__(self, counters: dict[str, float], saved: float) -> None:
         self._counters = counters
         self._saved = saved
         self._level = 0.0
 
-    def lift(self, tenant: str, least: float) -> None:
-        """``tenant`` comes back, and this is the least counter among those that wait already."""
+    def lift(self, request: Request, least: float) -> None:
+        """Its tenant comes back, and is measured by ``least`` (``FairQueue``)."""
         self._level = max(self._level, least)
-        self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._level - self._saved)
+        lowest = self._level - self._saved if request.favoured else self._level
+        own = self._counters.get(request.tenant, 0.0)
+        self._counters[request.tenant] = max(own, lowest)
