@@ -90,6 +90,19 @@ def test_contenders_take_turns_and_the_best_variant_counts(tmp_path: Path) -> No
     assert summary(second)["a"]["variant"] == "ok"
 
 
+def test_rows_that_take_no_time_run_again(tmp_path: Path) -> None:
+    team = Team(tmp_path, VOCAB, idle_seconds=0.02)
+    try:
+        # a second each, and three
+        rows = [parse_row("1x7x3"), parse_row("3x7x3")]
+        peers = [FakePeer("a", tmp_path / "r"), FakePeer("b", tmp_path / "r")]
+        short, long = run_rows(rows, peers, team, rounds=1, vocab_size=VOCAB)
+    finally:
+        team.close()
+    assert by_variant(short) == {"a ok": [1.0] * 3, "b ok": [1.0] * 3}
+    assert by_variant(long) == {"a ok": [3.0], "b ok": [3.0]}
+
+
 def test_prefix_rows_have_workers_of_their_own_where_that_is_another_command(
     tmp_path: Path,
 ) -> None:
