@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -174,8 +174,8 @@ def test_standard_input_to_standard_output(generate: Command) -> None:
     assert json.loads(explicit.stdout)["usage"]["completion_tokens"] == 2
 
 
-def test_who_writes_lines_may_wait_for_answers() -> None:
-    """A program at the other end of both pipes, one question at a time."""
+def on_pipes() -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]:
+    """The command with the ends of its standard input and output."""
     process = subprocess.Popen(
         [*COMMAND, "-"],
         stdin=subprocess.PIPE,
@@ -183,20 +183,26 @@ def test_who_writes_lines_may_wait_for_answers() -> None:
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None and process.stdout is not None
+    return process, process.stdin, process.stdout
+
+
+def test_who_writes_lines_may_wait_for_answers() -> None:
+    """A program at the other end of both pipes, one question at a time."""
+    process, stdin, stdout = on_pipes()
     try:
         for number in range(2):
             line = json.dumps({"prompt": f"question {number}", "max_tokens": 3})
             # not all at once either
-            process.stdin.write(b"\n" + line[:9].encode())
-            process.stdin.flush()
-            process.stdin.write(line[9:].encode() + b"\n")
-            process.stdin.flush()
-            assert select.select([process.stdout], [], [], 30)[0], "no answer"
-            record = json.loads(process.stdout.readline())
+            stdin.write(b"\n" + line[:9].encode())
+            stdin.flush()
+            stdin.write(line[9:].encode() + b"\n")
+            stdin.flush()
+            assert select.select([stdout], [], [], 30)[0], "no answer"
+            record = json.loads(stdout.readline())
             assert record["index"] == 2 * number + 1
             assert record["choices"][0]["text"] == expected_text(f"question {number}", 3)
         # the last line may lack its end
-        process.stdin.write(b'{"prompt": "last", "max_tokens": 3}')
+        stdin.write(b'{"prompt": "last", "max_tokens": 3}')
         rest, errors = process.communicate(timeout=30)
         assert json.loads(rest)["choices"][0]["text"] == expected_text("last", 3)
         assert process.returncode == 0 and b"3 answered" in errors
@@ -206,17 +212,11 @@ def test_who_writes_lines_may_wait_for_answers() -> None:
 
 
 def test_ctrl_c_ends_a_command_that_waits_for_lines() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "-"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
+    process, stdin, stdout = on_pipes()
     try:
-        process.stdin.write(b'{"prompt": "a", "max_tokens": 2}\n')
-        process.stdin.flush()
-        assert select.select([process.stdout], [], [], 30)[0], "no answer"
+        stdin.write(b'{"prompt": "a", "max_tokens": 2}\n')
+        stdin.flush()
+        assert select.select([stdout], [], [], 30)[0], "no answer"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     finally:

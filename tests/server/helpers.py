@@ -21,6 +21,23 @@ def connect(app: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
 
 
+def post_scope(path: str) -> dict[str, Any]:
+    """What an ASGI server says of a POST of JSON; for tests that are the server."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("test", 80),
+        "client": ("test", 1),
+        "scheme": "http",
+    }
+
+
 def say(text: str) -> dict[str, int]:
     """A logit_bias that makes the null backend repeat one character."""
     (token,) = text.encode()

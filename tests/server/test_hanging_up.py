@@ -17,7 +17,7 @@ from paceline.engine.testing import null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app
 
-from .helpers import VOCAB, chat_body
+from .helpers import VOCAB, chat_body, post_scope
 
 pytestmark = pytest.mark.anyio
 
@@ -89,19 +89,7 @@ async def test_nothing_is_left_when_the_exchange_is_over(
             gone.set()
             await asyncio.Event().wait()
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "server": ("test", 80),
-        "client": ("test", 1),
-        "scheme": "http",
-    }
+    scope = post_scope(path)
     async with asyncio.timeout(10):
         await app(scope, receive, send)
     assert client.asked >= 1 and client.under_way == 0

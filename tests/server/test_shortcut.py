@@ -23,7 +23,7 @@ from paceline.server import ServerConfig, create_app, serve
 from paceline.server.connections import _BodyWriter
 from paceline.server.shortcut import BODY_WRITER
 
-from .helpers import VOCAB, chat_body, events, metric
+from .helpers import VOCAB, chat_body, events, metric, post_scope
 from .test_tools import TOOLS
 
 pytestmark = pytest.mark.anyio
@@ -128,19 +128,7 @@ async def asked(app: Any, path: str, body: dict[str, Any], *, short: bool) -> tu
         else:
             parts.append(message["body"])
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "server": ("test", 80),
-        "client": ("test", 1),
-        "scheme": "http",
-    }
+    scope = post_scope(path)
     if short:
         scope["extensions"] = {BODY_WRITER: writer}
     await app(scope, receive, send)
