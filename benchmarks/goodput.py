@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks.peers.base import Command, Peer, Places, Unavailable
 from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.online import Server, percentile, read_lengths
+from benchmarks.peers.online import Server, name_lengths, percentile, read_lengths
 from benchmarks.pressure import wasted_tokens
 from paceline.checkpoints.resolve import default_cache_dir, find_local
 
@@ -325,7 +325,8 @@ def main() -> int:
         # the last few run alone and would say little
         ends = sorted(timing.events[-1] - timing.sent for timing in done if not timing.error)
         unit = 0.75 * len(burst) / ends[int(0.75 * len(ends)) - 1]
-        print(f"a burst of {len(burst)} is worked off at {unit:.2f} requests/s\n")
+        print(f"a burst of {len(burst)} is worked off at {unit:.2f} requests/s; "
+              f"lengths: {name_lengths(TRACE)}\n")  # fmt: skip
 
         trials: dict[int, float] = {}
         for budget in BUDGETS:
@@ -414,6 +415,7 @@ def main() -> int:
         "fairness_ttft_p99_ratio": fairness_ratio,
         "pressure": pressure,
         "best_fixed_budget": best,
+        "lengths": name_lengths(TRACE),
         "curves": curves,
         "absent": absent,
     }

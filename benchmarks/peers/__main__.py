@@ -51,7 +51,7 @@ from typing import Any
 from benchmarks.peers.base import REPOSITORY, Peer, Places, Unavailable
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
-from benchmarks.peers.online import Server, arrivals
+from benchmarks.peers.online import Server, arrivals, name_lengths
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.report import OURS, offline_table, online_table
@@ -319,6 +319,7 @@ def main() -> int:
     results = {
         "offline": offline,
         "online": online,
+        "lengths": name_lengths(TRACE),
         "startup_s": by_peer(seen["startup_s"], min) | served["startup_s"],
         "peak_rss_mb": by_peer(seen["peak_rss_mb"], max) | served["peak_rss_mb"],
         "ceilings": {**ceilings.as_json(), "fraction": fractions},
@@ -333,7 +334,8 @@ def main() -> int:
     if offline:
         print(offline_table(offline, names), "\n")
     if online:
-        print(online_table(online), "\n")
+        print(online_table(online))
+        print(f"lengths: {name_lengths(TRACE)}\n")
     for title, key in (
         ("start to first token, s", "startup_s"),
         ("peak memory, MiB", "peak_rss_mb"),

@@ -18,7 +18,16 @@ from benchmarks.peers.base import Peer, Unavailable
 from benchmarks.peers.http_client import Timing, complete
 from benchmarks.peers.process import Process
 
-__all__ = ["Arrival", "Server", "arrivals", "describe", "percentile", "read_lengths", "replay"]
+__all__ = [
+    "Arrival",
+    "Server",
+    "arrivals",
+    "describe",
+    "name_lengths",
+    "percentile",
+    "read_lengths",
+    "replay",
+]
 
 SCALE = 0.25
 TTFT_SECONDS = 1.0
@@ -76,6 +85,13 @@ def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, i
         (min(MAX_PROMPT, max(1, round(prompt))), min(MAX_OUTPUT, max(1, round(output))))
         for prompt, output in pairs
     ]
+
+
+def name_lengths(trace: Path | None) -> str:
+    """Where ``read_lengths`` has them from, for the report: figures of the two do not compare."""
+    if trace is None or not trace.is_file():
+        return f"lognormal, means {MEANS[0]:g} and {MEANS[1]:g}"
+    return f"{trace.name} times {SCALE:g}"
 
 
 def arrivals(

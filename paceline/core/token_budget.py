@@ -38,6 +38,8 @@ _PACE = 0.9
 _HOPELESS = 0.5
 # of predicted lengths, for the time there is to catch up: rather too short than too long
 _LEFT_QUANTILE = 0.25
+# times what the rows alone take: the longest step while tenants share the engine
+_SHARED_ROWS = 3.0
 # tokens of a step before anything was measured
 _UNTRAINED = 512
 # one in so many steps is without background rows
@@ -203,17 +205,26 @@ class AdaptiveTokenBudget:
         spare = math.inf
         for request in running.paced:
             spare = min(spare, self._spare(request, now))
+        late = max(1.0, self._model.quantile(self._quantile))
         if running.num_running and not running.awaited:
             allowed = self.best_effort_seconds
+        elif running.shared:
+            allowed = min(self._shared_seconds(running), spare / late)
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
             allowed = 0.0 if running.urgent else math.inf
             return Allowance(self._total(self._knee(running.shared), running), allowed)
         else:
-            allowed = spare / max(1.0, self._model.quantile(self._quantile))
+            allowed = spare / late
         wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
         tokens = self._total(self._within(running, wide_start, allowed), running)
         return Allowance(tokens, 0.0 if running.urgent else allowed)
+
+    def _shared_seconds(self, running: Survey) -> float:
+        """Of a step while tenants that are kept apart share the engine: no longer than one in which
+        all is best effort, for whoever comes from another tenant waits for its end; but where many
+        rows run, most of it is for prompts still, or their tokens would cost too much."""
+        return max(self.best_effort_seconds, _SHARED_ROWS * self._model.predict(running.base))
 
     def _spare(self, request: Request, now: float) -> float:
         """Seconds the next step may take for a paced request: until its next token is due, or, for

@@ -134,6 +134,31 @@ def test_best_effort_alone_shares_steps_that_are_long_anyway() -> None:
     assert roomy.best_effort_seconds == 0.050
 
 
+@pytest.mark.parametrize(
+    # rows take 10 ms and 2 ms each
+    ("rows", "seconds"),
+    [(0, 0.05), (1, 0.05), (6, 0.066)],
+)
+@pytest.mark.parametrize("tpot", [None, 10.0])
+def test_steps_are_short_while_tenants_share_the_engine(
+    rows: int, seconds: float, tpot: float | None
+) -> None:
+    """Whoever comes waits no longer than for a step of best effort, or for three times the rows."""
+    budget = budget_of(trained_on_rows(), shared_overhead=0.01)
+    survey = Survey.of([running(tpot) for _ in range(rows)])
+    assert budget.allow(survey, 0.0).tokens == 512, "as much as fits"
+    survey.shared = True
+    chunk = budget.allow(survey, 0.0).tokens - rows
+    assert chunk == pytest.approx((seconds - 0.010 - 0.002 * rows) / 1e-4, abs=40)
+
+
+def test_a_tight_pace_is_kept_among_tenants_too() -> None:
+    budget = budget_of(trained())
+    survey = Survey.of([running(0.030)])
+    survey.shared = True
+    assert budget.allow(survey, 0.0).tokens == 161
+
+
 def test_background_work_may_add_what_it_has_saved_up() -> None:
     """A step of one ordinary row takes 12 ms; a tenth of it is 1.2 ms, a chunk of 32 is 3.2 ms."""
     both = Survey.of([running(None), batch(running(None))])

@@ -22,6 +22,7 @@ from benchmarks.peers.online import (
     Server,
     arrivals,
     describe,
+    name_lengths,
     percentile,
     read_lengths,
     replay,
@@ -190,6 +191,8 @@ def test_lengths_of_a_trace_are_scaled(tmp_path: Path) -> None:
     # one from each of six equal parts, in random order
     assert Counter(pairs) == {(25, 10): 2, (MAX_PROMPT, 1): 2, (2, MAX_OUTPUT): 2}
     assert pairs != read_lengths(trace, 6, seed=1)
+    assert name_lengths(trace) == "trace.csv times 0.25"
+    assert name_lengths(tmp_path / "none.csv") == "lognormal, means 313 and 60"
 
 
 def test_the_real_trace_has_the_means_we_synthesise() -> None:
