@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.machine import (
-    available_memory,
-    choose_num_blocks,
-    choose_threads,
-    may_have_cuda,
-)
+from paceline.backends.machine import available_memory, choose_num_blocks, may_have_cuda
+from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
 from paceline.backends.steps import ModelLoader
+from paceline.backends.topology import bind, format_cpus
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
@@ -44,6 +42,8 @@ def load_backend(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     threads: int | None = None,
+    numa: str = "auto",
+    own_process: bool = False,
     compute: str = "torch",
     swap_bytes: int | None = None,
 ) -> WorkerBackend:
@@ -61,6 +61,9 @@ def load_backend(
         max_model_len: longest sequence served; None: all the model's positions.
         max_num_seqs: requests that run at once; sizes buffers, more are possible.
         threads: processor threads; None: as many as there are cores to use.
+        numa: "auto", "off" or the number of a NUMA node to compute on; see ``choose_placement``.
+        own_process: this process is there for the backend, so all its threads go to the node; else
+            only those that compute do, which is none of the caller's.
         compute: "torch", "native" for the C++ library on the CPU, which adds the dtypes "int8"
             and "q4" of weights, or "auto": native where it can serve the model.
         swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size, taken as
@@ -73,7 +76,6 @@ def load_backend(
     for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    num_threads = choose_threads(threads)
 
     def build() -> tuple[ModelRunner, BackendInfo]:
         started = time.monotonic()
@@ -88,6 +90,10 @@ def load_backend(
             )
         _check_positions(config, length)
         place = _choose_device(device)
+        # a GPU has a node of its own, which is not asked here
+        wanted = "off" if numa == "auto" and place != "cpu" else numa
+        # before weights are packed and threads started, which then come to lie on the node
+        placement = _bound(choose_placement(threads, wanted), whole_process=own_process)
         formats = choose_formats(
             config,
             compute=compute,
@@ -107,7 +113,7 @@ def load_backend(
             device=place,
             block_size=block_size,
             max_model_len=length,
-            threads=num_threads,
+            threads=placement.threads,
         )
         blocks, host_blocks = _choose_sizes(
             loader,
@@ -141,13 +147,36 @@ def load_backend(
             dtype=formats.dtype,
             device=place,
             kv_dtype=formats.kv_dtype,
-            choice=formats.why,
+            choice="; ".join(filter(None, (formats.why, placement.why))),
+            numa_node=placement.node,
             num_host_blocks=host_blocks,
             swap_block_seconds=loaded.swap_block_seconds,
         )
         return runner, info
 
     return WorkerBackend(build)
+
+
+def _bound(placement: Placement, *, whole_process: bool) -> Placement:
+    """Carry out a placement, as far as the system lets us: what it became."""
+    if placement.cpus is None:
+        if placement.why:
+            _log.info("threads=%d numa_node=none: %s", placement.threads, placement.why)
+        return placement
+    cpus = format_cpus(placement.cpus)
+    refusal = bind(placement.cpus, whole_process=whole_process)
+    if refusal:
+        _log.warning(
+            "numa_unbound threads=%d numa_node=%s cpus=%s reason=%s",
+            placement.threads, placement.node, cpus, refusal,
+        )  # fmt: skip
+        why = placement.why and f"{placement.why}, but it could not be bound ({refusal})"
+        return replace(placement, node=None, cpus=None, why=why)
+    _log.info(
+        "threads=%d numa_node=%s cpus=%s%s",
+        placement.threads, placement.node, cpus, placement.why and f": {placement.why}",
+    )  # fmt: skip
+    return placement
 
 
 def _check_positions(config: ModelConfig, length: int) -> None:

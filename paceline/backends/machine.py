@@ -1,4 +1,4 @@
-"""What this machine offers: processors, memory, and the KV pool that follows.
+"""What this machine offers: threads, memory, and the KV pool that follows.
 
 Container limits count: a process in a cgroup may use less than the machine has.
 """
@@ -12,23 +12,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from paceline.backends.topology import CPUS, allowed_cpus, cores_of
 from paceline.core.errors import ConfigError
 
 __all__ = [
+    "CGROUP",
     "CPU_SHARE",
+    "MEMBERSHIP",
     "available_memory",
     "choose_num_blocks",
     "choose_threads",
     "may_have_cuda",
     "swap_seconds",
+    "within_quota",
 ]
 
+CGROUP: Final = Path("/sys/fs/cgroup")
+MEMBERSHIP: Final = Path("/proc/self/cgroup")
 # of the host's free memory, for the KV pool
 CPU_SHARE: Final = 0.25
 # blocks moved to measure how long one takes
 _SWAPPED: Final = 8
-_CGROUP: Final = Path("/sys/fs/cgroup")
-_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:
@@ -74,9 +78,14 @@ def _own_groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
 
 
 def choose_threads(
-    wanted: int | None, *, cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP
+    wanted: int | None,
+    *,
+    cpus: Path = CPUS,
+    cgroup: Path = CGROUP,
+    membership: Path = MEMBERSHIP,
 ) -> int:
-    """Physical cores that affinity and the cgroups' quotas leave, at least 1; ``wanted`` wins.
+    """Physical cores that affinity and the cgroups' quotas leave on all NUMA nodes together, at
+    least 1; ``wanted`` wins. ``placement`` is for an engine, which keeps to one node.
 
     A second hardware thread of a core shares its vector units, so it adds nothing to a product.
     """
@@ -84,30 +93,28 @@ def choose_threads(
         if wanted < 1:
             raise ConfigError(f"threads must be at least 1, got {wanted}")
         return wanted
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    allowed = allowed_cpus()
     if allowed is None:
         return max(1, os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        siblings = _read_words(
-            Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        )
-        cores.add(siblings[0] if siblings else str(cpu))
-    count = len(cores)
+    return within_quota(len(cores_of(allowed, root=cpus)), cgroup=cgroup, membership=membership)
+
+
+def within_quota(threads: int, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1."""
     for group in _own_groups("cpu", cgroup, membership):
         quota = _read_words(group / "cpu.max")
         if len(quota) != 2:
             limit = _read_words(group / "cpu.cfs_quota_us")
             quota = limit + _read_words(group / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]) > 0:
-            count = min(count, int(quota[0]) // int(quota[1]))
-    return max(1, count)
+            threads = min(threads, int(quota[0]) // int(quota[1]))
+    return max(1, threads)
 
 
 def available_memory(
     *,
-    cgroup: Path = _CGROUP,
-    membership: Path = _MEMBERSHIP,
+    cgroup: Path = CGROUP,
+    membership: Path = MEMBERSHIP,
     meminfo: Path = Path("/proc/meminfo"),
 ) -> int:
     """Bytes this process could still allocate on the host: free memory of the machine, or what

@@ -28,7 +28,7 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     settings = EngineSettings.from_json(config)
     configure_logging(settings.log_level, settings.log_format)
     stages.done("import", time.monotonic())
-    built = build_core(settings)
+    built = build_core(settings, own_process=True)
     stages.done("build", time.monotonic())
     stages.log(_log, "engine_built")
     return built

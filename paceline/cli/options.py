@@ -99,9 +99,18 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--threads",
         type=bounded_int(1),
         metavar="N",
-        help="processor threads for the model; default: as many as this process may use",
+        help="processor threads for the model; default: one for each core that this process may "
+        "use, on one NUMA node (--numa)",
     )
-
+    group.add_argument(
+        "--numa",
+        type=_numa,
+        default=default.numa,
+        metavar="auto|off|N",
+        help="where processors of several NUMA nodes may be used: auto keeps the model to the node "
+        "with most of them, unless --threads are more than its cores; off takes all nodes; N is a "
+        "node's number; memory follows, or spills to other nodes (default auto)",
+    )
     group.add_argument(
         "--null-step-time",
         type=bounded_float(0.0, 60.0),
@@ -109,6 +118,17 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         metavar="SECONDS",
         help="how long a step of the null backend takes (default 0)",
     )
+
+
+def _numa(text: str) -> str:
+    if text in ("auto", "off"):
+        return text
+    try:
+        return str(bounded_int(0)(text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither auto nor off nor the number of a NUMA node"
+        ) from None
 
 
 def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings) -> None:
@@ -187,6 +207,7 @@ def engine_settings(
         enable_prefix_caching=args.enable_prefix_caching,
         prefix_cache_bytes=args.prefix_cache_memory,
         threads=args.threads,
+        numa=args.numa,
         null_step_time=args.null_step_time,
         log_level=log_level,
         log_format=log_format,

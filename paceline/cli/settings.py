@@ -72,8 +72,10 @@ class EngineSettings:
     swap_bytes: int | None = None
     pressure_threshold: float = 1.0
     pipeline_depth: int = 2
-    # processor threads of the backend; None: as many as this process may use
+    # processor threads of the backend; None: as many as it may use of the node's
     threads: int | None = None
+    # the NUMA node to compute on: "auto", "off" for all of them, or a number
+    numa: str = "auto"
     # seconds a step of the null backend takes
     null_step_time: float = 0.0
     log_level: str = "info"

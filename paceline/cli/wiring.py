@@ -37,15 +37,17 @@ _NULL_MODEL_LEN = 8192
 _IDLE_BYTES = 256 * 2**20
 
 
-def build_backend(settings: EngineSettings) -> ModelBackend:
+def build_backend(settings: EngineSettings, *, own_process: bool = False) -> ModelBackend:
     """Load the model, or make the null backend.
+
+    ``own_process``: nothing else runs in this process, so all of it may be bound to a NUMA node.
 
     Raises CheckpointError for a bad model, ConfigError for what this machine cannot do.
     """
     if settings.backend == "null":
         return _null_backend(settings)
     if settings.backend == "torch":
-        return _model_backend(settings)
+        return _model_backend(settings, own_process)
     raise ConfigError(f"unknown backend {settings.backend!r}: use torch or null")
 
 
@@ -59,6 +61,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--kv-dtype", settings.kv_dtype, "auto"),
         ("--compute", settings.compute, "auto"),
         ("--threads", settings.threads, None),
+        ("--numa", settings.numa, "auto"),
     ):
         if value != unset:
             raise ConfigError(f"{flag} {value} changes nothing with --backend null: leave it out")
@@ -85,7 +88,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     )
 
 
-def _model_backend(settings: EngineSettings) -> ModelBackend:
+def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     from paceline.backends.load import load_backend
 
     assert settings.model_path is not None  # checked by EngineSettings
@@ -100,6 +103,8 @@ def _model_backend(settings: EngineSettings) -> ModelBackend:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         threads=settings.threads,
+        numa=settings.numa,
+        own_process=own_process,
         compute=settings.compute,
         # memory that could never be used
         swap_bytes=0 if settings.preemption == "recompute" else settings.swap_bytes,
@@ -148,8 +153,13 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
     return size // info.block_bytes
 
 
-def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
-    """A loaded engine, ready to step, and its description. The caller closes the core."""
+def build_core(
+    settings: EngineSettings, *, own_process: bool = False
+) -> tuple[EngineCore, EngineInfo]:
+    """A loaded engine, ready to step, and its description. The caller closes the core.
+
+    ``own_process``: see ``build_backend``.
+    """
     from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
     from paceline.engine.grammar import GrammarCompiler
@@ -159,7 +169,7 @@ def build_core(settings: EngineSettings) -> tuple[EngineCore, EngineInfo]:
     # settings that contradict each other are refused before a model is loaded for them
     _scheduler_config(settings, settings.max_model_len or 1)
     load_policy(settings.policy)
-    backend = build_backend(settings)
+    backend = build_backend(settings, own_process=own_process)
     try:
         info = backend.info
         max_model_len = choose_max_model_len(settings.max_model_len, info)

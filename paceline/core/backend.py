@@ -34,8 +34,10 @@ class BackendInfo:
     device: str
     # of the KV cache; None: as the weights
     kv_dtype: str | None = None
-    # why these formats, for people; "" where nothing was left to choose
+    # why these formats and this place, for people; "" where nothing was left to choose
     choice: str = ""
+    # the NUMA node that it is bound to; None: to none
+    numa_node: int | None = None
     # blocks of host memory to swap to
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory

@@ -121,8 +121,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     # of one KV block over all layers
     block_bytes: int
-    # why these formats, for people; "" where nothing was left to choose
+    # why these formats and this place, for people; "" where nothing was left to choose
     choice: str = ""
+    # the NUMA node that the engine is bound to; None: to none
+    numa_node: int | None = None
     # sequences that may wait at once; None: any number
     max_num_waiting: int | None = None
 

@@ -15,15 +15,9 @@ from paceline.backends.machine import (
     swap_seconds,
 )
 from paceline.core.errors import ConfigError
+from tests.backends.machines import write
 
 MIB = 2**20
-
-
-def write(folder: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
 
 
 @pytest.fixture

@@ -74,6 +74,8 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--kv-dtype", "int8"], "kv_dtype", "int8"),
         (["--max-model-len", "100"], "max_model_len", 100),
         (["--threads", "3"], "threads", 3),
+        (["--numa", "off"], "numa", "off"),
+        (["--numa", "01"], "numa", "1"),
         (["--null-step-time", "0.5"], "null_step_time", 0.5),
         (["--block-size", "32"], "block_size", 32),
         (["--num-blocks", "77"], "num_blocks", 77),
@@ -110,6 +112,13 @@ def test_a_flag_sets_its_field_and_no_other(flags: list[str], field: str, value:
     assert getattr(changed, field) == value
     assert changed != plain
     assert replace(changed, **{field: getattr(plain, field)}) == plain
+
+
+@pytest.mark.parametrize("text", ["on", "-1", "1.5", "0,1", ""])
+def test_what_is_no_numa_node_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--numa", text])
+    assert f"{text!r} is neither auto nor off nor the number" in capsys.readouterr().err
 
 
 def test_offline_work_is_never_refused() -> None:

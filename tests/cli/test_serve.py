@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,10 @@ def test_a_successor_is_like_the_engine_before() -> None:
     # what was admitted must fit, however much memory is free now
     assert (made.num_blocks, made.kv_cache_bytes, made.max_model_len) == (8, None, 100)
     assert made.record == "steps.jsonl.2"
+    # and lie where it lay, wherever most memory is free now; one bound to no node chooses anew
+    assert made.numa == "auto"
+    on_one = successor(settings, msgspec.structs.replace(INFO, numa_node=1), 2)
+    assert on_one == replace(made, numa="1")
     assert EngineSettings.from_json(made.to_json()) == made
 
 

@@ -1,0 +1,146 @@
+"""Where this machine's processors lie: which are allowed, whose cores they are, on which NUMA node.
+
+Reads what the kernel writes under /sys and /proc, and sets affinity. Knows no model, no flag and no
+choice (``placement``); the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = [
+    "CPUS",
+    "NODES",
+    "Node",
+    "allowed_cpus",
+    "bind",
+    "cores_of",
+    "format_cpus",
+    "parse_cpus",
+    "read_nodes",
+]
+
+CPUS: Final = Path("/sys/devices/system/cpu")
+NODES: Final = Path("/sys/devices/system/node")
+_TASKS: Final = Path("/proc/self/task")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A NUMA node that has processors."""
+
+    number: int
+    # all of the node's that are online, whoever may use them
+    cpus: frozenset[int]
+    # of its memory, the page cache not among them; 0 where the kernel does not tell
+    free_bytes: int = 0
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The kernel's list format, such as "0-3,8,10-11"; "" is no processor.
+
+    Raises ValueError for anything else.
+    """
+    cpus: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise ValueError(f"{part!r} in {text.strip()!r} is no processor and no range of them")
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """The inverse of ``parse_cpus``."""
+    parts: list[str] = []
+    ordered = sorted(cpus)
+    start = 0
+    for end, cpu in enumerate(ordered):
+        if end + 1 == len(ordered) or ordered[end + 1] != cpu + 1:
+            parts.append(str(cpu) if start == end else f"{ordered[start]}-{cpu}")
+            start = end + 1
+    return ",".join(parts)
+
+
+def allowed_cpus() -> frozenset[int] | None:
+    """Processors that the calling thread may run on, by its affinity and its cpuset; None where the
+    system does not tell (macOS)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return frozenset(os.sched_getaffinity(0))
+
+
+def cores_of(cpus: Iterable[int], *, root: Path = CPUS) -> frozenset[str]:
+    """Physical cores, each named by the list of its hardware threads, that ``cpus`` are of; a
+    processor of which the kernel tells nothing is a core of its own."""
+    return frozenset(
+        _read(root / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip() or str(cpu)
+        for cpu in cpus
+    )
+
+
+def read_nodes(*, root: Path = NODES) -> tuple[Node, ...]:
+    """Nodes that have processors, by number; () where the kernel knows none.
+
+    Left out: nodes of memory alone (CXL, HBM), and any whose list cannot be read.
+    """
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return ()
+    numbers = sorted(int(name[4:]) for name in names if re.fullmatch(r"node\d+", name))
+    nodes = []
+    for number in numbers:
+        folder = root / f"node{number}"
+        try:
+            cpus = parse_cpus(_read(folder / "cpulist"))
+        except ValueError:
+            continue
+        if cpus:
+            free = re.search(r"MemFree:\s+(\d+) kB", _read(folder / "meminfo"))
+            nodes.append(Node(number, cpus, int(free[1]) * 1024 if free else 0))
+    return tuple(nodes)
+
+
+def bind(cpus: frozenset[int], *, whole_process: bool, tasks: Path = _TASKS) -> str:
+    """Let the calling thread run on ``cpus`` only, and with it threads that it starts from now on.
+
+    Args:
+        whole_process: all threads that this process has, too.
+        tasks: a folder with an entry per thread of it, by id.
+
+    Returns:
+        Why it was not done, or "". The calling thread is first, so then nothing was.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return "this system binds no processes"
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        return str(error)
+    done: set[int] = set()
+    # one that was not reached yet may have started another
+    while whole_process:
+        fresh = {int(task) for task in os.listdir(tasks)} - done
+        if not fresh:
+            break
+        for task in fresh:
+            # it may have ended, or a cpuset of its own keeps it elsewhere
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(task, cpus)
+        done |= fresh
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
