@@ -22,9 +22,11 @@ means where ../shared/traces is absent), whether it keeps up or not. ``within`` 
 requests whose first token came within 1 s and the others at 100 ms a token on average. Rates rise;
 a server that kept less than 5 % within is not asked at higher ones.
 
-Startup is from the process's start to its first token, the model's file in the page cache. Peak
-memory is the sum of the processes' peaks. Ceilings are those of ``benchmarks.kernels``;
-``fraction`` is the least time they allow for a row over the time taken.
+Startup is from the process's start to its first token, the model's file in the page cache and what
+an engine compiles kept from its first start. Peak memory is the sum of the processes' peaks; of
+OpenVINO GenAI and vLLM it counts what they take of the 3 GiB of KV cache that they are allowed
+(vLLM all of it at once), of Paceline what it has used. Ceilings are those of
+``benchmarks.kernels``; ``fraction`` is the least time they allow for a row over the time taken.
 
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
