@@ -10,7 +10,8 @@ import pytest
 
 from paceline.backends import formats
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.native import unavailable_reason
+from paceline.backends.native import library, unavailable_reason
+from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 from tests.backends.conftest import load
@@ -86,6 +87,24 @@ def test_without_the_library_pytorch_computes(machine: pytest.MonkeyPatch) -> No
             ConfigError, match=r"int8 needs --compute native.*no compiler was found"
         ):
             choose(QUANTISED, **settings)
+
+
+def test_a_model_is_served_without_the_library(
+    llama_folder: Path, llama: WorkerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler was there when the package was installed: PyTorch computes, and says why."""
+    monkeypatch.setattr(library, "_PATH", tmp_path / "_lib.so")
+    library._load.cache_clear()
+    try:
+        backend = load(llama_folder, compute="auto", block_size=16)
+    finally:
+        library._load.cache_clear()
+    assert backend.info.name == "torch"
+    assert "the native library was not built; install a C++ compiler" in backend.info.choice
+    prompt = list(range(5, 45))
+    expected = Plans(llama).generate(prompt, 8).output
+    assert Plans(backend).generate(prompt, 8).output == expected
+    backend.close()
 
 
 @pytest.mark.parametrize(
