@@ -58,12 +58,14 @@ def names(chosen: Formats) -> tuple[str, str, str]:
 def test_auto_takes_int8_for_a_file_of_few_bits(machine: pytest.MonkeyPatch) -> None:
     chosen = choose(QUANTISED)
     assert names(chosen) == ("native", "int8", "bfloat16")
-    for words in ("avx512bf16", "accuracy gate", "Q4_1"):
+    for words in ("avx512bf16", "accuracy gate", "Q4_1", "bfloat16 in the KV cache because int8"):
         assert words in chosen.why
     # no more rounding than the file's own
     assert names(choose(replace(PLAIN, stored_dtype="bfloat16"))) == ("native", *["bfloat16"] * 2)
     # nothing left to choose, nothing to explain
-    assert choose(QUANTISED, compute="native", dtype="q4").why == ""
+    assert choose(QUANTISED, compute="native", dtype="q4", kv_dtype="int8").why == ""
+    plain = choose(PLAIN, compute="native", dtype="float32")
+    assert plain.why == "float32 in the KV cache as in the weights"
 
 
 def test_auto_needs_fast_byte_products(machine: pytest.MonkeyPatch) -> None:
