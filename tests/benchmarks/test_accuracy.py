@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from benchmarks import accuracy
 from benchmarks.accuracy import (
     CHUNK,
     MAX_KL,
@@ -131,3 +134,35 @@ def test_what_auto_picks_is_near_float32_on_the_text(smollm2_path: Path) -> None
             model.close()
     assert 0 < figures.kl <= MAX_KL, figures
     assert figures.top1 > 0.9, figures
+
+
+@pytest.mark.parametrize("worst", [MAX_KL, MAX_KL * 1.1])
+def test_one_format_that_fails_fails_the_command(
+    worst: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """q4/int8 alone, which auto never picks, and only as prompts are read."""
+    model = SimpleNamespace(isa="any", close=lambda: None)
+    for name, value in (
+        ("unavailable_reason", None), ("find_local", Path("m.gguf")), ("build", model),
+        ("automatic_format", "int8/bfloat16"), ("forward_of", None),
+        ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
+    ):  # fmt: skip
+        monkeypatch.setattr(accuracy, name, lambda *arguments, value=value: value)
+    monkeypatch.setattr(
+        "paceline.engine.tokenizer.load_tokenizer", lambda path: SimpleNamespace(encode=None)
+    )
+
+    def figures(windows: object, reference: object, others: list[str], size: int) -> object:
+        return {
+            name: Figures(1.0, worst if name == "q4/int8" and size > 1 else 0.0, 9.0, 1.0)
+            for name in others
+        }
+
+    monkeypatch.setattr(accuracy, "compare", figures)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr("sys.argv", ["accuracy"])
+    assert accuracy.main() == (worst > MAX_KL)
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["machine"]["predictions"] == WINDOWS * (WINDOW - 1) >= 4000
+    assert answer["results"]["q4/int8"]["passes"] == (worst <= MAX_KL)
+    assert set(answer["results"]) == set(accuracy.FORMATS)
