@@ -51,6 +51,15 @@ Sampler& caller_sampler() {
   return sampler;
 }
 
+std::string names_of(const std::vector<const Kernels*>& found) {
+  std::string text;
+  for (const Kernels* kernels : found) {
+    if (!text.empty()) text += ',';
+    text += kernels->name;
+  }
+  return text;
+}
+
 // asked once: under a hypervisor, looking takes longer than a draw
 const Kernels& best_kernels() {
   static const Kernels* const best = choose_kernels(nullptr);
@@ -66,14 +75,7 @@ int paceline_abi(void) { return PACELINE_ABI; }
 const char* paceline_error(void) { return error_text.c_str(); }
 
 const char* paceline_variants(void) {
-  static const std::string names = [] {
-    std::string text;
-    for (const Kernels* kernels : usable_kernels()) {
-      if (!text.empty()) text += ',';
-      text += kernels->name;
-    }
-    return text;
-  }();
+  static const std::string names = names_of(usable_kernels());
   return names.c_str();
 }
 
@@ -145,6 +147,12 @@ int paceline_attention(PacelineModel* model, const PacelineStep* step, float* qk
 }
 
 void* paceline_cache(PacelineModel* model, int64_t* bytes) { return model->model.cache(bytes); }
+
+const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states) {
+  thread_local std::string names;
+  names = names_of(kernels_for({cpuid[0], cpuid[1], cpuid[2], cpuid[3], states}));
+  return names.c_str();
+}
 
 PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns, int threads,
                                 const char* isa) {

@@ -30,22 +30,36 @@ bool has(unsigned word, int bit) { return (word >> bit) & 1u; }
 
 }  // namespace
 
-std::vector<const Kernels*> usable_kernels() {
+std::vector<const Kernels*> kernels_for(const Processor& p) {
   std::vector<const Kernels*> found;
 #ifdef PL_X86
-  const Registers one = cpuid(1, 0), seven = cpuid(7, 0), more = cpuid(7, 1);
-  // cpuid says what the processor could do, xgetbv what the system lets it do
-  const uint64_t states = has(one.c, 27) ? saved_states() : 0;
+  // cpuid says what the processor could do, the states what the system lets it do: registers that it
+  // does not save across a switch of threads fault when they are used
+  const uint64_t states = has(p.leaf1_ecx, 27) ? p.states : 0;
   const bool ymm = (states & 0x6) == 0x6, zmm = (states & 0xe6) == 0xe6;
-  const bool avx2 = ymm && has(one.c, 28) && has(one.c, 12) && has(one.c, 29) && has(seven.b, 5);
-  const bool avx512 = avx2 && zmm && has(seven.b, 16) && has(seven.b, 17) && has(seven.b, 30) &&
-                      has(seven.b, 31) && has(seven.c, 11);
-  if (avx512 && has(more.a, 5)) found.push_back(kernels_avx512bf16());
+  const bool avx2 =
+      ymm && has(p.leaf1_ecx, 28) && has(p.leaf1_ecx, 12) && has(p.leaf1_ecx, 29) && has(p.leaf7_ebx, 5);
+  const bool avx512 = avx2 && zmm && has(p.leaf7_ebx, 16) && has(p.leaf7_ebx, 17) && has(p.leaf7_ebx, 30) &&
+                      has(p.leaf7_ebx, 31) && has(p.leaf7_ecx, 11);
+  if (avx512 && has(p.leaf7_1_eax, 5)) found.push_back(kernels_avx512bf16());
   if (avx512) found.push_back(kernels_avx512());
   if (avx2) found.push_back(kernels_avx2());
+#else
+  (void)p;
 #endif
   found.push_back(kernels_portable());
   return found;
+}
+
+std::vector<const Kernels*> usable_kernels() {
+  Processor p;
+#ifdef PL_X86
+  const Registers one = cpuid(1, 0), seven = cpuid(7, 0);
+  p = {one.c, seven.b, seven.c, cpuid(7, 1).a, 0};
+  // xgetbv itself faults without OSXSAVE
+  if (has(p.leaf1_ecx, 27)) p.states = saved_states();
+#endif
+  return kernels_for(p);
 }
 
 const Kernels* choose_kernels(const char* name) {

@@ -1,5 +1,6 @@
 // Which variants of the kernels this machine runs.
 #pragma once
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -7,7 +8,15 @@
 
 namespace paceline {
 
-// best first; the portable one is always last
+// What the choice depends on: words of cpuid, and the register states that the system saves (XCR0).
+struct Processor {
+  uint32_t leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_1_eax = 0;
+  uint64_t states = 0;
+};
+
+// of a processor, best first; the portable one is always last
+std::vector<const Kernels*> kernels_for(const Processor& processor);
+// of this one
 std::vector<const Kernels*> usable_kernels();
 // by name, or the best for null; throws std::invalid_argument naming what there is
 const Kernels* choose_kernels(const char* name);

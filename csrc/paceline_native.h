@@ -108,6 +108,9 @@ void paceline_seconds(const PacelineModel* model, double* out);
  * stores into layer 0 and attends; out: [tokens, heads * head_dim] */
 int paceline_attention(PacelineModel* model, const PacelineStep* step, float* qkv, float* out);
 void* paceline_cache(PacelineModel* model, int64_t* bytes);
+/* What paceline_variants would name on a processor whose cpuid says leaf 1 ecx, leaf 7 ebx, leaf 7 ecx and
+ * leaf 7.1 eax, under a system that saves these register states (XCR0); until the thread's next call. */
+const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states);
 
 PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns,
                                 int threads, const char* isa);

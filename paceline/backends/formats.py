@@ -99,7 +99,10 @@ def choose_formats(
             )
         torch_dtype(dtype)
     if compute == "native":
-        return Formats(compute, dtype, _native_kv_dtype(dtype, kv_dtype), "; ".join(reasons))
+        if kv_dtype == "auto":
+            kv_dtype, why = _native_kv_dtype(dtype)
+            reasons.append(why)
+        return Formats(compute, dtype, kv_dtype, "; ".join(reasons))
     if kv_dtype not in ("auto", dtype):
         raise ConfigError(
             f"--kv-dtype {kv_dtype} needs --compute native: PyTorch keeps the KV cache in the "
@@ -109,10 +112,10 @@ def choose_formats(
     return Formats(compute, dtype, dtype, "; ".join(reasons))
 
 
-def _native_kv_dtype(dtype: str, kv_dtype: str) -> str:
-    if kv_dtype != "auto":
-        return kv_dtype
-    return "float32" if dtype == "float32" else "bfloat16"
+def _native_kv_dtype(dtype: str) -> tuple[str, str]:
+    if dtype in ("float32", "bfloat16"):
+        return dtype, f"{dtype} in the KV cache as in the weights"
+    return "bfloat16", "bfloat16 in the KV cache because int8 there would add to the weights' error"
 
 
 def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | None:

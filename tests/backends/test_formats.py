@@ -10,7 +10,8 @@ import pytest
 
 from paceline.backends import formats
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.native import unavailable_reason
+from paceline.backends.native import library, unavailable_reason
+from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
 from tests.backends.conftest import load
@@ -57,12 +58,14 @@ def names(chosen: Formats) -> tuple[str, str, str]:
 def test_auto_takes_int8_for_a_file_of_few_bits(machine: pytest.MonkeyPatch) -> None:
     chosen = choose(QUANTISED)
     assert names(chosen) == ("native", "int8", "bfloat16")
-    for words in ("avx512bf16", "accuracy gate", "Q4_1"):
+    for words in ("avx512bf16", "accuracy gate", "Q4_1", "bfloat16 in the KV cache because int8"):
         assert words in chosen.why
     # no more rounding than the file's own
     assert names(choose(replace(PLAIN, stored_dtype="bfloat16"))) == ("native", *["bfloat16"] * 2)
     # nothing left to choose, nothing to explain
-    assert choose(QUANTISED, compute="native", dtype="q4").why == ""
+    assert choose(QUANTISED, compute="native", dtype="q4", kv_dtype="int8").why == ""
+    plain = choose(PLAIN, compute="native", dtype="float32")
+    assert plain.why == "float32 in the KV cache as in the weights"
 
 
 def test_auto_needs_fast_byte_products(machine: pytest.MonkeyPatch) -> None:
@@ -86,6 +89,24 @@ def test_without_the_library_pytorch_computes(machine: pytest.MonkeyPatch) -> No
             ConfigError, match=r"int8 needs --compute native.*no compiler was found"
         ):
             choose(QUANTISED, **settings)
+
+
+def test_a_model_is_served_without_the_library(
+    llama_folder: Path, llama: WorkerBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler was there when the package was installed: PyTorch computes, and says why."""
+    monkeypatch.setattr(library, "_PATH", tmp_path / "_lib.so")
+    library._load.cache_clear()
+    try:
+        backend = load(llama_folder, compute="auto", block_size=16)
+    finally:
+        library._load.cache_clear()
+    assert backend.info.name == "torch"
+    assert "the native library was not built; install a C++ compiler" in backend.info.choice
+    prompt = list(range(5, 45))
+    expected = Plans(llama).generate(prompt, 8).output
+    assert Plans(backend).generate(prompt, 8).output == expected
+    backend.close()
 
 
 @pytest.mark.parametrize(

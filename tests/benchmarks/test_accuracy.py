@@ -1,28 +1,35 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from benchmarks import accuracy
 from benchmarks.accuracy import (
+    CHUNK,
     MAX_KL,
     MAX_PERPLEXITY_RATIO,
     MIN_TOP1,
     REFERENCE,
+    WINDOW,
     WINDOWS,
     Comparison,
     Figures,
     Forward,
+    automatic_format,
     build,
     compare,
     forward_of,
     text_windows,
 )
 from paceline.backends.native import unavailable_reason
+from paceline.engine.tokenizer import load_tokenizer
 from tests.backends.torch.models import VOCAB, save_model
 
 SHAPE = (3, 40)
@@ -105,3 +112,57 @@ def test_formats_of_a_real_model_differ_from_float32_by_their_rounding(tmp_path:
         assert way["int8/int8"].perplexity_ratio == pytest.approx(1.0, abs=0.1)
     # the two ways read the same text
     assert steps[REFERENCE].perplexity == pytest.approx(prompts[REFERENCE].perplexity, rel=1e-4)
+
+
+def test_what_auto_picks_is_near_float32_on_the_text(smollm2_path: Path) -> None:
+    """The gate's KL on the first tenth of the text, read as prompts; ``make bench-accuracy`` reads
+    all of it, both ways, and holds top-1 and perplexity too, which so little text does not tell."""
+    reason = unavailable_reason()
+    name = "" if reason else automatic_format(smollm2_path)
+    if reason or name == REFERENCE:
+        pytest.skip(reason or "nothing is rounded on this processor")
+    encode = load_tokenizer(smollm2_path).encode
+    text = text_windows(encode, WINDOW)
+    assert text.shape[0] * (text.shape[1] - 1) >= 4000
+    windows = text[:, :64]
+    models = {kind: build(smollm2_path, kind, 1, (WINDOWS, 64)) for kind in (REFERENCE, name)}
+    forwards = {kind: forward_of(model, (WINDOWS, 64)) for kind, model in models.items()}
+    try:
+        figures = compare(windows, forwards[REFERENCE], {name: forwards[name]}, CHUNK)[name]
+    finally:
+        for model in models.values():
+            model.close()
+    assert 0 < figures.kl <= MAX_KL, figures
+    assert figures.top1 > 0.9, figures
+
+
+@pytest.mark.parametrize("worst", [MAX_KL, MAX_KL * 1.1])
+def test_one_format_that_fails_fails_the_command(
+    worst: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """q4/int8 alone, which auto never picks, and only as prompts are read."""
+    model = SimpleNamespace(isa="any", close=lambda: None)
+    for name, value in (
+        ("unavailable_reason", None), ("find_local", Path("m.gguf")), ("build", model),
+        ("automatic_format", "int8/bfloat16"), ("forward_of", None),
+        ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
+    ):  # fmt: skip
+        monkeypatch.setattr(accuracy, name, lambda *arguments, value=value: value)
+    monkeypatch.setattr(
+        "paceline.engine.tokenizer.load_tokenizer", lambda path: SimpleNamespace(encode=None)
+    )
+
+    def figures(windows: object, reference: object, others: list[str], size: int) -> object:
+        return {
+            name: Figures(1.0, worst if name == "q4/int8" and size > 1 else 0.0, 9.0, 1.0)
+            for name in others
+        }
+
+    monkeypatch.setattr(accuracy, "compare", figures)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr("sys.argv", ["accuracy"])
+    assert accuracy.main() == (worst > MAX_KL)
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer["machine"]["predictions"] == WINDOWS * (WINDOW - 1) >= 4000
+    assert answer["results"]["q4/int8"]["passes"] == (worst <= MAX_KL)
+    assert set(answer["results"]) == set(accuracy.FORMATS)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Final
 
@@ -130,6 +141,7 @@ _SIGNATURES: Final = {
     "paceline_choices": (None, (c_void_p, POINTER(c_int64))),
     "paceline_attention": (c_int, (c_void_p, POINTER(Step), c_void_p, c_void_p)),
     "paceline_cache": (c_void_p, (c_void_p, POINTER(c_int64))),
+    "paceline_variants_for": (c_char_p, (POINTER(c_uint32), c_uint64)),
     "paceline_matrix": (c_void_p, (c_int, c_int, c_void_p, c_int64, c_int64, c_int, c_char_p)),
     "paceline_matrix_destroy": (None, (c_void_p,)),
     "paceline_matrix_multiply": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int)),

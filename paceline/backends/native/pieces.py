@@ -11,7 +11,7 @@ from paceline.backends.native.library import Step, check, library
 from paceline.backends.native.model import DTYPES, Integers, NativeModel
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor
 
-__all__ = ["PackedMatrix", "attend", "cache_bytes", "read_bandwidth"]
+__all__ = ["PackedMatrix", "attend", "cache_bytes", "read_bandwidth", "variants_for"]
 
 
 class PackedMatrix:
@@ -125,3 +125,17 @@ def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:
     buffer = np.ones(num_bytes, dtype=np.uint8)
     seconds: float = library().paceline_read_seconds(buffer.ctypes.data, num_bytes, threads, repeat)
     return num_bytes / seconds
+
+
+def variants_for(
+    leaf1_ecx: int, leaf7_ebx: int, leaf7_ecx: int, leaf71_eax: int, states: int
+) -> str:
+    """``variants()`` of another processor, joined by commas.
+
+    Args:
+        leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax: what its cpuid says.
+        states: the register states that its system saves (XCR0).
+    """
+    words = (ctypes.c_uint32 * 4)(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax)
+    names: bytes = library().paceline_variants_for(words, states)
+    return names.decode()

@@ -49,5 +49,11 @@ def choose_dtype(name: str, device: str) -> torch.dtype:
     if torch.device(device).type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = torch.cpu._is_avx512_bf16_supported() or _has_tiles()
     return torch.bfloat16 if fast else torch.float32
+
+
+def _has_tiles() -> bool:
+    """Whether AMX truly works: the processor lists it, and the kernel lets this process use it. A
+    processor may list what its hypervisor or kernel has not enabled."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()

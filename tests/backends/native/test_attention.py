@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
@@ -121,6 +123,47 @@ def test_ragged_batches(isa: str, kv_dtype: str, group: int, head_dim: int) -> N
     harness = Harness(2 * group, 2, head_dim, kv_dtype, isa=isa)
     harness.add(5)
     for counts in ([1, 17, 40, 0, 5], [1, 1, 1, 3, 1], [1, 1, 29, 16, 0]):
+        assert harness.step(counts) < BOUNDS[kv_dtype]
+    harness.model.close()
+
+
+@settings(max_examples=40)
+@given(
+    isa=st.sampled_from(variants() or ("",)),
+    kv_dtype=st.sampled_from(sorted(BOUNDS)),
+    kv_heads=st.integers(1, 4),
+    group=st.integers(1, 9),
+    head_dim=st.integers(1, 10).map(lambda tiles: 16 * tiles),
+    block_size=st.sampled_from([16, 32, 48]),
+    threads=st.integers(1, 3),
+    window=st.none() | st.integers(1, 90),
+    steps=st.lists(
+        st.lists(st.integers(0, 45), min_size=3, max_size=3).filter(any), min_size=1, max_size=4
+    ),
+)
+def test_random_shapes_and_lengths(
+    isa: str,
+    kv_dtype: str,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    threads: int,
+    window: int | None,
+    steps: list[list[int]],
+) -> None:
+    harness = Harness(
+        kv_heads * group,
+        kv_heads,
+        head_dim,
+        kv_dtype,
+        block_size=block_size,
+        threads=threads,
+        isa=isa,
+        window=window,
+    )
+    harness.add(3)
+    for counts in steps:
         assert harness.step(counts) < BOUNDS[kv_dtype]
     harness.model.close()
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.backends.native import RawTensor, unavailable_reason, variants
@@ -77,6 +79,30 @@ def test_product_is_exact_on_what_it_multiplies(
         # its whole row along; the rotation's own rounding brings more of them there
         assert np.quantile(error, 0.9 if dtype == "int8" else 0.99) < 2e-6
         assert error.max() < (2e-3 if dtype in ("int8", "q4") else 2e-6)
+
+
+@settings(max_examples=60)
+@given(
+    isa=st.sampled_from(variants() or ("",)),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "q4"]),
+    outputs=st.integers(1, 200),
+    columns=st.integers(1, 300),
+    rows=st.integers(1, 70),
+    threads=st.integers(1, 3),
+)
+def test_random_shapes(
+    isa: str, dtype: str, outputs: int, columns: int, rows: int, threads: int
+) -> None:
+    if dtype == "q4":
+        columns = -(-columns // 32) * 32
+    matrix = PackedMatrix(_random((outputs, columns), 1), dtype, isa=isa, threads=threads)
+    x = _random((rows, columns), 2)
+    weights = matrix.unpack().T.astype(np.float64)
+    error = np.abs(matrix.multiply(x) - _as_multiplied(x, dtype) @ weights)
+    scale = np.abs(_as_multiplied(x, dtype)) @ np.abs(weights)
+    # as above; a row of few columns has few values that could share a boundary's step
+    bound = 2e-6 if dtype in ("float32", "bfloat16") else 2e-2
+    np.testing.assert_array_less(error, bound * scale + 1e-6)
 
 
 @pytest.mark.parametrize("isa", variants())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,25 @@ def test_copied_blocks_serve_another_sequence() -> None:
     np.testing.assert_allclose(last[0], whole[32], atol=1e-3)
     with pytest.raises(ConfigError, match="16"):
         model.copy_blocks([(0, 16)])
+
+
+@native
+def test_a_step_takes_no_memory_that_an_earlier_one_took() -> None:
+    """Logits of 40 rows are 80 kB; what a step takes anew are index arrays of a few bytes a row."""
+    config = tiny_config(vocab_size=500)
+    model = _make(config, random_weights(config, 1), "float32")
+    ids = np.random.default_rng(2).integers(0, 500, 40)
+    _whole(model, ids, [3, 1, 7])
+    rows = np.arange(40)
+    tracemalloc.start()
+    try:
+        first = model.forward(ids, rows, np.array([0, 40]), np.array([[3, 1, 7]]), rows)
+        again = model.forward(ids, rows, np.array([0, 40]), np.array([[3, 1, 7]]), rows[:30])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.shares_memory(first, again)
+    assert most < 40_000
 
 
 @native

