@@ -31,7 +31,8 @@ OpenVINO GenAI and vLLM it counts what they take of the 3 GiB of KV cache that t
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
 choose; ROWS=none runs the online part alone, RATES=none the offline part; ROUNDS=n says how often
-each engine runs a row. A peer that cannot be set up is reported absent with the reason.
+each engine runs a row, RATE_SECONDS=n how long requests come at each rate. A peer that cannot be
+set up is reported absent with the reason.
 
 The last line is JSON.
 """
@@ -107,12 +108,16 @@ def chosen(variable: str, default: Sequence[str]) -> list[str]:
     return [] if value == "none" else [part.strip() for part in value.split(",")]
 
 
-def rounds(value: str | None, default: int) -> int:
-    """ROUNDS from the environment. Raises ValueError for what is no number from 1 to 99."""
+def number(variable: str, most: int) -> int | None:
+    """From the environment; None where it is not there.
+
+    Raises ValueError for what is no number from 1 to ``most``.
+    """
+    value = os.environ.get(variable)
     if not value:
-        return default
-    if not value.isdecimal() or not 1 <= int(value) <= 99:
-        raise ValueError(f"ROUNDS={value} is not a number from 1 to 99")
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= most:
+        raise ValueError(f"{variable}={value} is not a number from 1 to {most}")
     return int(value)
 
 
@@ -289,7 +294,11 @@ def main() -> int:
     kind = "quick" if os.environ.get("QUICK") else "full"
     plan = QUICK if kind == "quick" else FULL
     try:
-        plan = replace(plan, rounds=rounds(os.environ.get("ROUNDS"), plan.rounds))
+        plan = replace(
+            plan,
+            rounds=number("ROUNDS", 99) or plan.rounds,
+            seconds=number("RATE_SECONDS", 3600) or plan.seconds,
+        )
         rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
         rates = requests_a_second(chosen("RATES", [str(rate) for rate in plan.rates]))
         wanted = chosen("PEERS", PEERS)

