@@ -30,6 +30,13 @@ class Ceilings:
             "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in self.rates.items()},
         }
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """The higher of each: what disturbs a measurement makes it lower."""
+        return Ceilings(
+            {mib: max(rate, other.bandwidths[mib]) for mib, rate in self.bandwidths.items()},
+            {dtype: max(rate, other.rates[dtype]) for dtype, rate in self.rates.items()},
+        )
+
     def floor_s(self, row: Row, formats: str) -> float:
         """The least seconds of a row in SmolLM2-135M's shape with "weights/KV cache" formats:
         prompts in full steps, a shared prefix once, then a step a token at the mean context."""
