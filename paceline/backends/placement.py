@@ -46,7 +46,7 @@ class Placement:
     nodes: str = ""
     # the nodes' processors that may be used; None: all, nothing is bound
     cpus: frozenset[int] | None = None
-    # for people, where there were several sockets to choose from; else ""
+    # for people, where there were several nodes to choose from; else ""
     why: str = ""
 
 
@@ -91,12 +91,14 @@ def choose_placement(
         return Placement(count, given.numbers, given.cpus)
     groups = [_Group.of(socket, allowed, cpus) for socket in sockets_of(found, root=cpus)]
     groups = [group for group in groups if group.cpus] if allowed else []
-    if len(groups) < 2:
+    num_nodes = sum(len(group.nodes) for group in groups)
+    if num_nodes < 2:
         return everywhere
     best = max(groups, key=lambda group: (group.cores, group.free_bytes, -group.nodes[0].number))
     obstacle = ""
-    num_nodes = sum(len(group.nodes) for group in groups)
-    if binder:
+    if len(groups) == 1:
+        obstacle = "they are of one socket"
+    elif binder:
         obstacle = f"{binder} binds threads"
     elif threads is not None and threads > best.cores:
         none = "none" if num_nodes == len(groups) else "no socket"

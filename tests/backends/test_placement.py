@@ -109,7 +109,9 @@ def test_a_node_of_several_sockets_is_taken_alone(nps4: Machine) -> None:
 def test_nodes_of_one_socket_are_no_choice(nps4: Machine) -> None:
     """All that may be used is taken, unbound, as where firmware shows the socket as one node."""
     nps4.allow("1-7,16-20")
-    assert nps4.place() == Placement(8)
+    words = "bound to none of 4 NUMA nodes because they are of one socket"
+    assert nps4.place() == Placement(8, why=f"8 threads, {words}")
+    assert nps4.place(9) == Placement(9, why=f"9 threads, {words}")
     # unless nobody knows that they are of one
     nps4.packages({"0-31": -1})
     assert summary(nps4.place()) == (2, "0", "1,16-17")
