@@ -18,7 +18,7 @@ from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
 from paceline.backends.steps import ModelLoader
-from paceline.backends.topology import bind, format_cpus
+from paceline.backends.topology import bind, format_list
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
@@ -43,6 +43,7 @@ def load_backend(
     max_num_seqs: int = 256,
     threads: int | None = None,
     numa: str = "auto",
+    numa_fallback: bool = False,
     own_process: bool = False,
     compute: str = "torch",
     swap_bytes: int | None = None,
@@ -61,8 +62,10 @@ def load_backend(
         max_model_len: longest sequence served; None: all the model's positions.
         max_num_seqs: requests that run at once; sizes buffers, more are possible.
         threads: processor threads; None: as many as there are cores to use.
-        numa: "auto", "off" or the number of a NUMA node to compute on; see ``choose_placement``.
-        own_process: this process is there for the backend, so all its threads go to the node; else
+        numa: "auto", "off" or the NUMA nodes to compute on, such as "0-1"; see
+            ``choose_placement``.
+        numa_fallback: where these nodes cannot be had (any more): "auto" instead of an error.
+        own_process: this process is there for the backend, so all its threads go to the nodes; else
             only those that compute do, which is none of the caller's.
         compute: "torch", "native" for the C++ library on the CPU, which adds the dtypes "int8"
             and "q4" of weights, or "auto": native where it can serve the model.
@@ -90,10 +93,10 @@ def load_backend(
             )
         _check_positions(config, length)
         place = _choose_device(device)
-        # a GPU has a node of its own, which is not asked here
-        wanted = "off" if numa == "auto" and place != "cpu" else numa
-        # before weights are packed and threads started, which then come to lie on the node
-        placement = _bound(choose_placement(threads, wanted), whole_process=own_process)
+        # before weights are packed and threads started, which then come to lie on the nodes
+        placement = _bound(
+            _placed(threads, numa, device=place, fallback=numa_fallback), whole_process=own_process
+        )
         formats = choose_formats(
             config,
             compute=compute,
@@ -148,7 +151,7 @@ def load_backend(
             device=place,
             kv_dtype=formats.kv_dtype,
             choice="; ".join(filter(None, (formats.why, placement.why))),
-            numa_node=placement.node,
+            numa_nodes=placement.nodes,
             num_host_blocks=host_blocks,
             swap_block_seconds=loaded.swap_block_seconds,
         )
@@ -157,24 +160,37 @@ def load_backend(
     return WorkerBackend(build)
 
 
+def _placed(threads: int | None, numa: str, *, device: str, fallback: bool) -> Placement:
+    """Where to compute; ``fallback``: as auto would where ``numa`` cannot be had."""
+    # a GPU has a node of its own, which is not asked here
+    auto = "auto" if device == "cpu" else "off"
+    try:
+        return choose_placement(threads, auto if numa == "auto" else numa)
+    except ConfigError as error:
+        if not fallback:
+            raise
+        _log.warning("numa_fallback numa=%s reason=%s", numa, error)
+    return choose_placement(threads, auto)
+
+
 def _bound(placement: Placement, *, whole_process: bool) -> Placement:
     """Carry out a placement, as far as the system lets us: what it became."""
     if placement.cpus is None:
         if placement.why:
-            _log.info("threads=%d numa_node=none: %s", placement.threads, placement.why)
+            _log.info("threads=%d numa_nodes=none: %s", placement.threads, placement.why)
         return placement
-    cpus = format_cpus(placement.cpus)
+    cpus = format_list(placement.cpus)
     refusal = bind(placement.cpus, whole_process=whole_process)
     if refusal:
         _log.warning(
-            "numa_unbound threads=%d numa_node=%s cpus=%s reason=%s",
-            placement.threads, placement.node, cpus, refusal,
+            "numa_unbound threads=%d numa_nodes=%s cpus=%s reason=%s",
+            placement.threads, placement.nodes, cpus, refusal,
         )  # fmt: skip
         why = placement.why and f"{placement.why}, but it could not be bound ({refusal})"
-        return replace(placement, node=None, cpus=None, why=why)
+        return replace(placement, nodes="", cpus=None, why=why)
     _log.info(
-        "threads=%d numa_node=%s cpus=%s%s",
-        placement.threads, placement.node, cpus, placement.why and f": {placement.why}",
+        "threads=%d numa_nodes=%s cpus=%s%s",
+        placement.threads, placement.nodes, cpus, placement.why and f": {placement.why}",
     )  # fmt: skip
     return placement
 

@@ -85,7 +85,7 @@ def choose_threads(
     membership: Path = MEMBERSHIP,
 ) -> int:
     """Physical cores that affinity and the cgroups' quotas leave on all NUMA nodes together, at
-    least 1; ``wanted`` wins. ``placement`` is for an engine, which keeps to one node.
+    least 1; ``wanted`` wins. ``placement`` is for an engine, which keeps to one socket.
 
     A second hardware thread of a core shares its vector units, so it adds nothing to a product.
     """

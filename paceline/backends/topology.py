@@ -1,4 +1,4 @@
-"""Where this machine's processors lie: which are allowed, whose cores they are, on which NUMA node.
+"""Where this machine's processors lie: which are allowed, of which core, socket and NUMA node.
 
 Reads what the kernel writes under /sys and /proc, and sets affinity. Knows no model, no flag and no
 choice (``placement``); the standard library only.
@@ -21,9 +21,10 @@ __all__ = [
     "allowed_cpus",
     "bind",
     "cores_of",
-    "format_cpus",
-    "parse_cpus",
+    "format_list",
+    "parse_list",
     "read_nodes",
+    "sockets_of",
 ]
 
 CPUS: Final = Path("/sys/devices/system/cpu")
@@ -42,29 +43,30 @@ class Node:
     free_bytes: int = 0
 
 
-def parse_cpus(text: str) -> frozenset[int]:
-    """The kernel's list format, such as "0-3,8,10-11"; "" is no processor.
+def parse_list(text: str) -> frozenset[int]:
+    """Numbers of processors or nodes in the kernel's format, such as "0-3,8,10-11"; "" is none.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for numbers of more than five digits: no machine has
+    so many, and a mistyped range would fill the memory.
     """
-    cpus: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise ValueError(f"{part!r} in {text.strip()!r} is no processor and no range of them")
-        cpus.update(range(first, last + 1))
-    return frozenset(cpus)
+            raise ValueError(f"{part!r} in {text.strip()!r} is no number and no range of them")
+        numbers.update(range(first, last + 1))
+    return frozenset(numbers)
 
 
-def format_cpus(cpus: Iterable[int]) -> str:
-    """The inverse of ``parse_cpus``."""
+def format_list(numbers: Iterable[int]) -> str:
+    """The inverse of ``parse_list``."""
     parts: list[str] = []
-    ordered = sorted(cpus)
+    ordered = sorted(numbers)
     start = 0
-    for end, cpu in enumerate(ordered):
-        if end + 1 == len(ordered) or ordered[end + 1] != cpu + 1:
-            parts.append(str(cpu) if start == end else f"{ordered[start]}-{cpu}")
+    for end, number in enumerate(ordered):
+        if end + 1 == len(ordered) or ordered[end + 1] != number + 1:
+            parts.append(str(number) if start == end else f"{ordered[start]}-{number}")
             start = end + 1
     return ",".join(parts)
 
@@ -100,13 +102,29 @@ def read_nodes(*, root: Path = NODES) -> tuple[Node, ...]:
     for number in numbers:
         folder = root / f"node{number}"
         try:
-            cpus = parse_cpus(_read(folder / "cpulist"))
+            cpus = parse_list(_read(folder / "cpulist"))
         except ValueError:
             continue
         if cpus:
             free = re.search(r"MemFree:\s+(\d+) kB", _read(folder / "meminfo"))
             nodes.append(Node(number, cpus, int(free[1]) * 1024 if free else 0))
     return tuple(nodes)
+
+
+def sockets_of(nodes: Iterable[Node], *, root: Path = CPUS) -> tuple[tuple[Node, ...], ...]:
+    """``nodes`` by the physical package that their processors are of.
+
+    A node whose processors are of several packages, or of which the kernel does not tell, is alone.
+    """
+    sockets: dict[int | str, list[Node]] = {}
+    for node in nodes:
+        packages = {
+            _read(root / f"cpu{cpu}" / "topology" / "physical_package_id").strip()
+            for cpu in node.cpus
+        }
+        known = len(packages) == 1 and packages.isdisjoint({"", "-1"})
+        sockets.setdefault(packages.pop() if known else node.number, []).append(node)
+    return tuple(tuple(group) for group in sockets.values())
 
 
 def bind(cpus: frozenset[int], *, whole_process: bool, tasks: Path = _TASKS) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from paceline.backends.topology import format_list, parse_list
 from paceline.cli.arguments import bounded_float, bounded_int, byte_count
 from paceline.cli.scheduling_options import ADMISSION, SCHEDULING, add_flags, given_settings
 from paceline.cli.settings import EngineSettings
@@ -100,16 +101,17 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         type=bounded_int(1),
         metavar="N",
         help="processor threads for the model; default: one for each core that this process may "
-        "use, on one NUMA node (--numa)",
+        "use, on one socket (--numa)",
     )
     group.add_argument(
         "--numa",
         type=_numa,
         default=default.numa,
-        metavar="auto|off|N",
-        help="where processors of several NUMA nodes may be used: auto keeps the model to the node "
-        "with most of them, unless --threads are more than its cores; off takes all nodes; N is a "
-        "node's number; memory follows, or spills to other nodes (default auto)",
+        metavar="auto|off|NODES",
+        help="where processors of several sockets may be used: auto keeps the model to the NUMA "
+        "nodes of the one with most of them, unless --threads are more than its cores; off takes "
+        "all nodes; NODES are numbers such as 0 or 0-1,4; memory follows, or spills to other nodes "
+        "(default auto)",
     )
     group.add_argument(
         "--null-step-time",
@@ -124,11 +126,14 @@ def _numa(text: str) -> str:
     if text in ("auto", "off"):
         return text
     try:
-        return str(bounded_int(0)(text))
-    except argparse.ArgumentTypeError:
+        nodes = format_list(parse_list(text))
+    except ValueError:
+        nodes = ""
+    if not nodes:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither auto nor off nor the number of a NUMA node"
-        ) from None
+            f"{text!r} is neither auto nor off nor NUMA nodes such as 0 or 0-1,4"
+        )
+    return nodes
 
 
 def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings) -> None:

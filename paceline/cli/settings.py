@@ -72,10 +72,12 @@ class EngineSettings:
     swap_bytes: int | None = None
     pressure_threshold: float = 1.0
     pipeline_depth: int = 2
-    # processor threads of the backend; None: as many as it may use of the node's
+    # processor threads of the backend; None: as many as it may use of the nodes'
     threads: int | None = None
-    # the NUMA node to compute on: "auto", "off" for all of them, or a number
+    # the NUMA nodes to compute on: "auto", "off" for all of them, or a list such as "0-1"
     numa: str = "auto"
+    # of an engine that replaces one: "auto" where these nodes cannot be had any more
+    numa_fallback: bool = False
     # seconds a step of the null backend takes
     null_step_time: float = 0.0
     log_level: str = "info"

@@ -40,7 +40,7 @@ _IDLE_BYTES = 256 * 2**20
 def build_backend(settings: EngineSettings, *, own_process: bool = False) -> ModelBackend:
     """Load the model, or make the null backend.
 
-    ``own_process``: nothing else runs in this process, so all of it may be bound to a NUMA node.
+    ``own_process``: nothing else runs in this process, so all of it may be bound to NUMA nodes.
 
     Raises CheckpointError for a bad model, ConfigError for what this machine cannot do.
     """
@@ -104,6 +104,7 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
         max_num_seqs=settings.max_num_seqs,
         threads=settings.threads,
         numa=settings.numa,
+        numa_fallback=settings.numa_fallback,
         own_process=own_process,
         compute=settings.compute,
         # memory that could never be used

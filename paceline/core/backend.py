@@ -36,8 +36,8 @@ class BackendInfo:
     kv_dtype: str | None = None
     # why these formats and this place, for people; "" where nothing was left to choose
     choice: str = ""
-    # the NUMA node that it is bound to; None: to none
-    numa_node: int | None = None
+    # the NUMA nodes that it is bound to, such as "0" or "0-3"; "": to none
+    numa_nodes: str = ""
     # blocks of host memory to swap to
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory

@@ -268,6 +268,6 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         kv_dtype=backend.kv_dtype or backend.dtype,
         block_bytes=backend.block_bytes,
         choice=backend.choice,
-        numa_node=backend.numa_node,
+        numa_nodes=backend.numa_nodes,
         max_num_waiting=config.max_num_waiting,
     )

@@ -123,8 +123,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     # why these formats and this place, for people; "" where nothing was left to choose
     choice: str = ""
-    # the NUMA node that the engine is bound to; None: to none
-    numa_node: int | None = None
+    # the NUMA nodes that the engine is bound to, such as "0" or "0-3"; "": to none
+    numa_nodes: str = ""
     # sequences that may wait at once; None: any number
     max_num_waiting: int | None = None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.backends.placement import Placement, choose_placement
-from paceline.backends.topology import parse_cpus
+from paceline.backends.topology import parse_list
 
 __all__ = ["Machine", "write"]
 
@@ -48,14 +48,21 @@ class Machine:
 
     def cores(self, *cpulists: str) -> None:
         for siblings in cpulists:
-            for cpu in parse_cpus(siblings):
+            for cpu in parse_list(siblings):
                 name = f"cpu/cpu{cpu}/topology/thread_siblings_list"
                 write(self.root, {name: f"{siblings}\n"})
+
+    def packages(self, numbers: Mapping[str, int]) -> None:
+        """Physical packages, by lists of their CPUs; without it they are unknown."""
+        for cpulist, package in numbers.items():
+            for cpu in parse_list(cpulist):
+                name = f"cpu/cpu{cpu}/topology/physical_package_id"
+                write(self.root, {name: f"{package}\n"})
 
     def allow(self, cpus: str) -> None:
         if self._monkeypatch is not None:
             self._monkeypatch.setattr(
-                "os.sched_getaffinity", lambda _: set(parse_cpus(cpus)), raising=False
+                "os.sched_getaffinity", lambda _: set(parse_list(cpus)), raising=False
             )
 
     def quota(self, cpus: float) -> None:

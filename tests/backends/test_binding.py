@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.load import load_backend
+from paceline.backends.load import _placed, load_backend
 from paceline.backends.native import unavailable_reason
 from paceline.backends.placement import choose_placement
-from paceline.backends.topology import allowed_cpus, format_cpus, parse_cpus
+from paceline.backends.topology import allowed_cpus, format_list, parse_list
 from paceline.backends.worker import WorkerBackend
 from paceline.cli.serve import ready_line, successor
 from paceline.cli.settings import EngineSettings
+from paceline.core.errors import ConfigError
 from paceline.core.request import SamplingParams
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.supervisor import SupervisedEngineClient
@@ -56,7 +58,10 @@ import paceline.backends.load as load
 from paceline.backends.placement import choose_placement
 from paceline.cli.engine_process import main
 
-load.choose_placement = partial(choose_placement, nodes=Path(sys.argv[1]) / "node", environ={})
+root = Path(sys.argv[1])
+load.choose_placement = partial(
+    choose_placement, nodes=root / "node", cpus=root / "cpu", environ={}
+)
 sys.exit(main())
 """
 
@@ -78,7 +83,9 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.fixture
 def here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """The same, for backends of this process, which must leave its own threads where they are."""
-    choose = partial(choose_placement, nodes=machine.root / "node", environ={})
+    choose = partial(
+        choose_placement, nodes=machine.root / "node", cpus=machine.root / "cpu", environ={}
+    )
     monkeypatch.setattr("paceline.backends.load.choose_placement", choose)
     before = affinities()
     yield machine
@@ -97,7 +104,7 @@ def affinities(pid: int | str = "self") -> dict[int, frozenset[int]]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         (cpus,) = [line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:")]
-        found[int(task.name)] = parse_cpus(cpus)
+        found[int(task.name)] = parse_list(cpus)
     return found
 
 
@@ -115,19 +122,19 @@ def load(folder: Path, **settings: Any) -> tuple[WorkerBackend, list[frozenset[i
 
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize(
-    ("numa", "node"), [("auto", 1), ("0", 0), ("1", 1), ("off", None)], ids=str
+    ("numa", "nodes"), [("auto", "1"), ("0", "0"), ("1", "1"), ("0-1", "0-1"), ("off", "")], ids=str
 )
 def test_of_a_shared_process_only_what_computes_is_bound(
-    compute: str, numa: str, node: int | None, here: Machine, llama_folder: Path
+    compute: str, numa: str, nodes: str, here: Machine, llama_folder: Path
 ) -> None:
     # more than a node has processors: they are started all the same where the node is given
     threads = 3 if numa != "auto" else 1
     backend, new = load(llama_folder, compute=compute, numa=numa, threads=threads)
-    where = frozenset(ALLOWED) if node is None else frozenset({ALLOWED[node]})
+    where = frozenset(ALLOWED[node] for node in parse_list(nodes)) or frozenset(ALLOWED)
     assert set(new) == {where}
     # the model's own, and those that it started
     assert len(new) == threads
-    assert backend.info.numa_node == node
+    assert backend.info.numa_nodes == nodes
     assert ("NUMA node 1" in backend.info.choice) == (numa == "auto")
     backend.close()
 
@@ -138,10 +145,10 @@ def test_more_threads_than_a_node_has_cores_are_not_bound(
     caplog.set_level(logging.INFO)
     backend, new = load(llama_folder, threads=2)
     assert set(new) == {frozenset(ALLOWED)}
-    assert backend.info.numa_node is None
+    assert backend.info.numa_nodes == ""
     why = "2 threads, bound to none of 2 NUMA nodes because none has more than 1 core"
     assert why in backend.info.choice
-    assert f"threads=2 numa_node=none: {why}" in caplog.messages
+    assert f"threads=2 numa_nodes=none: {why}" in caplog.messages
     backend.close()
 
 
@@ -157,12 +164,12 @@ def test_a_system_that_refuses_is_served_unbound(
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     backend, new = load(llama_folder)
     assert set(new) == {frozenset(ALLOWED)}
-    assert backend.info.numa_node is None
+    assert backend.info.numa_nodes == ""
     assert "NUMA node 1" in backend.info.choice
     assert "but it could not be bound ([Errno 1] Operation not permitted)" in backend.info.choice
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned == [
-        f"numa_unbound threads=1 numa_node=1 cpus={ALLOWED[1]} "
+        f"numa_unbound threads=1 numa_nodes=1 cpus={ALLOWED[1]} "
         "reason=[Errno 1] Operation not permitted"
     ]
     backend.close()
@@ -171,22 +178,41 @@ def test_a_system_that_refuses_is_served_unbound(
 def test_one_node_changes_and_says_nothing(
     here: Machine, llama_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here.nodes({0: format_cpus(ALLOWED), 1: ""})
+    here.nodes({0: format_list(ALLOWED), 1: ""})
     caplog.set_level(logging.INFO)
     choices = set()
     for numa in ("auto", "off"):
         backend, new = load(llama_folder, numa=numa)
         assert set(new) == {frozenset(ALLOWED)}
-        assert backend.info.numa_node is None
+        assert backend.info.numa_nodes == ""
         choices.add(backend.info.choice)
         backend.close()
     assert len(choices) == 1
     assert not [message for message in caplog.messages if "numa" in message.lower()]
 
 
+@pytest.mark.parametrize(("device", "nodes"), [("cpu", "0"), ("cuda", "")])
+def test_nodes_that_cannot_be_had_any_more(
+    device: str, nodes: str, here: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that replaces one goes where auto sends it, instead of never starting again."""
+    assert _placed(None, "1", device=device, fallback=True).nodes == "1"
+    assert not caplog.messages
+    gone = ALLOWED[-1] + 1
+    here.nodes({1: str(gone), 2: str(ALLOWED[1])})
+    reason = f"--numa 1 leaves no processor on node 1 (CPUs {gone}): this process may use CPUs "
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        _placed(None, "1", device=device, fallback=False)
+    assert not caplog.messages
+    assert _placed(None, "1", device=device, fallback=True).nodes == nodes
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"numa_fallback numa=1 reason={reason}")
+
+
 @pytest.mark.anyio
 async def test_an_engine_process_and_its_successor_run_on_one_node(
-    machine: Machine, llama_folder: Path
+    machine: Machine, llama_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = EngineSettings(
         model_name="tiny", model_path=str(llama_folder), device="cpu", num_blocks=16, max_num_seqs=4
@@ -210,21 +236,26 @@ async def test_an_engine_process_and_its_successor_run_on_one_node(
 
     client = await SupervisedEngineClient.start(start)
     try:
-        pids = []
-        for name in ("first", "second"):
-            # the second waits for the next engine
-            await answer(name)
-            pids.append(client.pid)
+        pids = set()
+        for number, node in enumerate((1, 1, 0)):
+            # all but the first wait for the next engine
+            await answer(f"{number}")
+            pids.add(client.pid)
             found = affinities(client.pid)
             assert len(found) > 2
-            assert set(found.values()) == {frozenset({ALLOWED[1]})}
-            assert client.info.numa_node == 1
-            # by now the other one has more memory to spare
-            machine.free([300, 200])
-            if name == "first":
+            assert set(found.values()) == {frozenset({ALLOWED[node]})}
+            assert client.info.numa_nodes == f"{node}"
+            if number == 0:
                 assert "1 thread on NUMA node 1 because" in ready_line(client.info, "m", "h", 1)
+                # the other one has more memory to spare, which moves nobody
+                machine.free([300, 200])
+            if number == 1:
+                assert "numa_fallback" not in capfd.readouterr().err
+                machine.nodes({1: f"{ALLOWED[-1] + 1}", 2: f"{ALLOWED[1]}"})
+            if number < 2:
                 os.kill(client.pid, signal.SIGKILL)
-        assert pids[0] != pids[1]
+        assert len(pids) == 3
+        assert "numa_fallback numa=1 reason=--numa 1 leaves no" in capfd.readouterr().err
     finally:
         await client.close()
     # the process that started them runs where it did

@@ -15,15 +15,16 @@ from paceline.backends.topology import (
     allowed_cpus,
     bind,
     cores_of,
-    format_cpus,
-    parse_cpus,
+    format_list,
+    parse_list,
     read_nodes,
+    sockets_of,
 )
 from tests.backends.machines import Machine, write
 
 
 @pytest.mark.parametrize(
-    ("text", "cpus"),
+    ("text", "numbers"),
     [
         ("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}),
         ("7", {7}),
@@ -34,24 +35,26 @@ from tests.backends.machines import Machine, write
         ("0-1,1-2", {0, 1, 2}),
     ],
 )
-def test_lists_of_processors(text: str, cpus: set[int]) -> None:
-    assert parse_cpus(text) == cpus
+def test_lists_of_numbers(text: str, numbers: set[int]) -> None:
+    assert parse_list(text) == numbers
 
 
-@pytest.mark.parametrize("text", ["x", "1-", "-1", "3-1", "1,,2", "0 1", "0-7:2/4", "1,"])
+@pytest.mark.parametrize(
+    "text", ["x", "1-", "-1", "3-1", "1,,2", "0 1", "0-7:2/4", "1,", "٣", "0-100000"]
+)
 def test_what_is_no_list_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no processor and no range"):
-        parse_cpus(text)
+    with pytest.raises(ValueError, match="no number and no range"):
+        parse_list(text)
 
 
 def test_lists_are_written_as_the_kernel_does() -> None:
-    assert format_cpus({0, 1, 2, 3, 8, 10, 11}) == "0-3,8,10-11"
-    assert format_cpus(()) == ""
+    assert format_list({0, 1, 2, 3, 8, 10, 11}) == "0-3,8,10-11"
+    assert format_list(()) == ""
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_writing_is_the_inverse_of_reading(cpus: set[int]) -> None:
-    assert parse_cpus(format_cpus(cpus)) == cpus
+def test_writing_is_the_inverse_of_reading(numbers: set[int]) -> None:
+    assert parse_list(format_list(numbers)) == numbers
 
 
 def test_nodes_with_processors(tmp_path: Path) -> None:
@@ -80,6 +83,24 @@ def test_cores(tmp_path: Path) -> None:
     assert len(cores_of({0, 8, 77, 78}, root=tmp_path / "cpu")) == 3
     machine.cores("77-78")
     assert len(cores_of({0, 8, 77, 78}, root=tmp_path / "cpu")) == 2
+
+
+def test_sockets(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, None)
+    machine.nodes({number: f"{2 * number}-{2 * number + 1}" for number in range(7)})
+
+    def sockets() -> list[list[int]]:
+        found = sockets_of(read_nodes(root=tmp_path / "node"), root=tmp_path / "cpu")
+        return [[node.number for node in socket] for socket in found]
+
+    # of which nothing is known
+    assert sockets() == [[0], [1], [2], [3], [4], [5], [6]]
+    # two sockets that take turns, of which the names say nothing; -1 is how the kernel says unknown
+    machine.packages({"0-1,4-5": 36, "2-3,6-7": 0, "8-11": -1})
+    assert sockets() == [[0, 2], [1, 3], [4], [5], [6]]
+    # node 5 is of two sockets, and node 6 perhaps, although both are of one with node 0
+    machine.packages({"10": 36, "11": 0, "12": 36})
+    assert sockets() == [[0, 2], [1, 3], [4], [5], [6]]
 
 
 def test_this_machine_describes_itself() -> None:

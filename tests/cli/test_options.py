@@ -76,6 +76,7 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--threads", "3"], "threads", 3),
         (["--numa", "off"], "numa", "off"),
         (["--numa", "01"], "numa", "1"),
+        (["--numa", "4,1,0"], "numa", "0-1,4"),
         (["--null-step-time", "0.5"], "null_step_time", 0.5),
         (["--block-size", "32"], "block_size", 32),
         (["--num-blocks", "77"], "num_blocks", 77),
@@ -114,11 +115,14 @@ def test_a_flag_sets_its_field_and_no_other(flags: list[str], field: str, value:
     assert replace(changed, **{field: getattr(plain, field)}) == plain
 
 
-@pytest.mark.parametrize("text", ["on", "-1", "1.5", "0,1", ""])
-def test_what_is_no_numa_node_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["on", "-1", "1.5", "0,", "1-0", "0-1,auto", "0-123456", "", " "])
+def test_what_are_no_numa_nodes_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--numa", text])
-    assert f"{text!r} is neither auto nor off nor the number" in capsys.readouterr().err
+    assert (
+        f"{text!r} is neither auto nor off nor NUMA nodes such as 0 or 0-1,4"
+        in capsys.readouterr().err
+    )
 
 
 def test_offline_work_is_never_refused() -> None:
@@ -215,6 +219,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         "prefix_cache_bytes": "prefix_cache_memory",
     }
     elsewhere = {"model_name", "model_path", "log_level", "log_format", "record"}
+    # set for an engine that replaces one
+    elsewhere.add("numa_fallback")
     for field in fields(EngineSettings):
         if field.name not in elsewhere:
             assert renamed.get(field.name, field.name) in flags, field.name

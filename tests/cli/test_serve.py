@@ -197,9 +197,11 @@ def test_a_successor_is_like_the_engine_before() -> None:
     assert (made.num_blocks, made.kv_cache_bytes, made.max_model_len) == (8, None, 100)
     assert made.record == "steps.jsonl.2"
     # and lie where it lay, wherever most memory is free now; one bound to no node chooses anew
-    assert made.numa == "auto"
-    on_one = successor(settings, msgspec.structs.replace(INFO, numa_node=1), 2)
-    assert on_one == replace(made, numa="1")
+    assert (made.numa, made.numa_fallback) == ("auto", True)
+    on_two = successor(settings, msgspec.structs.replace(INFO, numa_nodes="0-1"), 2)
+    assert on_two == replace(made, numa="0-1")
+    # the nodes asked for are tried again when the engine before had to do without
+    assert successor(replace(settings, numa="1"), INFO, 2) == replace(made, numa="1")
     assert EngineSettings.from_json(made.to_json()) == made
 
 
