@@ -48,7 +48,7 @@ def test_forks_count_before_they_come() -> None:
     driver.add(make_request("waits", 4))
     four, three = make_request("four", 9), make_request("three", 9)
     four.num_forks, three.num_forks = 3, 2
-    with pytest.raises(QueueFullError, match="1 requests wait .* limit is 4, .* n=4 choices"):
+    with pytest.raises(QueueFullError, match=r"1 requests wait .* limit is 4, .* n=4 choices"):
         driver.add(four)
     driver.add(three, *(make_request(f"fork{i}", 9, fork_of="three") for i in range(2)))
     assert driver.scheduler.stats().num_waiting == 4
