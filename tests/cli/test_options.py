@@ -112,6 +112,16 @@ def test_a_flag_sets_its_field_and_no_other(flags: list[str], field: str, value:
     assert replace(changed, **{field: getattr(plain, field)}) == plain
 
 
+def test_what_a_server_does_unless_told_otherwise() -> None:
+    plain = settings()
+    assert plain.pressure_threshold == 0.88
+    assert plain.policy == "deadline"
+    assert plain.max_num_waiting == 2048
+    assert plain.adaptive_token_budget and plain.relegate_late
+    assert plain.pace_admission and plain.future_memory_check
+    assert plain.preemption == "auto"
+
+
 def test_offline_work_is_never_refused() -> None:
     offline = Parser(prog="paceline test")
     add_model_argument(offline)

@@ -447,5 +447,9 @@ def test_arrivals_are_held_for_the_window_or_until_enough_are_there() -> None:
         return [len(p.new_requests) for p in driver.plans if p.new_requests][1:]
 
     assert admissions(0.0, 16) == [1] * 6
+    # in phase: where no stream runs that they would interrupt, nobody waits for anybody
+    alone = Driver(policy="phase-aligned", coalesce_window_s=1000.0, coalesce_size=16)
+    alone.add(make_request("alone", 9, 2))
+    assert [new.request_id for new in alone.plan().new_requests] == ["alone"]
     assert admissions(4.0, 16)[0] == 5, "the first waited for four seconds' worth of others"
     assert admissions(1000.0, 3) == [3, 3]
