@@ -9,6 +9,7 @@ import pytest
 
 from paceline.backends.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import QueueFullError
 from paceline.core.outputs import Timeline
 from paceline.core.request import SamplingParams
 from paceline.core.slo import Slo
@@ -25,6 +26,7 @@ from paceline.engine.types import (
 )
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
+from paceline.server.errors import error_response, reply_to
 from paceline.server.metrics.families import Registry
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
 from paceline.server.wire import Explanation
@@ -32,6 +34,16 @@ from paceline.server.wire import Explanation
 from .helpers import VOCAB, chat_body, connect, metric, scrape
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.2, "1"), (6.5, "7"), (44.0, "44")])
+def test_retry_after_is_the_estimate_in_whole_seconds(seconds: float, told: str) -> None:
+    reply = reply_to(QueueFullError("too many", seconds, "queue-full"), drain_timeout=99.0)
+    answer = error_response(reply)
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == told
+    assert answer.headers["x-llm-d-request-dropped-reason"] == "queue-full"
+
 
 SNAPSHOT = EngineStats(
     time=0.0,
