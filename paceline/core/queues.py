@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, Protocol
+from typing import Protocol
 
-from paceline.core.request import Request, RequestStatus
-from paceline.core.slo import Slo
+from paceline.core.request import Request
 
 __all__ = ["FairQueue", "RequestQueue", "WaitingQueue"]
-
-# tenants whose last request was taken, until those are forgotten who were let in, at least
-_FEW_TAKEN: Final = 64
 
 
 class WaitingQueue(Protocol):
@@ -105,10 +101,6 @@ class RequestQueue:
         assert all(entry[:2] == entry[3].order for entry in live), "a member's order has changed"
 
 
-def _taken(request: Request) -> tuple[Request, int, Slo]:
-    return request, request.num_preemptions, request.slo
-
-
 class FairQueue:
     """One queue per tenant; the tenant served least goes first.
 
@@ -116,8 +108,7 @@ class FairQueue:
         counter: tokens served to a tenant so far, weighted. It may only grow.
         on_return: called when a tenant comes back from idle, before its request is queued: with
             that and the least counter of those that have requests waiting; of the last that had
-            some, if nobody has; 0 if nobody ever had. A request that is taken and put back, since
-            it did not fit, has been there all the time.
+            some, if nobody has; 0 if nobody ever had.
     """
 
     def __init__(
@@ -131,11 +122,6 @@ class FairQueue:
         self._size = 0
         # the last tenant of which nothing was left
         self._last: str | None = None
-        # of tenants of which nothing was left: what was taken last, and what would be different had
-        # it run or waited elsewhere meanwhile: its preemptions and its targets
-        self._taken: dict[str, tuple[Request, int, Slo]] = {}
-        # how many of them there may be until those who were let in are forgotten
-        self._most_taken = _FEW_TAKEN
 
     def __len__(self) -> int:
         return self._size
@@ -156,10 +142,9 @@ class FairQueue:
     def push(self, request: Request) -> None:
         queue = self._tenants.get(request.tenant)
         if queue is None:
-            if self._taken.pop(request.tenant, None) != _taken(request):
-                first = self.peek()
-                measure = self._last if first is None else first.tenant
-                self._on_return(request, 0.0 if measure is None else self._counter(measure))
+            first = self.peek()
+            measure = self._last if first is None else first.tenant
+            self._on_return(request, 0.0 if measure is None else self._counter(measure))
             queue = self._tenants[request.tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
@@ -202,20 +187,7 @@ class FairQueue:
             heapq.heappop(self._heap)
             self._tenants[request.tenant].pop()
             self._left(request.tenant)
-            if request.tenant not in self._tenants:
-                self._took(request)
         return request
-
-    def _took(self, request: Request) -> None:
-        self._taken[request.tenant] = _taken(request)
-        if len(self._taken) > self._most_taken:
-            # who was let in does not come back as if it had waited
-            self._taken = {
-                tenant: taken
-                for tenant, taken in self._taken.items()
-                if taken[0].status is RequestStatus.WAITING
-            }
-            self._most_taken = max(_FEW_TAKEN, 2 * len(self._taken))
 
     def remove(self, request: Request) -> None:
         queue = self._tenants[request.tenant]

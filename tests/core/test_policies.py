@@ -329,54 +329,6 @@ def test_tenants_that_come_back_one_after_another_save_up_alike_and_go_in_that_o
     assert [name for name in admitted if name in names] == names
 
 
-def test_who_is_tried_in_vain_keeps_what_it_had_saved_up() -> None:
-    """The only request of its tenant, the first to be served, does not fit for a while."""
-    driver = Driver(
-        policy="fair", max_num_seqs=3, num_blocks=40, enable_prefix_caching=False, bypass_window=0
-    )
-    policy = driver.scheduler.policy
-    assert isinstance(policy, FairPolicy)
-    for index in range(20):
-        driver.add(make_request(f"first{index}", 30, 2, tenant="heavy"))
-        driver.run()
-    driver.add(make_request("holds", 30, 60, arrival=driver.now, tenant="heavy"))
-    driver.step()
-    for index in range(3):
-        driver.add(make_request(f"heavy{index}", 100, 30, arrival=driver.now, tenant="heavy"))
-    # 25 blocks of the 32 that are left, later 25 of fewer
-    driver.step()
-    driver.add(make_request("light", 120, 2, arrival=driver.now, tenant="light"))
-    saved_up = policy.counter("light")
-    assert saved_up < policy.counter("heavy")
-    before = len(driver.plans)
-    for _ in range(20):
-        driver.step()
-    assert not any(plan.new_requests for plan in driver.plans[before:]), "it was tried in vain"
-    assert policy.counter("light") == saved_up
-    driver.run()
-    admitted = [new.request_id for plan in driver.plans for new in plan.new_requests]
-    assert admitted.index("light") < admitted.index("heavy1")
-
-
-def test_who_was_let_in_and_preempted_comes_back_like_anybody_else() -> None:
-    driver = Driver(policy="fair", max_num_seqs=2, num_blocks=400, enable_prefix_caching=False)
-    policy = driver.scheduler.policy
-    assert isinstance(policy, FairPolicy)
-    driver.add(make_request("a", 4, 60, tenant="a"))
-    driver.step()
-    for index in range(6):
-        driver.add(make_request(f"b{index}", 60, 20, tenant="b"))
-    for _ in range(30):
-        driver.step()
-    running = driver.scheduler._running
-    spent = policy.counter("b")
-    assert policy.counter("a") < spent
-    running.preempt(next(r for r in running.requests if r.tenant == "a"), driver.now)
-    assert policy.counter("a") == spent, "while it did not wait it saved up nothing"
-    driver.scheduler.check_integrity()
-    driver.run()
-
-
 def test_what_one_kind_of_requests_was_served_lifts_nobody_of_another_kind() -> None:
     """Ordinary and best-effort requests wait in queues of their own."""
     driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400, enable_prefix_caching=False)
