@@ -74,6 +74,7 @@ TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
     "batch": (None, None, 30.0),
 }
 _FIRST_ID = 100
+OURS = ("paceline", "fcfs-best-fixed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,32 @@ def overload(curve: dict[float, dict[str, Any]]) -> float | None:
     return round(min(beyond) / peak, 3) if beyond and peak else None
 
 
+def summary(curves: dict[str, dict[str, dict[float, dict[str, Any]]]]) -> dict[str, Any]:
+    """Of curves by engine and kind of arrivals: what each holds, and what is left beyond it.
+
+    The least of all kinds of arrivals counts. An engine that did not run has None.
+    """
+    held = {
+        name: {kind: round(capacity(curve), 3) for kind, curve in kinds.items()}
+        for name, kinds in curves.items()
+    }
+    beyond = {
+        name: {kind: overload(curve) for kind, curve in curves.get(name, {}).items()}
+        for name in OURS
+    }
+    return {
+        "capacity_rps": {
+            name: min(held.get(name, {}).values(), default=None) for name in (*OURS, "vllm-cpu")
+        },
+        "capacity_by_arrivals": held,
+        "overload_goodput_fraction": {
+            name: min((share for share in kinds.values() if share is not None), default=None)
+            for name, kinds in beyond.items()
+        },
+        "overload_by_arrivals": beyond,
+    }
+
+
 def p99_ttft(timings: Sequence[Timing]) -> float:
     """Whoever got no token waited as long as anybody waits for one."""
     return percentile([PATIENCE if t.error else t.ttft for t in timings], 0.99)
@@ -391,26 +418,8 @@ def main() -> int:
 
     pressure = wasted_tokens()
     print(f"pressure: {pressure}\n")
-    held = {
-        name: {kind: round(capacity(curve), 3) for kind, curve in kinds.items()}
-        for name, kinds in curves.items()
-    }
-    beyond = {
-        name: {kind: overload(curve) for kind, curve in kinds.items()}
-        for name, kinds in curves.items()
-        if name != "vllm-cpu"
-    }
-    for name, kinds in held.items():
-        print(f"{name:16} holds {ATTAINMENT:.0%} up to "
-              + ", ".join(f"{rate:.2f}/s {kind}" for kind, rate in kinds.items()))  # fmt: skip
     results = {
-        "capacity_rps": {name: min(kinds.values()) for name, kinds in held.items()},
-        "capacity_by_arrivals": held,
-        "overload_goodput_fraction": {
-            name: min((share for share in kinds.values() if share is not None), default=None)
-            for name, kinds in beyond.items()
-        },
-        "overload_by_arrivals": beyond,
+        **summary(curves),
         "flood_ttft_p99_ratio": flood_ratio,
         "fairness_ttft_p99_ratio": fairness_ratio,
         "pressure": pressure,
@@ -419,6 +428,9 @@ def main() -> int:
         "curves": curves,
         "absent": absent,
     }
+    for name, kinds in results["capacity_by_arrivals"].items():
+        print(f"{name:16} holds {ATTAINMENT:.0%} up to "
+              + ", ".join(f"{rate:.2f}/s {kind}" for kind, rate in kinds.items()))  # fmt: skip
     print(json.dumps({"bench": "goodput", "machine": machine(cpus), "results": results}))
     return 0
 

@@ -29,6 +29,9 @@ __all__ = ["wasted_tokens"]
 BLOCK = 16
 VOCAB = 997
 SHARE = 0.3
+# of a token in SmolLM2-135M's KV cache: keys and values of 30 layers, 3 heads of 64, 2 bytes. The
+# null backend moves token ids; swapped blocks are counted as if they were that model's
+TOKEN_BYTES = 30 * 3 * 64 * 2 * 2
 _LENGTHS = [
     (rng.randint(100, 400), rng.randint(60, 300)) for rng in [random.Random(5)] for _ in range(192)
 ]
@@ -103,13 +106,15 @@ def wasted_tokens() -> dict[str, Any]:
     paced, after = _run(
         tight, policy="deadline", pressure_threshold=0.88, num_host_blocks=tight // 2
     )
+    swapped = after.num_swapped_out_blocks + after.num_swapped_in_blocks
     return {
         "memory_share": SHARE,
         "wasted_tokens": after.num_recomputed_tokens,
         "wasted_tokens_newest_first": before.num_recomputed_tokens,
         "preemptions": after.num_preemptions,
         "preemptions_newest_first": before.num_preemptions,
-        "swapped_blocks": after.num_swapped_out_blocks + after.num_swapped_in_blocks,
+        "swapped_blocks": swapped,
+        "swapped_bytes": swapped * BLOCK * TOKEN_BYTES,
         "identical_tokens": roomy == newest == paced,
     }
 

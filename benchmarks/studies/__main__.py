@@ -14,7 +14,16 @@ from importlib import import_module
 from benchmarks.studies.common import Study
 from benchmarks.studies.page import DOCS, write_page
 
-NAMES = ("ablation", "batching", "paging", "policies", "preemption", "coalescing", "disaggregation")
+NAMES = (
+    "ablation",
+    "budget",
+    "batching",
+    "paging",
+    "policies",
+    "preemption",
+    "coalescing",
+    "disaggregation",
+)
 
 
 def load(name: str) -> Study:

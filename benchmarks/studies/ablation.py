@@ -19,7 +19,7 @@ from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.workload import open_workload
 
-__all__ = ["STUDY"]
+__all__ = ["CPU", "STUDY"]
 
 WORKLOAD = (
     "synthetic:rate={},cv={},prompt=lognormal(255,0.6),output=lognormal(40,0.8),n=600,"
@@ -61,6 +61,9 @@ class _Cpu:
         return 0.004 + 4e-4 * plan.num_tokens + 1e-6 * keys
 
 
+CPU = _Cpu()
+
+
 def _row(name: str, options: dict[str, Any], workload: str, num_blocks: int) -> list[str]:
     settings: dict[str, Any] = {
         "policy": "deadline",
@@ -78,7 +81,7 @@ def _row(name: str, options: dict[str, Any], workload: str, num_blocks: int) -> 
         ),
     )
     metrics = Metrics()
-    pool = Pool((ReplicaSpec(config, _Cpu()),), LeastOutstanding())
+    pool = Pool((ReplicaSpec(config, CPU),), LeastOutstanding())
     totals = Simulator(pool, metrics.add).run(open_workload(workload, seed=3))
     summary = metrics.summary(name)
     attained = [f"{100 * summary.by_class[each].attainment:.0f}" for each in CLASSES]

@@ -52,18 +52,26 @@ class Admission:
         # by QueueFullError.reason
         self.refused: Counter[str] = Counter()
 
-    def is_full(self, num_waiting: int) -> bool:
-        """Whether ``check`` refuses whoever comes."""
+    def is_full(self, num_waiting: int, num_forks: int = 0) -> bool:
+        """Whether ``check`` refuses whoever comes with so many forks. Nobody is refused for a queue
+        in which nobody waits: one with more forks than there are places would never be served."""
         limit = self._config.max_num_waiting
-        return limit is not None and num_waiting >= limit
+        return limit is not None and num_waiting > 0 and num_waiting + num_forks >= limit
 
-    def is_crowded(self, num_waiting: int) -> bool:
+    def is_crowded(self, num_waiting: int, num_forks: int = 0) -> bool:
         """Whether it matters for ``check`` whose requests wait."""
         limit = self._config.max_num_waiting
-        return limit is not None and num_waiting >= _PER_PLACE * (limit - num_waiting)
+        taken = num_waiting + num_forks
+        return limit is not None and num_waiting > 0 and taken >= _PER_PLACE * (limit - taken)
 
     def check(
-        self, num_waiting: int, predicted: float | None, pressure: Pressure, num_own: int = 0
+        self,
+        num_waiting: int,
+        predicted: float | None,
+        pressure: Pressure,
+        num_own: int = 0,
+        *,
+        num_forks: int = 0,
     ) -> None:
         """Return if one more request may be queued.
 
@@ -76,8 +84,9 @@ class Admission:
 
         Args:
             num_waiting: requests that wait already.
-            num_own: those of them that are the newcomer's tenant's; 0 where tenants are not kept
-                apart or nobody else asks.
+            num_own: those of them and of the forks that are the newcomer's tenant's; 0 where
+                tenants are not kept apart or nobody else asks.
+            num_forks: of the newcomer, which want places as well.
             predicted: seconds to the first token of this one; None: not known.
             pressure: the valve's level.
 
@@ -85,21 +94,23 @@ class Admission:
             QueueFullError: not now.
         """
         config = self._config
-        if self.is_full(num_waiting):
+        if self.is_full(num_waiting, num_forks):
+            wanted = f", and this one has n={num_forks + 1} choices" if num_forks else ""
             raise self._refusal(
                 "queue-full",
-                f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}",
+                f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}"
+                + wanted,
                 predicted,
             )
-        if num_own and self.is_crowded(num_waiting):
+        if num_own and self.is_crowded(num_waiting, num_forks):
             limit = config.max_num_waiting
             assert limit is not None, "only then it is crowded"
-            left = limit - num_waiting
+            left = limit - num_waiting - num_forks
             if num_own >= _PER_PLACE * left:
                 raise self._refusal(
                     "queue-share",
-                    f"{num_own} requests of this tenant wait already, and the {left} places "
-                    f"left of {limit} are for others",
+                    f"{num_own - num_forks} requests of this tenant wait already, and the "
+                    f"{limit - num_waiting} places left of {limit} are for others",
                     predicted,
                 )
         longest = config.max_predicted_wait_s

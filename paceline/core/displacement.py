@@ -29,12 +29,15 @@ def choose_displaced(
         lasts: whether memory is predicted to last with ``head`` and without some of ``running``,
             who give so many blocks back. The more go, the longer it lasts.
     """
-    shortfall = kv.shortfall(head, beside_others=True)
-    slots = max_num_seqs - len(running)
-    if slots > 0 and shortfall == 0:
-        return []
     # worst first
     losers = [request for request in reversed(running) if displaces(head, request)]
+    shortfall = kv.shortfall(head, beside_others=True)
+    slots = max_num_seqs - len(running)
+    if slots > 0 and shortfall == 0 and not head.slo.best_effort:
+        # nothing but predicted memory can be short, which counts on best effort making way later
+        losers = [request for request in losers if not request.slo.best_effort]
+    if not losers:
+        return []
     # a block comes free with the last of its holders, unless the head is about to hold it
     wanted = set(kv.starting_blocks(head))
     holders: Counter[int] = Counter()

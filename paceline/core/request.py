@@ -213,6 +213,8 @@ class Request:
     # id of the request whose prompt this one shares (n > 1): it waits for the parent's prompt and
     # then takes over its blocks copy-on-write
     fork_of: str | None = None
+    # forks of it that will be added next: the queue has places for all of them or takes none
+    num_forks: int = 0
     # what the caller needs
     slo: Slo = NO_SLO
     # who asks, for fairness; "" when callers are not told apart

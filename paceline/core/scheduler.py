@@ -140,18 +140,24 @@ class Scheduler:
         request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
         if request.fork_of is None:
             waiting = len(self._waiting) + len(self._forks)
-            if not self._admission.is_full(waiting):
+            if not self._admission.is_full(waiting, request.num_forks):
                 self.kv.hash_prompt(request)
                 request.num_new_tokens -= self.kv.num_found(request)
             self._prospects.note(request)
             own = 0
             if (
                 self.policy.keeps_tenants_apart
-                and self._admission.is_crowded(waiting)
+                and self._admission.is_crowded(waiting, request.num_forks)
                 and self._shares.has_others(request.tenant)
             ):
-                own = self._num_waiting_of(request.tenant)
-            self._admission.check(waiting, request.predicted_ttft, self.valve.level, own)
+                own = self._num_waiting_of(request.tenant) + request.num_forks
+            self._admission.check(
+                waiting,
+                request.predicted_ttft,
+                self.valve.level,
+                own,
+                num_forks=request.num_forks,
+            )
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
         if request.fork_of is None:

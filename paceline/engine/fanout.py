@@ -55,6 +55,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
             slo=request.slo,
             tenant=request.tenant,
             fork_of=choice_id(request.request_id, 0) if index else None,
+            num_forks=0 if index else request.n - 1,
         )
         try:
             core.add_request(sequence)

