@@ -72,6 +72,8 @@ class Intake:
         self.num_recomputed_tokens = 0
         # of this step
         self._guard = PaceGuard(Survey(), step_time)
+        # for whom others were preempted
+        self._made_way_for: Request | None = None
         # of ordinary requests, if somebody asked in this step, and preemptions until then
         self._known: tuple[int, MemoryOutlook] | None = None
 
@@ -105,6 +107,7 @@ class Intake:
 
         Returns the tokens which that one lacks, to be kept for it in this step; 0: nobody went.
         """
+        self._made_way_for = None
         head = self._waiting.first()
         if (
             head is None
@@ -126,6 +129,7 @@ class Intake:
         if not chosen:
             return 0
         # nobody else takes the room that was made for it
+        self._made_way_for = head
         head.times_bypassed = self._config.max_bypasses
         for loser in chosen:
             self._running.preempt(loser, now)
@@ -212,7 +216,8 @@ class Intake:
         self, draft: Draft, pressure: Pressure, best_effort: bool, passed: list[Request]
     ) -> Request | None:
         """Who is tried next: of the kind asked for. A best-effort request that has waited so long
-        that its turn has come among the others is tried with them, but never in their way."""
+        that its turn has come among the others is tried with them, but never in their way, nor
+        before one for whom others were preempted."""
         if best_effort:
             return self._waiting.peek(best_effort=True)
         head = self._waiting.peek(best_effort=False)
@@ -220,6 +225,7 @@ class Intake:
         if (
             head is not None
             and patient is not None
+            and head is not self._made_way_for
             and patient.order < head.order
             and pressure < Pressure.HOLD_BEST_EFFORT
             and not any(request.slo.best_effort for request in passed)

@@ -316,6 +316,22 @@ def test_who_can_wait_makes_way_for_memory_that_is_only_predicted_to_be_short() 
     assert driver.finished["urgent"].num_preemptions == 0
 
 
+def test_the_place_made_for_one_is_not_taken_by_best_effort_whose_turn_had_come() -> None:
+    driver = Driver(policy="priority", max_num_seqs=2)
+    driver.add(*(make_request(f"low{i}", 8, 40, priority=3) for i in range(2)))
+    driver.step()
+    # first by the policy's order, but it displaces nobody who is not best effort
+    patient = make_request("patient", 8, 4, priority=0, slo=Slo(best_effort=True))
+    urgent = make_request("urgent", 8, 4, arrival=driver.now, priority=1)
+    driver.add(patient, urgent)
+    driver.step()
+    assert patient.order < urgent.order
+    assert urgent.status is RequestStatus.RUNNING
+    assert driver.scheduler.stats().num_preemptions == 1
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions == 1
+
+
 def test_nobody_is_preempted_for_one_that_shares_its_prompt_and_would_not_fit_without_it() -> None:
     driver = Driver(policy="priority", max_num_seqs=2, num_blocks=100, future_memory_check=True)
     low = make_request("low", range(1000, 1100), 20, priority=1)
