@@ -142,9 +142,10 @@ class Intake:
         if not self._config.future_memory_check or len(gone) == len(running):
             return True
         names = {request.request_id for request in gone}
-        outlook = self._outlook_of(
-            [r for r in running if r.request_id not in names], head.slo.best_effort, freed
-        )
+        rest = [r for r in running if r.request_id not in names]
+        # their rows of this step come first, and take blocks
+        taken = sum(map(self._kv.num_missing, rest))
+        outlook = self._outlook_of(rest, head.slo.best_effort, freed - taken)
         # what they alone hold of its prompt comes free with them
         return outlook.admits(head, self._kv.num_in_use(head, gone))
 

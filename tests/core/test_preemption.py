@@ -316,6 +316,24 @@ def test_who_can_wait_makes_way_for_memory_that_is_only_predicted_to_be_short() 
     assert driver.finished["urgent"].num_preemptions == 0
 
 
+def test_blocks_that_rows_of_this_step_take_are_not_promised_to_who_displaces_others() -> None:
+    driver = Driver(
+        policy="priority", num_blocks=60, future_memory_check=True, max_num_batched_tokens=128
+    )
+    prompts = (range(100 * i, 100 * i + 40) for i in range(2))
+    driver.add(*(make_request(f"low{i}", p, 76, priority=1) for i, p in enumerate(prompts)))
+    driver.step()
+    assert driver.scheduler.stats().num_running == 2
+    # 232 tokens are promised to all. Beside one of these there will be 40 + 75 and 44 + 75 of the
+    # other, although only 40 of the 44 have a block by now
+    urgent = make_request("urgent", range(500, 540), 76, arrival=driver.now, priority=0)
+    driver.add(urgent)
+    driver.step()
+    assert urgent.status is RequestStatus.RUNNING
+    assert driver.scheduler.stats().num_running == 1
+    driver.run()
+
+
 def test_the_place_made_for_one_is_not_taken_by_best_effort_whose_turn_had_come() -> None:
     driver = Driver(policy="priority", max_num_seqs=2)
     driver.add(*(make_request(f"low{i}", 8, 40, priority=3) for i in range(2)))
