@@ -143,11 +143,15 @@ class Intake:
             return True
         names = {request.request_id for request in gone}
         rest = [r for r in running if r.request_id not in names]
-        # their rows of this step come first, and take blocks
-        taken = sum(map(self._kv.num_missing, rest))
-        outlook = self._outlook_of(rest, head.slo.best_effort, freed - taken)
+        outlook = self._outlook_of(rest, head.slo.best_effort, freed)
         # what they alone hold of its prompt comes free with them
-        return outlook.admits(head, self._kv.num_in_use(head, gone))
+        num_shared = self._kv.num_in_use(head, gone)
+        if not outlook.admits(head, num_shared):
+            return False
+        # rows of this step come before it, and take blocks
+        num_free = self._kv.pool.num_free + freed - sum(map(self._kv.num_missing, rest))
+        outlook.hold(self._cache.num_blocks - num_free)
+        return outlook.admits(head, num_shared)
 
     def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
         """Admit in order until something is short, and return what: ordinary requests, or of best
