@@ -186,7 +186,9 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
             "numa_unbound threads=%d numa_nodes=%s cpus=%s reason=%s",
             placement.threads, placement.nodes, cpus, refusal,
         )  # fmt: skip
-        why = placement.why and f"{placement.why}, but it could not be bound ({refusal})"
+        why = f"NUMA nodes {placement.nodes} could not be bound to ({refusal})"
+        if placement.why:
+            why = f"{placement.why}, but it could not be bound ({refusal})"
         return replace(placement, nodes="", cpus=None, why=why)
     _log.info(
         "threads=%d numa_nodes=%s cpus=%s%s",
@@ -196,11 +198,12 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
 
 
 def _why_threads(placement: Placement, wanted: int | None) -> str:
-    """For people; "" where they were asked for and no node was chosen either."""
+    """For people; "" where their number was asked for and there is nothing else to say."""
     if placement.why or wanted is not None:
         return placement.why
     number = "1 thread" if placement.threads == 1 else f"{placement.threads} threads"
-    return f"{number}, as many as cores and quotas allow"
+    cores = f"the cores of NUMA nodes {placement.nodes}" if placement.nodes else "cores"
+    return f"{number}, as many as {cores} and quotas allow"
 
 
 def _check_positions(config: ModelConfig, length: int) -> None:

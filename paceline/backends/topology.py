@@ -131,7 +131,8 @@ def bind(cpus: frozenset[int], *, whole_process: bool, tasks: Path = _TASKS) -> 
     """Let the calling thread run on ``cpus`` only, and with it threads that it starts from now on.
 
     Args:
-        whole_process: all threads that this process has, too.
+        whole_process: all threads that this process has, too, as far as the system lists them and
+            lets them be bound.
         tasks: a folder with an entry per thread of it, by id.
 
     Returns:
@@ -146,7 +147,11 @@ def bind(cpus: frozenset[int], *, whole_process: bool, tasks: Path = _TASKS) -> 
     done: set[int] = set()
     # one that was not reached yet may have started another
     while whole_process:
-        fresh = {int(task) for task in os.listdir(tasks)} - done
+        try:
+            fresh = {int(task) for task in os.listdir(tasks)} - done
+        except OSError:
+            # no /proc: what computes is started by this thread all the same
+            break
         if not fresh:
             break
         for task in fresh:

@@ -94,8 +94,8 @@ class Admission:
             QueueFullError: not now.
         """
         config = self._config
+        wanted = f", and this one has n={num_forks + 1} choices" if num_forks else ""
         if self.is_full(num_waiting, num_forks):
-            wanted = f", and this one has n={num_forks + 1} choices" if num_forks else ""
             raise self._refusal(
                 "queue-full",
                 f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}"
@@ -110,7 +110,7 @@ class Admission:
                 raise self._refusal(
                     "queue-share",
                     f"{num_own - num_forks} requests of this tenant wait already, and the "
-                    f"{limit - num_waiting} places left of {limit} are for others",
+                    f"{limit - num_waiting} places left of {limit} are for others" + wanted,
                     predicted,
                 )
         longest = config.max_predicted_wait_s

@@ -36,7 +36,9 @@ def choose_displaced(
     if slots > 0 and shortfall == 0 and not head.slo.best_effort:
         # nothing but predicted memory can be short, which counts on best effort making way later
         losers = [request for request in losers if not request.slo.best_effort]
-    if not losers:
+    # asked in every step in which somebody waits: who would not be let in whoever made way is found
+    # out first, before blocks are counted
+    if not losers or not lasts(losers, sum(len(request.block_ids) for request in losers)):
         return []
     # a block comes free with the last of its holders, unless the head is about to hold it
     wanted = set(kv.starting_blocks(head))

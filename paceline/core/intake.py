@@ -72,6 +72,8 @@ class Intake:
         self.num_recomputed_tokens = 0
         # of this step
         self._guard = PaceGuard(Survey(), step_time)
+        # for whom others were preempted
+        self._made_way_for: Request | None = None
         # of ordinary requests, if somebody asked in this step, and preemptions until then
         self._known: tuple[int, MemoryOutlook] | None = None
 
@@ -105,6 +107,7 @@ class Intake:
 
         Returns the tokens which that one lacks, to be kept for it in this step; 0: nobody went.
         """
+        self._made_way_for = None
         head = self._waiting.first()
         if (
             head is None
@@ -126,6 +129,7 @@ class Intake:
         if not chosen:
             return 0
         # nobody else takes the room that was made for it
+        self._made_way_for = head
         head.times_bypassed = self._config.max_bypasses
         for loser in chosen:
             self._running.preempt(loser, now)
@@ -138,11 +142,16 @@ class Intake:
         if not self._config.future_memory_check or len(gone) == len(running):
             return True
         names = {request.request_id for request in gone}
-        outlook = self._outlook_of(
-            [r for r in running if r.request_id not in names], head.slo.best_effort, freed
-        )
+        rest = [r for r in running if r.request_id not in names]
+        outlook = self._outlook_of(rest, head.slo.best_effort, freed)
         # what they alone hold of its prompt comes free with them
-        return outlook.admits(head, self._kv.num_in_use(head, gone))
+        num_shared = self._kv.num_in_use(head, gone)
+        if not outlook.admits(head, num_shared):
+            return False
+        # rows of this step come before it, and take blocks
+        num_free = self._kv.pool.num_free + freed - sum(map(self._kv.num_missing, rest))
+        outlook.hold(self._cache.num_blocks - num_free)
+        return outlook.admits(head, num_shared)
 
     def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
         """Admit in order until something is short, and return what: ordinary requests, or of best
@@ -212,7 +221,8 @@ class Intake:
         self, draft: Draft, pressure: Pressure, best_effort: bool, passed: list[Request]
     ) -> Request | None:
         """Who is tried next: of the kind asked for. A best-effort request that has waited so long
-        that its turn has come among the others is tried with them, but never in their way."""
+        that its turn has come among the others is tried with them, but never in their way, nor
+        before one for whom others were preempted."""
         if best_effort:
             return self._waiting.peek(best_effort=True)
         head = self._waiting.peek(best_effort=False)
@@ -220,6 +230,7 @@ class Intake:
         if (
             head is not None
             and patient is not None
+            and head is not self._made_way_for
             and patient.order < head.order
             and pressure < Pressure.HOLD_BEST_EFFORT
             and not any(request.slo.best_effort for request in passed)

@@ -148,6 +148,13 @@ class KVCacheManager:
         cached = len(self.starting_blocks(request)) * self.block_size
         return request.num_tokens - max(cached, request.num_swapped_tokens)
 
+    def num_missing(self, request: Request) -> int:
+        """Blocks that a running request lacks for its tokens, known or pending."""
+        num_tokens = request.num_tokens + request.num_pending_tokens
+        # the last token is never fed back
+        stored = min(num_tokens, request.max_total_tokens - 1)
+        return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
+
     def prefetch(self, request: Request) -> bool:
         """Move a waiting request's swapped blocks back ahead of its admission.
 

@@ -300,7 +300,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             served_model_names=names,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            # more can never be in the queue at once, and would be told to try again for ever
+            # more can never run or wait at once: the queue takes them only where nobody waits
             max_choices=min(
                 config.max_choices, info.max_num_seqs, info.max_num_waiting or info.max_num_seqs
             ),

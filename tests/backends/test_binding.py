@@ -175,6 +175,35 @@ def test_a_system_that_refuses_is_served_unbound(
     backend.close()
 
 
+def test_the_ready_line_says_why_so_many_threads(here: Machine, llama_folder: Path) -> None:
+    def choice(**settings: Any) -> str:
+        backend, _ = load(llama_folder, **settings)
+        backend.close()
+        return backend.info.choice
+
+    assert re.search(r"\d+ threads?, as many as cores and quotas allow$", choice(numa="off"))
+    of_node = "1 thread, as many as the cores of NUMA nodes 0 and quotas allow"
+    assert choice(numa="0").endswith(of_node)
+    # who asks for a number is not told why
+    assert "thread" not in choice(numa="off", threads=1)
+    assert "thread" not in choice(numa="0", threads=1)
+
+
+def test_the_ready_line_says_that_nodes_asked_for_were_refused(
+    here: Machine, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_task: int, _cpus: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    backend, _ = load(llama_folder, numa="0-1", threads=1)
+    backend.close()
+    assert backend.info.choice.endswith(
+        "NUMA nodes 0-1 could not be bound to ([Errno 1] Operation not permitted)"
+    )
+    assert backend.info.numa_nodes == ""
+
+
 def test_one_node_changes_and_says_nothing(
     here: Machine, llama_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

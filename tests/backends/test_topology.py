@@ -162,6 +162,18 @@ def test_binding_a_process_reaches_threads_that_appear_meanwhile(
     assert len(done) == 6
 
 
+def test_binding_a_process_whose_threads_are_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where /proc is not mounted: the threads that compute are started by the calling one."""
+    done: list[int] = []
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda task, cpus: done.append(task), raising=False
+    )
+    assert bind(frozenset({5}), whole_process=True, tasks=tmp_path / "nothing") == ""
+    assert done == [0]
+
+
 def test_where_nothing_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_task: int, _cpus: frozenset[int]) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -118,6 +118,23 @@ async def test_choices_find_places_together_or_not_at_all(pair: httpx.AsyncClien
     assert [answer.status_code for answer in answers] == [200, 200, 200]
 
 
+@pytest.mark.parametrize(("num_seqs", "num_waiting", "most"), [(2, 3, 2), (3, 2, 2), (4, None, 4)])
+async def test_more_choices_than_can_run_or_wait_are_a_mistake(
+    num_seqs: int, num_waiting: int | None, most: int
+) -> None:
+    client = null_client(
+        NullBackend(vocab_size=VOCAB), max_num_seqs=num_seqs, max_num_waiting=num_waiting
+    )
+    async with connect(create_app(client, ServerConfig())) as http:
+        body = SLOW | {"max_tokens": 1}
+        good = await ask(http, body | {"n": most})
+        assert good.status_code == 200, good.text
+        answer = await ask(http, body | {"n": most + 1})
+    await client.close()
+    assert answer.status_code == 400
+    assert f"{most}" in answer.json()["error"]["message"]
+
+
 async def test_an_explanation_says_why_it_waited(busy: httpx.AsyncClient) -> None:
     first = await running(busy)
     answer = (await ask(busy, SLOW | {"explain": True, "max_tokens": 3})).json()
