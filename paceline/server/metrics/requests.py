@@ -15,6 +15,7 @@ from paceline.engine.types import (
     RequestTimes,
 )
 from paceline.server.metrics.buckets import (
+    CHUNK_BUCKETS,
     LATENCY_BUCKETS,
     N_BUCKETS,
     PREEMPTION_BUCKETS,
@@ -110,6 +111,11 @@ class RequestMetrics:
         self.num_preemptions = histogram(
             "request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS
         )
+        self.num_chunks = registry.histogram(
+            "paceline:request_chunks",
+            "Steps that computed more than one token of a request, 0 if all was cached.",
+            CHUNK_BUCKETS,
+        )
         self.params_n = histogram("request_params_n", "The n parameter.", N_BUCKETS)
         self.params_max_tokens = histogram(
             "request_params_max_tokens", "The max_tokens parameter.", counts
@@ -155,6 +161,7 @@ class RequestObserver:
     __slots__ = (
         "_arrival",
         "_cached_tokens",
+        "_chunks",
         "_finished",
         "_last",
         "_max_tokens",
@@ -178,6 +185,8 @@ class RequestObserver:
         self._prompt_tokens: int | None = None
         self._cached_tokens = 0
         self._preemptions = 0
+        # of the choices that have ended; None: of none of them is anything known
+        self._chunks: int | None = None
         self._times: RequestTimes | None = None
         self._max_tokens = request.sampling.max_tokens
 
@@ -218,6 +227,7 @@ class RequestObserver:
         self._last = [0.0] * n
         self._tokens = [0] * n
         self._finished = [False] * n
+        self._chunks = None
         self._times = None
 
     def _ended(self, choice: ChoiceDelta, times: RequestTimes | None) -> None:
@@ -228,6 +238,7 @@ class RequestObserver:
             metrics.corrupted.value += 1
         if timeline is None:
             return
+        self._chunks = (self._chunks or 0) + timeline.num_chunks
         for reason, seconds in timeline.waited:
             metrics.waited.at(reason).value += seconds
         if timeline.predicted_ttft is not None and times is not None:
@@ -253,6 +264,8 @@ class RequestObserver:
         metrics.params_n.observe(len(self._tokens))
         metrics.params_max_tokens.observe(self._max_tokens)
         metrics.num_preemptions.observe(self._preemptions)
+        if self._chunks is not None:
+            metrics.num_chunks.observe(self._chunks)
         if self._prompt_tokens is not None:
             metrics.num_prompt_tokens.observe(self._prompt_tokens)
             metrics.prefill_computed.observe(self._prompt_tokens - self._cached_tokens)
