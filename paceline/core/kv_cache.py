@@ -136,7 +136,7 @@ class KVCacheManager:
 
     def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
         """Blocks a waiting request would start with that others hold, or it itself does; other than
-        those of ``without``, who are about to go, and those fetched for it, which it alone holds."""
+        those of ``without``, who are about to go, and those fetched for it, which are its own."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
         held = sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
         return held - request.num_fetched_blocks
