@@ -155,14 +155,13 @@ class KVCacheManager:
     def prefetch(self, request: Request, spared: int) -> bool:
         """Move a waiting request's swapped blocks back ahead of its admission.
 
-        The copy in host memory stays until it is admitted, so the blocks can be taken away again;
-        then they are not fetched ahead a second time.
+        The copy in host memory stays until it is admitted, so the blocks can be taken away again.
         False, with nothing changed, when there is nothing to move or no room for it.
 
         Args:
             spared: free blocks that are left to others beside the watermark.
         """
-        if not request.num_swapped_tokens or request.block_ids or request.was_fetched:
+        if not request.num_swapped_tokens or request.block_ids:
             return False
         shared = self.starting_blocks(request)
         if self._missing(request, shared) + self._watermark_blocks + spared > self.pool.num_free:

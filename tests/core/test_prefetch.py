@@ -136,6 +136,17 @@ def test_what_was_taken_back_is_not_fetched_ahead_again() -> None:
     assert ahead <= out and inline <= 12
 
 
+def test_blocks_are_taken_back_from_the_end_one_request_at_a_time() -> None:
+    driver = crowd()
+    driver.plan()
+    room = driver.scheduler._waiting
+    for left in reversed(range(COUNT)):
+        assert room.drop_blocks()
+        assert [bool(r.block_ids) for r in waiting(driver)] == [i < left for i in range(COUNT)]
+        driver.scheduler.check_integrity()
+    assert not room.drop_blocks()
+
+
 def test_one_that_comes_before_them_gets_their_room() -> None:
     """It does not wait for blocks of requests that wait themselves."""
     driver = crowd(num_blocks=64)
@@ -195,6 +206,14 @@ def test_blocks_are_fetched_ahead_for_those_whom_predicted_memory_holds_up() -> 
     assert moved(driver) == (0, stats.num_swapped_out_blocks)
     driver.run()
     assert moved(driver)[1] == stats.num_swapped_out_blocks > 20
+
+
+def test_admission_looks_ahead_as_if_nothing_had_been_fetched() -> None:
+    driver = held_by_predicted_memory()
+    running = driver.scheduler._running.requests
+    held = sum(len(request.block_ids) for request in running)
+    assert driver.scheduler.kv.pool.num_free < 100 - held
+    assert driver.scheduler._planner.intake._outlook(best_effort=True)._held == 4 * held
 
 
 def test_one_whose_blocks_were_fetched_is_let_in_no_sooner_than_memory_lasts() -> None:

@@ -156,8 +156,8 @@ class RequestMetrics:
 
 
 class Story(NamedTuple):
-    """What became of a request, in short; None: it did not come to that, or nobody told. Choices are
-    taken together: the longest wait, and sums."""
+    """What became of a request, in short; None: it did not come to that, or nobody told. Choices
+    are taken together: the longest wait, and sums."""
 
     # seconds, to be started and after preemptions, and what for the most
     queued: float | None
