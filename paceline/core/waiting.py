@@ -71,7 +71,7 @@ class WaitingRoom:
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
-        # members with blocks in host memory that may be fetched ahead: once, lest they go to and fro
+        # members with blocks in host memory that may be fetched ahead, once: not to and fro
         self._swapped: dict[str, Request] = {}
         # members with a TTFT target that may still be met, by group, in order; nobody has none
         self._targeted: dict[str, list[Request]] = {}
