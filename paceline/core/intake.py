@@ -257,7 +257,8 @@ class Intake:
             preemptions, known = self._known
             if preemptions == self._running.num_preemptions:
                 # rows may have taken blocks since then
-                known.hold(self._cache.num_blocks - self._kv.pool.num_free)
+                fetched = self._kv.num_fetched_blocks
+                known.hold(self._cache.num_blocks - self._kv.pool.num_free - fetched)
                 return known
         return self._outlook_of(self._running.requests, best_effort)
 
@@ -266,6 +267,8 @@ class Intake:
     ) -> MemoryOutlook:
         """The same for some of those running, once so many blocks have come free."""
         num_blocks = self._cache.num_blocks
+        # what was fetched ahead is nobody's yet
+        freed += self._kv.num_fetched_blocks
         return MemoryOutlook(
             [r for r in running if best_effort or not r.slo.best_effort],
             self._work,
@@ -281,8 +284,9 @@ class Intake:
         if not self._running.requests:
             if self._kv.admit(request, beside_others=False):
                 return None
-            if self._waiting.drop_blocks() and self._kv.admit(request, beside_others=False):
-                return None
+            while self._waiting.drop_blocks():
+                if self._kv.admit(request, beside_others=False):
+                    return None
             return Reason.MEMORY
         if not self._allows(request):
             return Reason.PACE

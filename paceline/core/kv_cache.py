@@ -91,6 +91,8 @@ class KVCacheManager:
         self._prefetches: list[BlockSwap] = []
         self.num_swapped_out = 0
         self.num_swapped_in = 0
+        # held by waiting requests alone, and to be taken back whenever somebody needs them
+        self.num_fetched_blocks = 0
         # tokens looked up in, and served from, the prefix cache since start
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -123,6 +125,7 @@ class KVCacheManager:
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
         request.num_restored_tokens += request.num_swapped_tokens
+        self._forget_fetched(request)
         self._forget_host(request)
         return True
 
@@ -133,9 +136,10 @@ class KVCacheManager:
 
     def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
         """Blocks a waiting request would start with that others hold, or it itself does; other than
-        those of ``without``, who are about to go."""
+        those of ``without``, who are about to go, and those fetched for it, which are its own."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
-        return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
+        held = sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
+        return held - request.num_fetched_blocks
 
     def num_found(self, request: Request) -> int:
         """Prompt tokens of a new request that the prefix cache holds now."""
@@ -155,23 +159,33 @@ class KVCacheManager:
         stored = min(num_tokens, request.max_total_tokens - 1)
         return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
 
-    def prefetch(self, request: Request) -> bool:
+    def prefetch(self, request: Request, spared: int) -> bool:
         """Move a waiting request's swapped blocks back ahead of its admission.
 
         The copy in host memory stays until it is admitted, so the blocks can be taken away again.
         False, with nothing changed, when there is nothing to move or no room for it.
+
+        Args:
+            spared: free blocks that are left to others beside the watermark.
         """
         if not request.num_swapped_tokens or request.block_ids:
             return False
         shared = self.starting_blocks(request)
-        if self._shortfall(request, shared, True) > 0:
+        if self._missing(request, shared) + self._watermark_blocks + spared > self.pool.num_free:
             return False
         self.pool.acquire(shared)
         request.block_ids = shared
         request.num_computed_tokens = len(shared) * self.block_size
         request.num_hashed_blocks = len(shared)
         self._restore(request, self._prefetches)
+        request.was_fetched = True
+        request.num_fetched_blocks = len(request.block_ids) - request.num_hashed_blocks
+        self.num_fetched_blocks += request.num_fetched_blocks
         return True
+
+    def _forget_fetched(self, request: Request) -> None:
+        self.num_fetched_blocks -= request.num_fetched_blocks
+        request.num_fetched_blocks = 0
 
     def _restore(self, request: Request, swaps: list[BlockSwap]) -> None:
         """Give a request that starts with the cached part of its tokens blocks for the rest of
@@ -213,14 +227,19 @@ class KVCacheManager:
         self._free_host.extend(reversed(request.host_block_ids))
         request.host_block_ids = []
         request.num_swapped_tokens = 0
+        request.was_fetched = False
 
     def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
+        reserve = self._watermark_blocks if beside_others else 0
+        return max(0, self._missing(request, shared) + reserve - self.pool.num_free)
+
+    def _missing(self, request: Request, shared: list[int]) -> int:
+        """Free blocks that it takes to hold all its known tokens."""
         needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
         needed += request.shares_tail and self._tail_is_shared(request)
         # a cached block that nobody uses counts as free until it is taken
         needed += sum(self.pool.ref_count(block_id) == 0 for block_id in shared)
-        reserve = self._watermark_blocks if beside_others else 0
-        return max(0, needed + reserve - self.pool.num_free)
+        return needed
 
     def extend(self, request: Request, num_tokens: int) -> Extension | None:
         """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable.
@@ -290,6 +309,7 @@ class KVCacheManager:
 
     def free(self, request: Request, *, forget: bool = False) -> None:
         """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
+        self._forget_fetched(request)
         self.pool.release(request.block_ids, forget=forget)
         request.block_ids = []
         request.num_computed_tokens = 0
@@ -329,7 +349,9 @@ class KVCacheManager:
         """AssertionError unless tables, counters and the pool agree."""
         references: Counter[int] = Counter()
         host = list(self._free_host)
+        num_fetched = 0
         for request in requests:
+            num_fetched += request.num_fetched_blocks
             held = len(request.block_ids)
             computed = request.num_computed_tokens
             where = f"request {request.request_id}"
@@ -347,4 +369,5 @@ class KVCacheManager:
                 tail = request.block_ids[computed // self.block_size :]
                 assert all(self.pool.ref_count(b) == 1 for b in tail), f"{where}: shared tail"
         self.pool.check_integrity(references)
+        assert num_fetched == self.num_fetched_blocks, "fetched blocks are counted wrongly"
         assert sorted(host) == list(range(self.config.num_host_blocks)), "host blocks are lost"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator
-from typing import Protocol
+from itertools import chain, islice, zip_longest
+from typing import Final, Protocol
 
 from paceline.core.request import Request
 
 __all__ = ["FairQueue", "RequestQueue", "WaitingQueue"]
+
+# entries looked at for each member asked for
+_VISITS: Final = 4
 
 
 class WaitingQueue(Protocol):
@@ -27,6 +31,11 @@ class WaitingQueue(Protocol):
 
     def peek(self) -> Request | None:
         """The first, or None when empty."""
+        ...
+
+    def first(self, count: int) -> list[Request]:
+        """Members likely to be the next, in order, at most so many, and taking no longer the more
+        there are in all. Changes nothing."""
         ...
 
     def pop(self) -> Request | None:
@@ -74,6 +83,22 @@ class RequestQueue:
                 return entry[3]
             heapq.heappop(heap)
         return None
+
+    def first(self, count: int) -> list[Request]:
+        heap = self._heap
+        found: list[Request] = []
+        # nodes of the heap whose parents were visited, the least first
+        frontier = [(heap[0], 0)] if heap else []
+        # stale entries are few, but need not be
+        left = _VISITS * count
+        while frontier and len(found) < count and left:
+            left -= 1
+            entry, index = heapq.heappop(frontier)
+            if self._is_live(entry):
+                found.append(entry[3])
+            for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                heapq.heappush(frontier, (heap[child], child))
+        return found
 
     def pop(self) -> Request | None:
         request = self.peek()
@@ -162,6 +187,13 @@ class FairQueue:
             if head is not None and head.order == order:
                 self._enter(tenant)
         return None
+
+    def first(self, count: int) -> list[Request]:
+        """Who would come next if every tenant that is served one fell behind the others."""
+        tenants = islice(self.in_order(), count)
+        rows = [self._tenants[tenant].first(count) for _, _, tenant in tenants]
+        rounds = chain.from_iterable(zip_longest(*rows))
+        return list(islice((request for request in rounds if request is not None), count))
 
     def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
         """Tenants that have members, served least first: (counter, order of its first, tenant). The

@@ -253,6 +253,10 @@ class Request:
     # host blocks that hold the first num_swapped_tokens tokens' keys and values
     host_block_ids: list[int] = field(default_factory=list)
     num_swapped_tokens: int = 0
+    # of its blocks, those brought back from there ahead of its turn; and whether that was tried
+    # since it was moved there
+    num_fetched_blocks: int = 0
+    was_fetched: bool = False
     # the stop token id that ended the output, if one did
     stop_reason: int | None = None
 

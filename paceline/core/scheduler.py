@@ -234,7 +234,10 @@ class Scheduler:
         running = self._running.requests
         self._waiting.begin_plan(now)
         self._drop_expired(now)
-        pressure = self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
+        self._waiting.make_room(beside_others=bool(running))
+        # what was fetched ahead can be had back at once
+        num_free = self.kv.pool.num_free + self.kv.num_fetched_blocks
+        pressure = self.valve.update(1.0 - num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
         survey = self._survey(starts)
         allowance = self.budget.allow(survey, starts)
@@ -251,8 +254,8 @@ class Scheduler:
         self._waiting.clocks.note(held_by, now)
         if not draft.rows:
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        if held_by is Reason.SLOTS or held_by is Reason.BUDGET:
-            self._waiting.prefetch()
+        if held_by is not None and held_by is not Reason.PRESSURE:
+            self._waiting.prefetch(len(running), self.config.max_num_batched_tokens)
         plan = SchedulerOutput(
             self._num_steps,
             tuple(draft.rows),

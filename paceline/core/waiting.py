@@ -9,8 +9,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import Final
 
-from paceline.core.kv_cache import KVCacheManager
+from paceline.core.kv_cache import KVCacheManager, blocks_for
 from paceline.core.queues import WaitingQueue
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.waits import WaitClocks
@@ -19,6 +20,8 @@ __all__ = ["WaitingRoom"]
 
 
 _ORDER = attrgetter("order")
+# requests looked ahead at, those that come next
+_LOOK_AHEAD: Final = 16
 
 
 def _is_targeted(request: Request) -> bool:
@@ -68,6 +71,8 @@ class WaitingRoom:
         self._kv = kv
         # members that hold blocks: forks, and those whose swapped blocks were fetched ahead
         self._holders: dict[str, Request] = {}
+        # members with blocks in host memory that may be fetched ahead, once: not to and fro
+        self._swapped: dict[str, Request] = {}
         # members with a TTFT target that may still be met, by group, in order; nobody has none
         self._targeted: dict[str, list[Request]] = {}
         # arrivals and departures of these
@@ -138,6 +143,8 @@ class WaitingRoom:
             self._favoured_tokens[band] += request.num_new_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
+        elif request.num_swapped_tokens and not request.was_fetched:
+            self._swapped[request.request_id] = request
         if _is_targeted(request):
             self.num_changes += 1
             insort(self._targeted.setdefault(self.group(request), []), request, key=_ORDER)
@@ -192,6 +199,7 @@ class WaitingRoom:
             self._num_favoured[band] -= 1
             self._favoured_tokens[band] -= request.num_new_tokens
         self._holders.pop(request.request_id, None)
+        self._swapped.pop(request.request_id, None)
         if _is_targeted(request):
             self.num_changes += 1
             group = self.group(request)
@@ -229,19 +237,78 @@ class WaitingRoom:
             return request.num_uncomputed_tokens
         return self._kv.num_lacking(request)
 
-    def prefetch(self) -> None:
-        """Fetch the swapped blocks of the first, if it has any and there is room."""
+    def upcoming(self, count: int) -> list[Request]:
+        """Who is likely to be let in next, in order, at most so many."""
+        ordinary, *others = self._queues
+        found = ordinary.first(count)
+        if len(found) < count and any(map(len, others)):
+            *promised, background = (queue.first(count - len(found)) for queue in others)
+            found += [*sorted(chain(*promised), key=_ORDER), *background][: count - len(found)]
+        return found
+
+    def prefetch(self, num_running: int, max_tokens: int) -> None:
+        """Fetch the swapped blocks of those that come next, as far as there is room that neither
+        whoever comes before them nor those running are about to need.
+
+        Args:
+            num_running: each is left a free block, so that none of these has to be taken back
+                before it has computed as many tokens as that holds.
+            max_tokens: no more are moved, unless the first has more.
+        """
+        if not self._swapped:
+            return
+        size = self._kv.block_size
+        spared, moved = num_running, 0
+        for request in self.upcoming(_LOOK_AHEAD):
+            needed = blocks_for(request.num_tokens, size)
+            if request.request_id not in self._swapped or request.num_pending_tokens:
+                spared += max(0, needed - len(request.block_ids))
+                continue
+            moved += request.num_swapped_tokens
+            if moved > max(max_tokens, request.num_swapped_tokens) or not self._kv.prefetch(
+                request, spared
+            ):
+                break
+            del self._swapped[request.request_id]
+            self._holders[request.request_id] = request
+            spared += needed - len(request.block_ids)
+
+    def make_room(self, *, beside_others: bool) -> None:
+        """Take back what was fetched for those who come after the first, if that is what it lacks:
+        it came, or came to the front, after they were fetched."""
+        if not self._kv.num_fetched_blocks:
+            return
         head = self.first()
-        if head is not None and not head.num_pending_tokens and self._kv.prefetch(head):
-            self._holders[head.request_id] = head
+        if head is None:
+            return
+        fetched = [r for r in self._fetched() if r is not head]
+        shortfall = self._kv.shortfall(head, beside_others=beside_others)
+        if shortfall > sum(request.num_fetched_blocks for request in fetched):
+            return
+        while shortfall > 0:
+            self._drop(fetched.pop())
+            shortfall = self._kv.shortfall(head, beside_others=beside_others)
 
     def drop_blocks(self) -> bool:
-        """Take blocks back from all who hold some; True if anybody did."""
+        """Take blocks back from whoever holds some; True if anybody did. Of those fetched ahead,
+        the last in order alone; to be called again while that does not do."""
+        fetched = self._fetched()
+        if fetched:
+            self._drop(fetched[-1])
+            return True
         holders = list(self._holders.values())
         for request in holders:
-            self._kv.free(request)
-        self._holders.clear()
+            self._drop(request)
         return bool(holders)
+
+    def _fetched(self) -> list[Request]:
+        """Members whose blocks were fetched ahead, in order."""
+        fetched = [r for r in self._holders.values() if r.was_fetched]
+        return sorted(fetched, key=lambda r: (r.band, r.order))
+
+    def _drop(self, request: Request) -> None:
+        self._kv.free(request)
+        del self._holders[request.request_id]
 
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
@@ -252,6 +319,11 @@ class WaitingRoom:
                 f"request {request.request_id} waits with blocks that nobody could take back"
             )
         assert set(self._holders) <= {request.request_id for request in members}
+        assert set(self._swapped) == {
+            request.request_id
+            for request in members
+            if request.num_swapped_tokens and not request.was_fetched and not request.block_ids
+        }
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
         for group, own in self._targeted.items():

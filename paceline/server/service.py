@@ -250,13 +250,16 @@ class Service:
                 trace.end(failure, now)
             await _close(outputs)
             _log.info(
-                "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s",
+                "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s "
+                "queued=%s waited_for=%s chunks=%s preemptions=%d recomputed_tokens=%s "
+                "predicted_ttft=%s ttft=%s",
                 request.request_id,
                 len(request.prompt_token_ids),
                 observer.num_output_tokens,
                 request.n,
                 time.monotonic() - request.arrival_time,
                 end,
+                *observer.story(),
             )
 
     def _check(self, output: GenerationOutput) -> None:

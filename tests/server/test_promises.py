@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from paceline.backends.null import NullBackend
+from paceline.cli.logs import JsonFormatter
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import QueueFullError
 from paceline.core.outputs import Timeline
@@ -180,6 +182,56 @@ def test_timelines_add_up_in_the_metrics() -> None:
     # 0.75 s were predicted, it took 1
     assert metric(text, "paceline:ttft_prediction_error_seconds_sum") == 0.25
     assert metric(text, "paceline:ttft_prediction_error_seconds_count") == 1
+
+
+def test_chunks_are_counted_once_for_each_request() -> None:
+    text = observed(Slo(), TIMES, TIMELINE)
+    assert metric(text, "paceline:request_chunks_sum") == 2
+    assert metric(text, "paceline:request_chunks_count") == 1
+    assert metric(text, "paceline:request_chunks_bucket", le="1.0") == 0
+    assert metric(text, "paceline:request_chunks_bucket", le="2.0") == 1
+    # nothing is known of one that was cut off
+    assert metric(observed(Slo(), None), "paceline:request_chunks_count") == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_finished_request_s_line_in_the_log_tells_its_story(
+    n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline.server")
+    backend = NullBackend(vocab_size=VOCAB, step_time=0.002)
+    scheduler = SchedulerConfig(max_model_len=512, max_num_batched_tokens=32, max_num_seqs=n)
+    cache = CacheConfig(block_size=backend.info.block_size, num_blocks=backend.info.num_blocks)
+    engine = EngineCore(backend, scheduler, cache)
+    client = LocalEngineClient(
+        engine, engine_info(engine, "null"), ByteTokenizer(), stall_timeout=60.0
+    )
+    body = {"prompt": [1] * 60, "max_tokens": 40, "ignore_eos": True, "explain": True, "n": n}
+    async with connect(create_app(client, ServerConfig())) as http:
+        for first in (1, 3):
+            # the second time, steps can be predicted
+            bodies = [body | {"prompt": [first + i] * 60} for i in range(2)]
+            answers = await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies))
+    await client.close()
+    told = {a.json()["id"]: a.json()["usage"]["timeline"] for a in answers}
+    lines = [r for r in caplog.records if r.getMessage().startswith("request id=")]
+    assert len(lines) == 4
+    for record in lines[2:]:
+        found = json.loads(JsonFormatter().format(record))["fields"]
+        (timeline,) = [told[name] for name in told if found["id"].startswith(name)]
+        longest = max(timeline, key=lambda choice: choice["queued_ms"])
+        assert found["queued"] == pytest.approx(longest["queued_ms"] / 1e3, abs=1e-4)
+        waited = longest["waited_ms"]
+        assert found["waited_for"] == max(waited, key=waited.__getitem__)
+        for name in ("chunks", "preemptions", "recomputed_tokens"):
+            assert found[name] == sum(choice[name] for choice in timeline), name
+        assert found["chunks"] >= 2
+        predicted = timeline[0]["predicted_ttft_ms"] / 1e3
+        assert found["predicted_ttft"] == pytest.approx(predicted, abs=1e-4)
+        assert found["ttft"] == pytest.approx(timeline[0]["ttft_ms"] / 1e3, abs=0.5)
+        assert f" chunks={found['chunks']} " in record.getMessage()
+    # the later one had no place meanwhile
+    assert max((line.args[6], line.args[7]) for line in lines[2:])[1] == "slots"  # type: ignore[index]
 
 
 def test_every_field_of_a_timeline_is_told() -> None:

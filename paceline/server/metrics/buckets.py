@@ -1,10 +1,12 @@
-"""Bucket boundaries: vLLM's, and prometheus-fastapi-instrumentator's for HTTP."""
+"""Bucket boundaries: vLLM's, and prometheus-fastapi-instrumentator's for HTTP; what neither counts
+has its own."""
 
 from __future__ import annotations
 
 from typing import Final
 
 __all__ = [
+    "CHUNK_BUCKETS",
     "HTTP_BUCKETS",
     "HTTP_FINE_BUCKETS",
     "ITERATION_TOKEN_BUCKETS",
@@ -32,6 +34,7 @@ LATENCY_BUCKETS: Final = (
 ITERATION_TOKEN_BUCKETS: Final = (
     1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
 )
+CHUNK_BUCKETS: Final = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 128.0)
 N_BUCKETS: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 PREEMPTION_BUCKETS: Final = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 HTTP_BUCKETS: Final = (0.1, 0.5, 1.0)

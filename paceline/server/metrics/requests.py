@@ -7,14 +7,18 @@ counts deliveries of tokens of one choice.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from paceline.core.errors import NAN_LOGITS
 from paceline.engine.types import (
     ChoiceDelta,
     GenerationOutput,
     GenerationRequest,
     RequestTimes,
+    Timeline,
 )
 from paceline.server.metrics.buckets import (
+    CHUNK_BUCKETS,
     LATENCY_BUCKETS,
     N_BUCKETS,
     PREEMPTION_BUCKETS,
@@ -24,7 +28,7 @@ from paceline.server.metrics.buckets import (
 )
 from paceline.server.metrics.families import Histogram, Registry
 
-__all__ = ["RequestMetrics", "RequestObserver"]
+__all__ = ["RequestMetrics", "RequestObserver", "Story"]
 
 
 class RequestMetrics:
@@ -110,6 +114,11 @@ class RequestMetrics:
         self.num_preemptions = histogram(
             "request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS
         )
+        self.num_chunks = registry.histogram(
+            "paceline:request_chunks",
+            "Steps that computed more than one token of a request, 0 if all was cached.",
+            CHUNK_BUCKETS,
+        )
         self.params_n = histogram("request_params_n", "The n parameter.", N_BUCKETS)
         self.params_max_tokens = histogram(
             "request_params_max_tokens", "The max_tokens parameter.", counts
@@ -146,6 +155,21 @@ class RequestMetrics:
         )
 
 
+class Story(NamedTuple):
+    """What became of a request, in short; None: it did not come to that, or nobody told. Choices
+    are taken together: the longest wait, and sums."""
+
+    # seconds, to be started and after preemptions, and what for the most
+    queued: float | None
+    waited_for: str | None
+    chunks: int | None
+    preemptions: int
+    recomputed_tokens: int | None
+    # seconds from arrival
+    predicted_ttft: float | None
+    ttft: float | None
+
+
 class RequestObserver:
     """Follows one generation request from arrival to its end.
 
@@ -162,8 +186,10 @@ class RequestObserver:
         "_preemptions",
         "_prompt_tokens",
         "_slo",
+        "_timelines",
         "_times",
         "_tokens",
+        "_ttft",
     )
 
     def __init__(self, metrics: RequestMetrics, request: GenerationRequest) -> None:
@@ -178,12 +204,39 @@ class RequestObserver:
         self._prompt_tokens: int | None = None
         self._cached_tokens = 0
         self._preemptions = 0
+        self._ttft: float | None = None
+        # of the choices that have ended, where the engine told
+        self._timelines: list[Timeline] = []
         self._times: RequestTimes | None = None
         self._max_tokens = request.sampling.max_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return sum(self._tokens)
+
+    @property
+    def _chunks(self) -> int | None:
+        timelines = self._timelines
+        return sum(timeline.num_chunks for timeline in timelines) if timelines else None
+
+    def story(self) -> Story:
+        """For the log."""
+        timelines = self._timelines
+        waits = [timeline.waited for timeline in timelines]
+        longest = max(waits, key=lambda wait: sum(seconds for _, seconds in wait), default=())
+        reason, seconds = max(longest, key=lambda entry: entry[1], default=("", 0.0))
+        predicted = [t.predicted_ttft for t in timelines if t.predicted_ttft is not None]
+        return Story(
+            queued=round(sum(seconds for _, seconds in longest), 4) if timelines else None,
+            waited_for=reason if seconds > 0.0 else None,
+            chunks=self._chunks,
+            preemptions=self._preemptions,
+            recomputed_tokens=sum(t.num_recomputed_tokens for t in timelines)
+            if timelines
+            else None,
+            predicted_ttft=round(predicted[0], 4) if predicted else None,
+            ttft=None if self._ttft is None else round(self._ttft, 4),
+        )
 
     def output(self, output: GenerationOutput, now: float) -> None:
         metrics = self._metrics
@@ -195,7 +248,8 @@ class RequestObserver:
             metrics.prompt_tokens_cached.value += cached
             metrics.prompt_tokens_hit.value += cached
             metrics.prompt_tokens_computed.value += prompt - cached
-            metrics.time_to_first_token.observe(now - self._arrival)
+            self._ttft = now - self._arrival
+            metrics.time_to_first_token.observe(self._ttft)
         for choice in output.choices:
             index = choice.index
             count = len(choice.token_ids)
@@ -218,6 +272,7 @@ class RequestObserver:
         self._last = [0.0] * n
         self._tokens = [0] * n
         self._finished = [False] * n
+        self._timelines = []
         self._times = None
 
     def _ended(self, choice: ChoiceDelta, times: RequestTimes | None) -> None:
@@ -228,6 +283,7 @@ class RequestObserver:
             metrics.corrupted.value += 1
         if timeline is None:
             return
+        self._timelines.append(timeline)
         for reason, seconds in timeline.waited:
             metrics.waited.at(reason).value += seconds
         if timeline.predicted_ttft is not None and times is not None:
@@ -253,6 +309,8 @@ class RequestObserver:
         metrics.params_n.observe(len(self._tokens))
         metrics.params_max_tokens.observe(self._max_tokens)
         metrics.num_preemptions.observe(self._preemptions)
+        if (chunks := self._chunks) is not None:
+            metrics.num_chunks.observe(chunks)
         if self._prompt_tokens is not None:
             metrics.num_prompt_tokens.observe(self._prompt_tokens)
             metrics.prefill_computed.observe(self._prompt_tokens - self._cached_tokens)
