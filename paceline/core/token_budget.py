@@ -44,6 +44,8 @@ _SHARED_ROWS = 3.0
 _UNTRAINED = 512
 # one in so many steps is without background rows
 _LOOK = 32
+# of so many steps that are made as large as costs nothing, one is twice that and one half
+_AROUND = 24
 # observations between two looks at where the knee is
 _REFIT = 16
 
@@ -153,6 +155,8 @@ class AdaptiveTokenBudget:
         self._steps_beside = 0
         # of one tenant, and of several that are kept apart
         self._overheads = (overhead, shared_overhead)
+        # that were made as large as costs nothing
+        self._steps_free = 0
         self._known_at = -1
         self._tiles = [1, 1]
         self._tile = tile
@@ -213,7 +217,7 @@ class AdaptiveTokenBudget:
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
             allowed = 0.0 if running.urgent else math.inf
-            return Allowance(self._total(self._knee(running.shared), running), allowed)
+            return Allowance(self._total(self._patient(running), running), allowed)
         else:
             allowed = spare / late
         wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
@@ -252,6 +256,22 @@ class AdaptiveTokenBudget:
         if running.paced:
             tokens = max(self._floor, self._within(running, 0, _PACE * running.tightest))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
+
+    def _patient(self, running: Survey) -> int:
+        """Tokens of a chunk of prompt where nobody has a target: as many as hide behind what the
+        rows beside it take anyway, where that is known, and the knee otherwise."""
+        knee = self._knee(shared=False)
+        free = self._model.free_tokens
+        if not free or not running.narrow_rows:
+            return knee
+        self._steps_free += 1
+        # sizes around it are tried now and then, or it would not be known any more
+        turn = self._steps_free % _AROUND
+        if turn == 0:
+            free *= 2
+        elif turn == _AROUND // 2:
+            free //= 2
+        return min(knee, max(self._floor, free - running.num_running))
 
     def _knee(self, shared: bool) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
