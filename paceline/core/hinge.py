@@ -1,8 +1,8 @@
 """Where a step's time stops being hidden: found from measured steps.
 
-On some machines a step takes ``max(memory, arithmetic)``: reading the weights takes so long that the
-arithmetic of the first couple of hundred tokens costs nothing (the roofline of Williams et al.,
-CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: beside the
+On some machines a step takes ``max(memory, arithmetic)``: reading the weights takes so long that
+the arithmetic of the first couple of hundred tokens costs nothing (the roofline of Williams et
+al., CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: beside the
 step-time model's features it tries one more, ``max(0, tokens - k)``, for sizes k a quarter of an
 octave apart, and believes in the k that explains the measured steps best if
 
@@ -30,11 +30,13 @@ _SIZES: Final = (
 _RIDGE: Final = 1e-6
 # brings the tokens of a busy step to about 1
 _SCALE: Final = 1e-3
-# observations between two looks; a look takes one observation for each size, and one more
+# observations between two looks, and later; a look takes one for each size, and one more
 _EVERY: Final = 64
+_LATER: Final = 256
+_MANY: Final = 1024
 # of the F statistic with one degree of freedom: to begin to believe, and to go on
-_BELIEVE: Final = 40.0
-_KEEP: Final = 12.0
+_BELIEVE: Final = 30.0
+_KEEP: Final = 10.0
 # relative error of the model that counts as none
 _EXACT: Final = 0.01
 # a token below the hinge costs less than this share of one above it
@@ -62,17 +64,35 @@ class Hinge:
         # of squared seconds: the number of observations, for they are weighted by 1 / seconds^2
         self._count = 0.0
         self._window = 0.0
+        # tokens of wide and of narrow rows, as the count
+        self._wide = 0.0
+        self._narrow = 0.0
         # the model's sums and these, when the look began
         self._gram: list[list[float]] = []
         self._moment: list[float] = []
         self._beyond: list[list[float]] = []
         self._found: list[tuple[float, list[float]]] = []
 
+    @property
+    def wide_per_narrow(self) -> float:
+        """Tokens of prompts that were computed for each other one lately; 0.0 before any were."""
+        return self._wide / self._narrow if self._narrow else 0.0
+
     def observe(
-        self, present: list[tuple[int, float]], weight: float, tokens: int, seconds: float
+        self,
+        present: list[tuple[int, float]],
+        weight: float,
+        wide: int,
+        narrow: int,
+        seconds: float,
     ) -> None:
-        """A step of ``tokens`` took ``seconds``; ``present`` are its features that are not 0."""
-        self._count += weight * seconds * seconds
+        """A step of so many tokens of wide and of narrow rows took ``seconds``; ``present`` are its
+        features that are not 0."""
+        age = weight * seconds * seconds
+        self._count += age
+        self._wide += age * wide
+        self._narrow += age * narrow
+        tokens = wide + narrow
         index = bisect_left(_SIZES, tokens) - 1
         if index < 0:
             return
@@ -90,12 +110,14 @@ class Hinge:
     def rescale(self, shrink: float) -> None:
         """All weights become so much lighter."""
         self._count *= shrink
+        self._wide *= shrink
+        self._narrow *= shrink
         self._bins = [[value * shrink for value in sums] for sums in self._bins]
 
     def look(self, number: int, gram: list[list[float]], moment: list[float]) -> None:
         """Think a little after observation ``number``, with the model's own sums of the same
         observations. The newest one weighs 1 / seconds^2 whenever a look begins."""
-        turn = number % _EVERY
+        turn = number % (_EVERY if number < _MANY else _LATER)
         if turn == 0:
             self._gram, self._moment = [row.copy() for row in gram], moment.copy()
             self._window = self._count
@@ -133,9 +155,7 @@ class Hinge:
         self.free_tokens = _SIZES[best] if hidden and believed else 0
 
 
-def _fit(
-    gram: list[list[float]], moment: list[float], count: float
-) -> tuple[float, list[float]]:
+def _fit(gram: list[list[float]], moment: list[float], count: float) -> tuple[float, list[float]]:
     """Least squares with weights of 0 or more: the sum of squared relative errors, and the weights.
     Features whose weight comes out negative are left out, the worst first."""
     ridge = _RIDGE * gram[0][0]

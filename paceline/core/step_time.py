@@ -120,6 +120,11 @@ class StepTimeModel:
         0 where no such size was found (``hinge``). Predictions know nothing of it."""
         return self._hinge.free_tokens
 
+    @property
+    def wide_per_narrow(self) -> float:
+        """Tokens of wide rows for each narrow one, lately; 0.0 before any was measured."""
+        return self._hinge.wide_per_narrow
+
     def predict(self, shape: StepShape) -> float:
         """Expected seconds; 0.0 before the first observation."""
         constant, per_token, per_key, per_row, per_narrow_key, any_wide = self._rates
@@ -158,7 +163,7 @@ class StepTimeModel:
             row = self._gram[i]
             for j, x_j in present:
                 row[j] += share * x_j
-        self._hinge.observe(present, weight, shape.wide_tokens + shape.narrow_rows, seconds)
+        self._hinge.observe(present, weight, shape.wide_tokens, shape.narrow_rows, seconds)
         self.num_observations += 1
         if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
             self._rescale()
