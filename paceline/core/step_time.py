@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from operator import mul
 from typing import Final, NamedTuple
 
+from paceline.core.hinge import Hinge
 from paceline.core.outputs import ScheduledRow
 
 __all__ = ["StepShape", "StepTimeModel"]
@@ -106,11 +107,23 @@ class StepTimeModel:
         self._rates = [0.0] * _SIZE
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._sorted_ratios: list[float] = []
+        self._hinge = Hinge(_SIZE)
         self.num_observations = 0
 
     @property
     def ready(self) -> bool:
         return self.num_observations >= self._min_observations
+
+    @property
+    def free_tokens(self) -> int:
+        """Up to so many tokens in a step cost next to nothing beside those that are in it anyway;
+        0 where no such size was found (``hinge``). Predictions know nothing of it."""
+        return self._hinge.free_tokens
+
+    @property
+    def wide_per_narrow(self) -> float:
+        """Tokens of wide rows for each narrow one, lately; 0.0 before any was measured."""
+        return self._hinge.wide_per_narrow
 
     def predict(self, shape: StepShape) -> float:
         """Expected seconds; 0.0 before the first observation."""
@@ -150,11 +163,13 @@ class StepTimeModel:
             row = self._gram[i]
             for j, x_j in present:
                 row[j] += share * x_j
+        self._hinge.observe(present, weight, shape.wide_tokens, shape.narrow_rows, seconds)
         self.num_observations += 1
         if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
             self._rescale()
             self._solve()
             self._sorted_ratios = sorted(self._ratios)
+        self._hinge.look(self.num_observations, self._gram, self._moment)
         return predicted
 
     def _rescale(self) -> None:
@@ -162,6 +177,7 @@ class StepTimeModel:
         shrink = 1.0 / self._growth
         self._gram = [[g * shrink for g in row] for row in self._gram]
         self._moment = [m * shrink for m in self._moment]
+        self._hinge.rescale(shrink)
         self._growth = 1.0
 
     def _solve(self) -> None:

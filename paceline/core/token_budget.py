@@ -7,6 +7,8 @@ step-time model:
   share. Beyond that a larger step computes no more tokens a second, and every token in it, and
   every request that arrives meanwhile, waits for its end. While tenants that are kept apart share
   the engine, the share is larger and steps are shorter.
+* What is free: where a step takes as long as reading the weights (``hinge``), the chunk beside rows
+  that nobody paces is as large as hides behind that, and prompts keep up with streams.
 * The slack of those running (the dynamic chunk of Niyama, arXiv 2503.22562): the next token of a
   paced request is due at a known time, so a step may take until the earliest of these, and no
   longer. Requests that are ahead of their schedule thereby lend their time to prompts that wait.
@@ -44,6 +46,10 @@ _SHARED_ROWS = 3.0
 _UNTRAINED = 512
 # one in so many steps is without background rows
 _LOOK = 32
+# share of the chunk by which prompts would be computed as fast as streams end: they end unevenly
+_EVEN = 0.7
+# of so many chunks that are to hide behind rows, one is twice as large and one half
+_AROUND = 24
 # observations between two looks at where the knee is
 _REFIT = 16
 
@@ -153,6 +159,8 @@ class AdaptiveTokenBudget:
         self._steps_beside = 0
         # of one tenant, and of several that are kept apart
         self._overheads = (overhead, shared_overhead)
+        # whose chunk was to hide behind the rows beside it
+        self._steps_beside_rows = 0
         self._known_at = -1
         self._tiles = [1, 1]
         self._tile = tile
@@ -213,7 +221,7 @@ class AdaptiveTokenBudget:
         elif spare == math.inf:
             # a prompt with a target is not kept waiting for best-effort rows
             allowed = 0.0 if running.urgent else math.inf
-            return Allowance(self._total(self._knee(running.shared), running), allowed)
+            return Allowance(self._total(self._patient(running), running), allowed)
         else:
             allowed = spare / late
         wide_start = max((request.num_computed_tokens for request in running.wide), default=0)
@@ -248,10 +256,34 @@ class AdaptiveTokenBudget:
 
     def seconds_per_token(self, running: Survey) -> float:
         base = running.base
-        tokens = self._knee(running.shared)
+        tokens = self._beside(running)
         if running.paced:
             tokens = max(self._floor, self._within(running, 0, _PACE * running.tightest))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
+
+    def _patient(self, running: Survey) -> int:
+        """Tokens of the next chunk of prompt where nobody has a target."""
+        tokens = self._beside(running)
+        if not self._model.free_tokens or not running.narrow_rows:
+            return tokens
+        self._steps_beside_rows += 1
+        # other sizes are tried now and then, or it would not be known any more
+        turn = self._steps_beside_rows % _AROUND
+        if turn == 0:
+            tokens *= 2
+        elif turn == _AROUND // 2:
+            tokens //= 2
+        return min(self._knee(shared=False), tokens)
+
+    def _beside(self, running: Survey) -> int:
+        """Tokens of a chunk as large as is best for throughput: as many as hide behind what the
+        rows beside it take anyway, where that is known, and the knee otherwise. More where prompts
+        come faster than that: those that wait in pieces keep others from streaming."""
+        knee, free = self._knee(running.shared), self._model.free_tokens
+        if running.shared or not free or not running.narrow_rows:
+            return knee
+        even = int(_EVEN * self._model.wide_per_narrow * running.narrow_rows)
+        return min(knee, max(self._floor, free - running.num_running, even))
 
     def _knee(self, shared: bool) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""

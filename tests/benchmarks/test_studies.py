@@ -27,7 +27,7 @@ def test_a_page_holds_what_its_command_prints() -> None:
 
 
 def test_without_targets_the_adaptive_budget_is_as_good_as_the_best_fixed_one() -> None:
-    """On a CPU; docs/studies/budget.md says where it is not."""
+    """On a CPU; and below on the textbook GPU."""
     head, *rows = budget._rows(*budget.CASES["cpu"])
     adaptive, fixed = rows[-1], rows[:-1]
     assert adaptive[0] == "adaptive" and len(fixed) == len(budget.FIXED)
@@ -37,6 +37,17 @@ def test_without_targets_the_adaptive_budget_is_as_good_as_the_best_fixed_one() 
         best = min(float(row[index]) for row in fixed if row[0] != "fixed 64")
         assert float(adaptive[index]) <= 1.02 * best, column
     assert float(adaptive[1]) >= 0.99 * max(float(row[1]) for row in fixed)
+
+
+def test_it_finds_the_size_of_a_step_that_costs_nothing_on_a_gpu() -> None:
+    """Larger fixed steps have a seventh less throughput, smaller ones serve fewer."""
+    head, *rows = budget._rows(*budget.CASES["gpu-at-once"])
+    adaptive, fixed = rows[-1], rows[:-1]
+    assert float(adaptive[1]) >= 0.97 * max(float(row[1]) for row in fixed)
+    index = head.index("E2E mean")
+    assert float(adaptive[index]) <= 1.05 * min(float(row[index]) for row in fixed)
+    at_most = {row[0]: float(row[1]) for row in fixed}["fixed 2048"]
+    assert float(adaptive[1]) >= 1.12 * at_most
 
 
 def test_only_tables_are_replaced() -> None:

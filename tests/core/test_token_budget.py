@@ -99,6 +99,49 @@ def test_steps_are_no_larger_than_it_takes_to_be_efficient() -> None:
     assert budget_of(trained(), overhead=0.25).allow(Survey.of([running(None)]), 0.0).tokens == 321
 
 
+def trained_where_tokens_hide(wide: int = 300) -> StepTimeModel:
+    """1 ms a step, and the longer of 6 ms and 30 us a token; of two steps with streams one has
+    ``wide`` tokens of a prompt, more or less."""
+    model = StepTimeModel()
+    for index in range(800):
+        shape = StepShape(index % 2 * wide * (1 + index % 5) // 3, 0.0, 8 + index % 5, 100)
+        tokens = shape.wide_tokens + shape.narrow_rows
+        model.observe(shape, 0.001 + max(0.006, 3e-5 * tokens))
+    assert model.free_tokens in (192, 224)
+    return model
+
+
+def test_beside_streams_a_step_is_as_large_as_costs_nothing() -> None:
+    model = trained_where_tokens_hide()
+    budget, free = budget_of(model), model.free_tokens
+    streams = Survey.of([running(None) for _ in range(5)])
+    sizes = [budget.allow(streams, 0.0).tokens for _ in range(48)]
+    # to go on knowing: a step with twice the chunk, and one with half
+    around = sorted((size - 5) / (free - 5) for size in sizes if size != free)
+    assert around == pytest.approx([0.5, 0.5, 2.0, 2.0], abs=0.01)
+    waits = budget.seconds_per_token(streams)
+    assert waits == pytest.approx(model.predict(streams.base.plus(0, free - 5)) / (free - 5))
+
+
+def test_what_has_no_streams_beside_it_or_has_rules_of_its_own_is_as_before() -> None:
+    budget = budget_of(trained_where_tokens_hide())
+    assert [budget.allow(Survey.of([]), 0.0).tokens for _ in range(48)] == [512] * 48
+    paced = Survey.of([running(0.030)])
+    assert {budget.allow(paced, 0.0).tokens for _ in range(48)} == {512}
+    shared = Survey.of([running(None)])
+    shared.shared = True
+    assert len({budget.allow(shared, 0.0).tokens for _ in range(48)}) == 1
+
+
+def test_chunks_grow_where_prompts_would_keep_others_from_streaming() -> None:
+    """30 tokens of prompts for each of a stream: 20 streams end, and can be followed, so fast."""
+    model = trained_where_tokens_hide(wide=600)
+    assert model.wide_per_narrow == pytest.approx(30, rel=0.1)
+    streams = Survey.of([running(None) for _ in range(20)])
+    chunk = budget_of(model).allow(streams, 0.0).tokens - 20
+    assert chunk == int(0.7 * 20 * model.wide_per_narrow) > model.free_tokens
+
+
 def batch(request: Request) -> Request:
     request.slo = Slo(best_effort=True)
     return request

@@ -1,0 +1,197 @@
+"""Where a step's time stops being hidden: found from measured steps.
+
+On some machines a step takes ``max(memory, arithmetic)``: reading the weights takes so long that
+the arithmetic of the first couple of hundred tokens costs nothing (the roofline of Williams et
+al., CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: beside the
+step-time model's features it tries one more, ``max(0, tokens - k)``, for sizes k a quarter of an
+octave apart, and believes in the k that explains the measured steps best if
+
+* it explains them clearly better than the model without it: by an F test far beyond what noise
+  makes of the best of a few;
+* and what it says is that tokens below k cost little of what those above do.
+
+Work is bounded: a few sums a step, and a small system of equations in some.
+
+This module does not know requests, budgets or the clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from operator import mul
+from typing import Final
+
+__all__ = ["Hinge"]
+
+# where the time may begin to grow, tokens of a step
+_SIZES: Final = (
+    64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+)  # fmt: skip
+_RIDGE: Final = 1e-6
+# brings the tokens of a busy step to about 1
+_SCALE: Final = 1e-3
+# observations between two looks, and later; a look takes one for each size, and one more
+_EVERY: Final = 64
+_LATER: Final = 256
+_MANY: Final = 1024
+# of the F statistic with one degree of freedom: to begin to believe, and to go on
+_BELIEVE: Final = 30.0
+_KEEP: Final = 10.0
+# relative error of the model that counts as none
+_EXACT: Final = 0.01
+# a token below the hinge costs less than this share of one above it
+_HIDDEN: Final = 0.25
+# of the model's features, the one that is in proportion to the tokens of wide rows
+_PER_TOKEN: Final = 1
+
+
+class Hinge:
+    """Fed by the step-time model with what it adds up itself.
+
+    Args:
+        size: number of the model's features.
+
+    ``free_tokens`` is what came out: up to so many tokens in a step cost next to nothing beside
+    those that are in it anyway; 0 where nothing of the kind was found.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.free_tokens = 0
+        self._size = size
+        # weighted sums of steps larger than _SIZES[i] and no larger than the next. With T their
+        # tokens: features, T * features, T * T, seconds, T * seconds
+        self._bins = [[0.0] * (2 * size + 3) for _ in _SIZES]
+        # of squared seconds: the number of observations, for they are weighted by 1 / seconds^2
+        self._count = 0.0
+        self._window = 0.0
+        # tokens of wide and of narrow rows, as the count
+        self._wide = 0.0
+        self._narrow = 0.0
+        # the model's sums and these, when the look began
+        self._gram: list[list[float]] = []
+        self._moment: list[float] = []
+        self._beyond: list[list[float]] = []
+        self._found: list[tuple[float, list[float]]] = []
+
+    @property
+    def wide_per_narrow(self) -> float:
+        """Tokens of prompts that were computed for each other one lately; 0.0 before any were."""
+        return self._wide / self._narrow if self._narrow else 0.0
+
+    def observe(
+        self,
+        present: list[tuple[int, float]],
+        weight: float,
+        wide: int,
+        narrow: int,
+        seconds: float,
+    ) -> None:
+        """A step of so many tokens of wide and of narrow rows took ``seconds``; ``present`` are its
+        features that are not 0."""
+        age = weight * seconds * seconds
+        self._count += age
+        self._wide += age * wide
+        self._narrow += age * narrow
+        tokens = wide + narrow
+        index = bisect_left(_SIZES, tokens) - 1
+        if index < 0:
+            return
+        sums, size = self._bins[index], self._size
+        scaled = tokens * _SCALE
+        for i, x_i in present:
+            share = weight * x_i
+            sums[i] += share
+            sums[size + i] += share * scaled
+        share = weight * scaled
+        sums[-3] += share * scaled
+        sums[-2] += weight * seconds
+        sums[-1] += share * seconds
+
+    def rescale(self, shrink: float) -> None:
+        """All weights become so much lighter."""
+        self._count *= shrink
+        self._wide *= shrink
+        self._narrow *= shrink
+        self._bins = [[value * shrink for value in sums] for sums in self._bins]
+
+    def look(self, number: int, gram: list[list[float]], moment: list[float]) -> None:
+        """Think a little after observation ``number``, with the model's own sums of the same
+        observations. The newest one weighs 1 / seconds^2 whenever a look begins."""
+        turn = number % (_EVERY if number < _MANY else _LATER)
+        if turn == 0:
+            self._gram, self._moment = [row.copy() for row in gram], moment.copy()
+            self._window = self._count
+            self._beyond = []
+            total = [0.0] * len(self._bins[0])
+            for sums in reversed(self._bins):
+                total = [a + b for a, b in zip(total, sums, strict=True)]
+                self._beyond.append(total)
+            self._beyond.reverse()
+            self._found = [_fit(self._gram, self._moment, self._window)]
+        elif self._found and turn <= len(_SIZES):
+            self._found.append(self._with(turn - 1))
+            if turn == len(_SIZES):
+                self._decide()
+
+    def _with(self, index: int) -> tuple[float, list[float]]:
+        """The fit with one more feature: the tokens beyond ``_SIZES[index]``."""
+        sums, size = self._beyond[index], self._size
+        k = _SIZES[index] * _SCALE
+        cross = [sums[size + i] - k * sums[i] for i in range(size)]
+        # the first feature is 1
+        square = sums[-3] - 2.0 * k * sums[size] + k * k * sums[0]
+        whole = [[*row, extra] for row, extra in zip(self._gram, cross, strict=True)]
+        whole.append([*cross, square])
+        return _fit(whole, [*self._moment, sums[-1] - k * sums[-2]], self._window)
+
+    def _decide(self) -> None:
+        (plain, _), *hinges = self._found
+        error, best = min((error, index) for index, (error, _) in enumerate(hinges))
+        weights = hinges[best][1]
+        below, more = weights[_PER_TOKEN], weights[-1]
+        gain = (plain - error) / (max(error, 0.0) / self._window + _EXACT**2)
+        hidden = more > 0.0 and below <= _HIDDEN * (below + more)
+        believed = gain > (_KEEP if self.free_tokens else _BELIEVE)
+        self.free_tokens = _SIZES[best] if hidden and believed else 0
+
+
+def _fit(gram: list[list[float]], moment: list[float], count: float) -> tuple[float, list[float]]:
+    """Least squares with weights of 0 or more: the sum of squared relative errors, and the weights.
+    Features whose weight comes out negative are left out, the worst first."""
+    ridge = _RIDGE * gram[0][0]
+    used = [i for i in range(len(gram)) if gram[i][i] > ridge]
+    weights = [0.0] * len(gram)
+    while used:
+        solution = _solve([[gram[i][j] + (ridge if i == j else 0.0) for j in used] for i in used],
+                          [moment[i] for i in used])  # fmt: skip
+        least = min(range(len(used)), key=solution.__getitem__)
+        if solution[least] >= 0.0:
+            for i, value in zip(used, solution, strict=True):
+                weights[i] = value
+            break
+        del used[least]
+    explained = 2.0 * sum(map(mul, weights, moment))
+    error = count - explained
+    for row, weight in zip(gram, weights, strict=True):
+        if weight:
+            error += weight * sum(map(mul, row, weights))
+    return error, weights
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gauss; the matrix is positive definite, so no pivots are sought. Both are used up."""
+    size = len(right)
+    for k in range(size):
+        row, inverse = matrix[k], 1.0 / matrix[k][k]
+        for i in range(k + 1, size):
+            factor = matrix[i][k] * inverse
+            if factor:
+                lower = matrix[i]
+                for j in range(k, size):
+                    lower[j] -= factor * row[j]
+                right[i] -= factor * right[k]
+    solution = [0.0] * size
+    for i in range(size - 1, -1, -1):
+        rest = sum(matrix[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (right[i] - rest) / matrix[i][i]
+    return solution
