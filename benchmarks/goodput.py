@@ -16,8 +16,9 @@ while it is not theirs; what is refused, fails or is late is a miss, judged by t
 Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide); where the highest rate asked is still within, it is that. The overload fraction is the
-least goodput beyond capacity over the best at that rate or a lower one. Flood: p99 TTFT of an interactive stream
-beside a flood of batch work, over the same alone, in turns and every time with new prompts.
+least goodput beyond capacity over the best at that rate or a lower one. Flood: p99 TTFT of an
+interactive stream beside a flood of batch work, over the same alone, in turns and every time with
+new prompts.
 Fairness: the same of a light tenant beside one that floods, under the fair policy. Pressure: the
 scheduler over the null backend at 30 % of the memory that its requests need; wasted tokens are
 those computed twice.
@@ -253,8 +254,8 @@ def capacity(curve: dict[float, dict[str, Any]]) -> float:
 
 
 def overload(curve: dict[float, dict[str, Any]]) -> float | None:
-    """Least goodput beyond capacity, of the best at that rate or a lower one; None where nothing was
-    beyond capacity. Of the best anywhere would ask of a rate more than comes at it."""
+    """Least goodput beyond capacity, of the best at that rate or a lower one; None where nothing
+    was beyond it. Of the best anywhere would ask of a rate more than comes at it."""
     most = capacity(curve)
     peak, least = 0.0, None
     for rate, run in sorted(curve.items()):
