@@ -16,8 +16,9 @@ while it is not theirs; what is refused, fails or is late is a miss, judged by t
 Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide); where the highest rate asked is still within, it is that. The overload fraction is the
-least goodput beyond capacity over the best anywhere. Flood: p99 TTFT of an interactive stream
-beside a flood of batch work, over the same alone, in turns and every time with new prompts.
+least goodput beyond capacity over the best at that rate or a lower one. Flood: p99 TTFT of an
+interactive stream beside a flood of batch work, over the same alone, in turns and every time with
+new prompts.
 Fairness: the same of a light tenant beside one that floods, under the fair policy. Pressure: the
 scheduler over the null backend at 30 % of the memory that its requests need; wasted tokens are
 those computed twice.
@@ -253,11 +254,16 @@ def capacity(curve: dict[float, dict[str, Any]]) -> float:
 
 
 def overload(curve: dict[float, dict[str, Any]]) -> float | None:
-    """Least goodput beyond capacity, of the best anywhere; None where nothing was beyond it."""
+    """Least goodput beyond capacity, of the best at that rate or a lower one; None where nothing
+    was beyond it. Of the best anywhere would ask of a rate more than comes at it."""
     most = capacity(curve)
-    beyond = [run["goodput_rps"] for rate, run in curve.items() if rate > most]
-    peak = max(run["goodput_rps"] for run in curve.values())
-    return round(min(beyond) / peak, 3) if beyond and peak else None
+    peak, least = 0.0, None
+    for rate, run in sorted(curve.items()):
+        peak = max(peak, run["goodput_rps"])
+        if rate > most and peak:
+            left = run["goodput_rps"] / peak
+            least = left if least is None else min(least, left)
+    return None if least is None else round(least, 3)
 
 
 def summary(curves: dict[str, dict[str, dict[float, dict[str, Any]]]]) -> dict[str, Any]:

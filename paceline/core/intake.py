@@ -183,7 +183,9 @@ class Intake:
                 # preempted while its token was being computed: ready once that is known
                 passed.append(request)
                 continue
-            if self._lateness.is_late(request, now):
+            if self._lateness.is_late(request, now) and (
+                passed or self._lateness.delays_others(request)
+            ):
                 self._lateness.relegate(request)
                 self._waiting.push(request)
                 num_late += 1

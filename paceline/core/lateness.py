@@ -1,10 +1,11 @@
 """Requests that cannot have their first token in time: found, and made to give way.
 
 They become best effort: still served, when nobody else needs the step. A favoured request never
-does, or a light tenant's late one would wait for all of a flood. Two ways to find them: one whose
-prompt alone takes longer than is left is late whatever happens; and of those that wait, the fewest
-whose leaving out lets the others be on time (``triage``). Best-effort requests with a deadline that
-they cannot meet fall back one band more (``deadlines``).
+does, or a light tenant's late one would wait for all of a flood; nor one that delays nobody but
+best effort with time to spare, beside which it would be computed in small pieces for nothing. Two
+ways to find them: one whose prompt alone takes longer than is left is late whatever happens; and of
+those that wait, the fewest whose leaving out lets the others be on time (``triage``). Best-effort
+requests with a deadline that they cannot meet fall back one band more (``deadlines``).
 
 This module does not know what else fills a step.
 """
@@ -20,7 +21,7 @@ from typing import Final
 
 from paceline.core.deadlines import Deadlines
 from paceline.core.policies import SchedulingPolicy
-from paceline.core.request import Request
+from paceline.core.request import Request, RequestStatus
 from paceline.core.step_time import StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import TokenBudget
@@ -69,6 +70,8 @@ class Lateness:
             group=self._group,
         )
         self.num_relegated = 0
+        # of the ordinary requests that run, those that have tokens to compute before they go on
+        self._num_wide = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
@@ -95,6 +98,15 @@ class Lateness:
         # what is cached of its prompt takes no time: looked for only if that matters
         return now + self._work.prompt_seconds(self._waiting.num_lacking(request)) > latest
 
+    def delays_others(self, request: Request) -> bool:
+        """Whether somebody gains if this one, which runs or was taken from the queue, makes way: of
+        ordinary requests another one that waits or has a prompt to compute, or best effort whose
+        deadlines press. Those that stream are kept at their pace whatever else runs."""
+        if request.slo.best_effort or self._waiting.pressing:
+            return True
+        wide = self._num_wide - (request.status is RequestStatus.RUNNING)
+        return wide > 0 or len(self._waiting.ordinary) > 0
+
     def relegate(self, request: Request) -> None:
         """Make it best effort, or less if it is that, with an order to match; the caller has it in
         no ordered place."""
@@ -108,9 +120,12 @@ class Lateness:
         """Those of ``wide``, which run, whose first token is late whatever happens make way for the
         others. Returns whether there were any; ``running`` stays in order."""
         found = False
+        wide = list(wide)
+        self._num_wide = sum(not request.slo.best_effort for request in wide)
         for request in wide:
-            if self.is_late(request, now):
+            if self.is_late(request, now) and self.delays_others(request):
                 found = True
+                self._num_wide -= not request.slo.best_effort
                 running.remove(request)
                 self.relegate(request)
                 insort(running, request, key=_ORDER)
@@ -157,7 +172,15 @@ class Lateness:
             return request.num_lacking_tokens * per_token
 
         first = list(islice(self._policy.service_order(waiting), _MAX_TRIAGED))
-        for loser in triage(first, starts + unfinished * per_token, seconds, self._group):
+        losers = triage(first, starts + unfinished * per_token, seconds, self._group)
+        if (
+            len(losers) == len(self._waiting.ordinary)
+            and not unfinished
+            and not self._waiting.pressing
+        ):
+            # nobody can be on time, so the first makes way for nobody
+            losers.remove(first[0])
+        for loser in losers:
             if not loser.favoured:
                 self._waiting.remove(loser)
                 self.relegate(loser)

@@ -40,6 +40,8 @@ def test_capacity_lies_between_the_last_rate_within_and_the_first_beyond() -> No
 def test_overload_is_the_least_beyond_capacity() -> None:
     assert overload(curve((1.0, 1.0), (2.0, 0.8), (4.0, 0.3))) == pytest.approx(1.2 / 1.6)
     assert overload(curve((1.0, 1.0), (2.0, 1.0))) is None
+    # of 2 a second no more than that can be served well
+    assert overload(curve((1.0, 1.0), (2.0, 0.85), (4.0, 0.8))) == 1.0
 
 
 def test_a_stream_comes_again_with_prompts_that_no_cache_knows() -> None:

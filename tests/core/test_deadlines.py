@@ -26,7 +26,7 @@ def test_bands() -> None:
     batch, chat = machine.batch("batch", 80, 9.0), machine.late("chat", 600)
     assert (batch.band, chat.band) == (Band.PROMISED, Band.ORDINARY)
     assert make_request("night", 8, slo=Slo(best_effort=True)).band is Band.BACKGROUND
-    machine.add(batch, chat)
+    machine.add(batch, chat, make_request("other", 8, slo=Slo(ttft=9.0)))
     machine.step()
     assert chat.band is Band.RELEGATED
     assert batch.band is Band.PROMISED
@@ -48,13 +48,15 @@ def test_what_is_late_already_goes_first_only_while_deadlines_do_not_press(
 
 def test_a_pressing_deadline_comes_before_the_rows_of_what_is_late() -> None:
     machine = Machine(max_num_seqs=8)
-    machine.add(*(machine.late(f"late{i}", 600) for i in range(2)))
-    while not any(new.request_id == "late0" for plan in machine.plans for new in plan.new_requests):
+    late = [machine.late(f"late{i}", 600) for i in range(3)]
+    machine.add(*late)
+    while not (late[1].relegated and late[1].num_computed_tokens):
         machine.step()
+    due = machine.now + 1.6
     machine.add(machine.batch("batch", 600, 1.6))
     ends = machine.until_done()
-    assert next(iter(ends)) == "batch"
-    assert ends["batch"] <= 1.7
+    assert ends["batch"] < ends["late1"]
+    assert ends["batch"] <= due
 
 
 def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:

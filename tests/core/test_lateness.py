@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import QueueFullError
+from paceline.core.request import Request
 from paceline.core.slo import Slo
 from tests.core.machine import Machine
 from tests.driving import make_request
@@ -60,6 +61,8 @@ def test_what_was_cached_on_arrival_and_is_no_more_is_late() -> None:
     assert request.num_new_tokens == 4
     pool = machine.scheduler.kv.pool
     pool.release(pool.allocate(pool.num_free))
+    other = make_request("other", range(9000, 9010), 2, arrival=machine.now, slo=Slo(ttft=60.0))
+    machine.add(other)
     machine.until_done()
     assert relegated(machine, "again")
 
@@ -123,3 +126,56 @@ def test_one_that_runs_and_is_late_by_now_makes_way_as_well(enabled: bool, on_ti
     assert (machine.now <= due) is on_time
     machine.until_done()
     assert relegated(machine, "late") is enabled
+
+
+def beside_batch_work(**config: object) -> tuple[Machine, Request]:
+    """Four that nobody waits for stream; a prompt of 1.2 s has 0.5."""
+    machine = Machine(max_num_seqs=8, best_effort_step_s=0.05, **config)
+    machine.add(
+        *(make_request(f"b{i}", 8, 500, slo=Slo(best_effort=True)) for i in range(4)),
+    )
+    for _ in range(10):
+        machine.step()
+    late = make_request("late", 1200, 2, arrival=machine.now, slo=SOON)
+    machine.add(late)
+    return machine, late
+
+
+def until_first_token(machine: Machine, request: Request) -> float:
+    while not machine.tokens[request.request_id]:
+        machine.step()
+    return machine.now - request.arrival_time
+
+
+def test_who_delays_nobody_but_best_effort_does_not_make_way() -> None:
+    """Beside best effort, in steps of 50 ms of which its rows take a part, it would take longer."""
+    machine, late = beside_batch_work()
+    assert until_first_token(machine, late) < 1.3
+    assert not late.relegated
+
+
+def test_for_another_that_waits_it_makes_way() -> None:
+    machine, late = beside_batch_work()
+    other = make_request("other", 100, 2, arrival=machine.now, slo=SOON)
+    machine.add(other)
+    assert until_first_token(machine, other) <= 0.5
+    assert until_first_token(machine, late) > 1.3
+    assert late.relegated and not other.relegated
+
+
+def test_of_several_that_are_all_late_the_first_goes_on() -> None:
+    machine, late = beside_batch_work()
+    other = make_request("other", 1200, 2, arrival=machine.now, slo=SOON)
+    machine.add(other)
+    assert until_first_token(machine, late) < 1.3
+    assert other.relegated and not late.relegated
+
+
+def test_who_delays_nobody_makes_way_as_soon_as_it_would() -> None:
+    machine, late = beside_batch_work()
+    machine.step()
+    assert 0 < late.num_computed_tokens < 1200 and not late.relegated
+    quick = make_request("quick", 100, 2, arrival=machine.now, slo=SOON)
+    machine.add(quick)
+    assert until_first_token(machine, quick) <= 0.5
+    assert late.relegated and not quick.relegated
