@@ -43,7 +43,7 @@ from typing import Any
 
 from benchmarks.peers.base import Command, Peer, Places, Unavailable
 from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.online import Server, name_lengths, percentile, read_lengths
+from benchmarks.peers.online import TRACE, Server, name_lengths, percentile, read_lengths
 from benchmarks.pressure import wasted_tokens
 from paceline.checkpoints.resolve import default_cache_dir, find_local
 
@@ -67,7 +67,6 @@ PATIENCE = 40.0
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another
 TURNS = 1 if QUICK else 2
-TRACE = Path(__file__).resolve().parents[2] / "shared/traces/azure2023_conv_20min.csv"
 # seconds: first token, each token after it, the whole
 TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
     "interactive": (1.0, 0.1, None),

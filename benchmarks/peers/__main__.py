@@ -56,7 +56,7 @@ from typing import Any
 from benchmarks.peers.base import REPOSITORY, Peer, Places, Unavailable
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
-from benchmarks.peers.online import Server, arrivals, name_lengths
+from benchmarks.peers.online import TRACE, Server, arrivals, name_lengths
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.report import OURS, offline_table, online_table
@@ -71,7 +71,6 @@ PLAIN = FORMATS[-1]
 NO_CACHE = f"{OURS}-no-cache"
 BFLOAT16 = f"{OURS}-bf16"
 FAILING = f"{OURS}-failing"
-TRACE = REPOSITORY.parent / "shared" / "traces" / "azure2023_conv_20min.csv"
 HOPELESS = 0.05
 
 

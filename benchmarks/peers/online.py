@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import Peer, Unavailable
+from benchmarks.peers.base import REPOSITORY, Peer, Unavailable
 from benchmarks.peers.http_client import Timing, complete
 from benchmarks.peers.process import Process
 
 __all__ = [
+    "TRACE",
     "Arrival",
     "Server",
     "arrivals",
@@ -29,6 +30,8 @@ __all__ = [
     "replay",
 ]
 
+# of the lengths of requests; read_lengths says what comes in its place
+TRACE = REPOSITORY.parent / "shared" / "traces" / "azure2023_conv_20min.csv"
 SCALE = 0.25
 TTFT_SECONDS = 1.0
 TPOT_SECONDS = 0.1

@@ -150,7 +150,7 @@ def load_backend(
             dtype=formats.dtype,
             device=place,
             kv_dtype=formats.kv_dtype,
-            choice="; ".join(filter(None, (formats.why, _why_threads(placement, threads)))),
+            choice="; ".join(filter(None, (formats.why, placement.describe(threads)))),
             numa_nodes=placement.nodes,
             num_host_blocks=host_blocks,
             swap_block_seconds=loaded.swap_block_seconds,
@@ -195,15 +195,6 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
         placement.threads, placement.nodes, cpus, placement.why and f": {placement.why}",
     )  # fmt: skip
     return placement
-
-
-def _why_threads(placement: Placement, wanted: int | None) -> str:
-    """For people; "" where their number was asked for and there is nothing else to say."""
-    if placement.why or wanted is not None:
-        return placement.why
-    number = "1 thread" if placement.threads == 1 else f"{placement.threads} threads"
-    cores = f"the cores of NUMA nodes {placement.nodes}" if placement.nodes else "cores"
-    return f"{number}, as many as {cores} and quotas allow"
 
 
 def _check_positions(config: ModelConfig, length: int) -> None:

@@ -49,6 +49,14 @@ class Placement:
     # for people, where there were several nodes to choose from; else ""
     why: str = ""
 
+    def describe(self, wanted: int | None) -> str:
+        """Why so many threads, for people; "" where ``wanted`` is their number and there is nothing
+        else to say."""
+        if self.why or wanted is not None:
+            return self.why
+        cores = f"the cores of NUMA nodes {self.nodes}" if self.nodes else "cores"
+        return f"{_count(self.threads, 'thread')}, as many as {cores} and quotas allow"
+
 
 def choose_placement(
     threads: int | None,

@@ -13,13 +13,14 @@ is left out before it is certain, and they are taken to press while there is tim
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Final
 
 from paceline.core.request import Band, Request
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import TokenBudget
-from paceline.core.triage import triage
+from paceline.core.triage import all_in_time, triage
 from paceline.core.waiting import WaitingRoom
 from paceline.core.work import WorkEstimator
 
@@ -99,41 +100,27 @@ class Deadlines:
         beside = self._step_time.predict(survey.base) if survey.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
         filling = self._waiting.num_new_tokens * per_token
-        # by request: seconds of the machine's time, and when it must have been given these: tokens
+        # of each, seconds of the machine's time, and when it must have been given these: tokens
         # come one a step, and what is between them is not its own
-        jobs: dict[str, tuple[float, float]] = {}
+        seconds: list[float] = []
+        latest: list[float] = []
         surely_left = self._work.surely_left
-        end = now
-        late = False
         for due, _, request in first:
             left = surely_left(request, _QUANTILE)
             own = left * per_row
             between = max(0.0, min(left * full, left * short + filling) - own)
-            own += request.num_lacking_tokens * per_token
-            jobs[request.request_id] = own, due - between
-            end += own
-            late = late or end > due - between
-        left_out: list[Request] = []
-        if late:
-            left_out = triage(
-                [entry[2] for entry in first],
-                now,
-                lambda request: jobs[request.request_id][0],
-                self._group,
-                lambda request: jobs[request.request_id][1],
-            )
-        for loser in left_out:
-            del jobs[loser.request_id]
+            seconds.append(own + request.num_lacking_tokens * per_token)
+            latest.append(due - between)
+        jobs = [entry[2] for entry in first]
+        left_out = triage(jobs, now, seconds, latest, self._group)
+        if left_out:
+            gone = {request.request_id for request in left_out}
+            stays = [request.request_id not in gone for request in jobs]
+            seconds, latest = list(compress(seconds, stays)), list(compress(latest, stays))
         if len(left_out) > _MAX_LEFT_OUT:
             del left_out[_MAX_LEFT_OUT:]
             self._steps_until_look = _STEPS_TO_THE_REST
-        end = now
-        self._waiting.pressing = False
-        for own, latest in jobs.values():
-            end += _HASTE * own
-            if end > latest:
-                self._waiting.pressing = True
-                break
+        self._waiting.pressing = not all_in_time(now, [_HASTE * own for own in seconds], latest)
         return left_out
 
     def _left(self, request: Request) -> int:

@@ -5,6 +5,7 @@ This module does not decide; ``scheduler`` and ``admission`` do.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
@@ -74,6 +75,8 @@ class MemoryOutlook:
         self._sequences: list[tuple[int, int]] | None = None
         # tokens now of all those that run, as if nobody shared any
         self._wanted = 0
+        # no less than their peak
+        self._peak = math.inf
 
     def hold(self, num_held_blocks: int) -> None:
         """So many blocks are in use by now; nobody was added meanwhile."""
@@ -87,12 +90,17 @@ class MemoryOutlook:
         if self._sequences is None:
             self._sequences = self._outlooks()
             self._wanted = sum(now for _, now in self._sequences)
-        sequence = self._newcomer(request, num_shared_blocks)
+        sequence = minus_to_come, now = self._newcomer(request, num_shared_blocks)
+        most = self._capacity + max(0, self._wanted - self._held)
+        # it adds no more than all that it will have itself
+        if self._peak + now - minus_to_come <= most:
+            return True
         index = bisect_left(self._sequences, sequence)
         self._sequences.insert(index, sequence)
         peak = _peak(self._sequences)
         del self._sequences[index]
-        return peak <= self._capacity + max(0, self._wanted - self._held)
+        self._peak = min(self._peak, peak)
+        return peak <= most
 
     def add(self, request: Request, num_shared_blocks: int) -> None:
         """It was admitted."""
@@ -102,7 +110,9 @@ class MemoryOutlook:
             # it may share blocks with those running: its own are not held twice
             self._held += (len(request.block_ids) - num_shared_blocks) * self._block_size
         else:
-            insort(self._sequences, self._newcomer(request, num_shared_blocks))
+            minus_to_come, now = self._newcomer(request, num_shared_blocks)
+            insort(self._sequences, (minus_to_come, now))
+            self._peak += now - minus_to_come
 
     def _newcomer(self, request: Request, num_shared_blocks: int) -> tuple[int, int]:
         minus_to_come, now = self._outlook(request)

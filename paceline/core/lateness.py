@@ -167,12 +167,15 @@ class Lateness:
             request.num_uncomputed_tokens for request in survey.wide if not request.slo.best_effort
         )
 
-        def seconds(request: Request) -> float:
-            # a fork has its prompt already
-            return request.num_lacking_tokens * per_token
-
         first = list(islice(self._policy.service_order(waiting), _MAX_TRIAGED))
-        losers = triage(first, starts + unfinished * per_token, seconds, self._group)
+        losers = triage(
+            first,
+            starts + unfinished * per_token,
+            # a fork has its prompt already
+            [request.num_lacking_tokens * per_token for request in first],
+            [request.arrival_time + (request.slo.ttft or 0.0) for request in first],
+            self._group,
+        )
         if (
             len(losers) == len(self._waiting.ordinary)
             and not unfinished

@@ -81,5 +81,4 @@ class LengthHistory:
         longer = len(values) - first
         if len(values) < self._min_samples or longer == 0:
             return None
-        value = values[first + min(int(q * longer), longer - 1)]
-        return min(max(value, num_output + 1), max_tokens)
+        return min(values[first + min(int(q * longer), longer - 1)], max_tokens)

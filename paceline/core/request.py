@@ -235,6 +235,8 @@ class Request:
     num_new_tokens: int = field(init=False)
     # tokens that may end it
     stop_ids: frozenset[int] = field(init=False)
+    # those who have the same are taken to have outputs of similar length
+    label: tuple[str, int, int] = field(init=False)
     # tokens whose keys and values are cached, or will be once planned steps ran
     num_computed_tokens: int = 0
     # tokens that planned steps will sample, ids not known yet
@@ -298,6 +300,11 @@ class Request:
         self.num_new_tokens = self.num_prompt_tokens
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.stop_ids = self.sampling.eos_token_ids | self.sampling.stop_token_ids
+        self.label = (
+            self.slo.slo_class,
+            self.num_prompt_tokens.bit_length(),
+            self.sampling.max_tokens.bit_length(),
+        )
 
     @property
     def band(self) -> Band:
@@ -318,8 +325,8 @@ class Request:
     def num_lacking_tokens(self) -> int:
         """The same, less what a request that has not begun will find in the prefix cache, as far as
         was known when it came."""
-        found = 0 if self.num_computed_tokens else self.num_prompt_tokens - self.num_new_tokens
-        return self.num_uncomputed_tokens - found
+        found = self.num_computed_tokens or self.num_prompt_tokens - self.num_new_tokens
+        return self.num_tokens + self.num_pending_tokens - found
 
     def append_output(self, token_id: int) -> FinishReason | None:
         """Add one sampled token. Returns why the output ends with it, or None if it goes on."""

@@ -54,7 +54,7 @@ from paceline.core.survey import Survey
 from paceline.core.token_budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
 from paceline.core.waiting import WaitingRoom
 from paceline.core.waits import REASONS, Reason
-from paceline.core.work import WorkEstimator, label_of
+from paceline.core.work import WorkEstimator
 
 __all__ = ["Scheduler"]
 
@@ -323,7 +323,7 @@ class Scheduler:
             self._num_discarded_tokens += max(0, computed - request.num_found_tokens)
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
-            self.lengths.observe(label_of(request), request.num_tokens - request.num_prompt_tokens)
+            self.lengths.observe(request.label, request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
         self._shares.went(request.tenant)
         if not self._requests:

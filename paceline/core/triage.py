@@ -12,43 +12,46 @@ This module does not know the queue, memory or time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
+from operator import gt
 
 from paceline.core.request import Request
 
-__all__ = ["triage"]
+__all__ = ["all_in_time", "triage"]
 
 
-def _first_token_due(request: Request) -> float:
-    ttft = request.slo.ttft
-    assert ttft is not None, "only requests with a target can miss it"
-    return request.arrival_time + ttft
+def all_in_time(now: float, seconds: Sequence[float], due: Sequence[float]) -> bool:
+    """Whether jobs done one after the other from ``now`` on are all done when they are due."""
+    ends = islice(accumulate(seconds, initial=now), 1, None)
+    return not any(map(gt, ends, due))
 
 
 def triage(
-    waiting: Iterable[Request],
+    waiting: Sequence[Request],
     now: float,
-    seconds: Callable[[Request], float],
+    seconds: Sequence[float],
+    due: Sequence[float],
     group: Callable[[Request], str] = lambda _: "",
-    due: Callable[[Request], float] = _first_token_due,
 ) -> list[Request]:
     """Requests to leave out so that the others are done in time.
 
     Args:
         waiting: requests in the order in which they will be served.
         now: when the first of them can be started.
-        seconds: work until a request is done: has its first token, where nothing else is said.
+        seconds: of each, the work until it is done.
+        due: of each, when it must be done.
         group: those of one are left out for one another.
-        due: when it must be done.
     """
+    # nearly always, and much sooner known than who would be left out
+    if all_in_time(now, seconds, due):
+        return []
     left_out: list[Request] = []
     # of each group (-work, order of service, request): the largest first
     groups: dict[str, list[tuple[float, int, Request]]] = {}
     end = now
-    for number, request in enumerate(waiting):
-        work = seconds(request)
+    for number, (request, work, latest) in enumerate(zip(waiting, seconds, due, strict=True)):
         kept = groups.setdefault(group(request), [])
-        latest = due(request)
         if end + work <= latest:
             end += work
             heapq.heappush(kept, (-work, number, request))

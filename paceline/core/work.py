@@ -6,20 +6,11 @@ from paceline.core.lengths import LengthHistory
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
 
-__all__ = ["WorkEstimator", "label_of"]
+__all__ = ["WorkEstimator"]
 
 # before anything is measured: only the ratio matters, an output token costs a step of its own
 _PROMPT_SECONDS = 1e-4
 _OUTPUT_SECONDS = 2e-3
-
-
-def label_of(request: Request) -> tuple[str, int, int]:
-    """Requests of one label are taken to have outputs of similar length."""
-    return (
-        request.slo.slo_class,
-        request.num_prompt_tokens.bit_length(),
-        request.sampling.max_tokens.bit_length(),
-    )
 
 
 class WorkEstimator:
@@ -32,17 +23,17 @@ class WorkEstimator:
     def output_tokens(self, request: Request, q: float = 0.5) -> int:
         """The q-quantile of the final number of output tokens."""
         num_output = request.num_tokens - request.num_prompt_tokens
-        return self._lengths.predict(label_of(request), num_output, request.sampling.max_tokens, q)
+        return self._lengths.predict(request.label, num_output, request.sampling.max_tokens, q)
 
     def expected_tokens(self, request: Request, q: float) -> int:
         """The same, less careful where nothing is known (``LengthHistory.expect``)."""
         num_output = request.num_tokens - request.num_prompt_tokens
-        return self._lengths.expect(label_of(request), num_output, request.sampling.max_tokens, q)
+        return self._lengths.expect(request.label, num_output, request.sampling.max_tokens, q)
 
     def surely_left(self, request: Request, q: float) -> int:
         """Output tokens still to come by a q-quantile; one where nothing is known."""
         num_output = request.num_tokens - request.num_prompt_tokens
-        known = self._lengths.known(label_of(request), num_output, request.sampling.max_tokens, q)
+        known = self._lengths.known(request.label, num_output, request.sampling.max_tokens, q)
         return 1 if known is None else known - num_output
 
     def prompt_seconds(self, num_tokens: int) -> float:

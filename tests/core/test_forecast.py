@@ -51,6 +51,32 @@ def test_an_outlook_may_be_told_later_what_is_held(
             kept.add(newcomer, 0)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 30), st.booleans()), min_size=2, max_size=12
+    ),
+)
+def test_whoever_is_asked_about_after_others_gets_the_same_answer(
+    running: list[tuple[int, int]], waiting: list[tuple[int, int, bool]]
+) -> None:
+    requests = [make_request(f"r{i}", *sizes) for i, sizes in enumerate(running)]
+    # nobody shares blocks
+    held = 1000
+    kept = outlook(requests, held)
+    # of more than there is memory: what each holds has to be looked at
+    kept.admits(make_request("large", 100, 100), 0)
+    admitted: list[Request] = []
+    for index, (*sizes, has_room) in enumerate(waiting):
+        newcomer = make_request(f"w{index}", *sizes)
+        fresh = outlook([*requests, *admitted], held)
+        admits = fresh.admits(newcomer, 0)
+        assert kept.admits(newcomer, 0) == admits
+        if admits and has_room:
+            kept.add(newcomer, 0)
+            admitted.append(newcomer)
+
+
 def trained() -> StepTimeModel:
     model = StepTimeModel()
     for index in range(200):

@@ -33,7 +33,12 @@ def on_time(requests: list[Request]) -> bool:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=8))
 def test_it_leaves_out_as_few_as_possible(pairs: list[tuple[int, int]]) -> None:
     requests = jobs(pairs)
-    left_out = triage(requests, 0.0, lambda request: float(request.num_prompt_tokens))
+    left_out = triage(
+        requests,
+        0.0,
+        [float(request.num_prompt_tokens) for request in requests],
+        [request.slo.ttft or 0.0 for request in requests],
+    )
     kept = [request for request in requests if request not in left_out]
     assert on_time(kept)
     best = max(

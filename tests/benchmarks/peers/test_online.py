@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.base import REPOSITORY, Command, Unavailable
+from benchmarks.peers.base import Command, Unavailable
 from benchmarks.peers.http_client import Timing, complete
 from benchmarks.peers.online import (
     MAX_OUTPUT,
     MAX_PROMPT,
+    TRACE,
     Arrival,
     Server,
     arrivals,
@@ -28,8 +29,6 @@ from benchmarks.peers.online import (
     replay,
 )
 from benchmarks.peers.report import online_table
-
-TRACE = REPOSITORY.parent / "shared" / "traces" / "azure2023_conv_20min.csv"
 
 
 class FakeServer:
