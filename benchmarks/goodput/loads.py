@@ -1,0 +1,233 @@
+"""Streams of requests, sent at their times to a live server, and who of them was served in time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+from benchmarks.peers.http_client import Timing, complete
+from benchmarks.peers.online import TRACE, Server, percentile, read_lengths
+
+__all__ = [
+    "PATIENCE",
+    "TARGETS",
+    "Load",
+    "Span",
+    "beside",
+    "burst",
+    "figures",
+    "missed",
+    "play",
+    "reworded",
+    "steady",
+    "stream",
+    "ttft",
+]
+
+# seconds a caller waits for the whole answer
+PATIENCE = 40.0
+# seconds: first token, each token after it, the whole
+TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
+    "interactive": (1.0, 0.1, None),
+    "standard": (3.0, 0.15, None),
+    "batch": (None, None, 30.0),
+}
+_FIRST_ID = 100
+_AT = attrgetter("at")
+# for a server to notice who has hung up, seconds
+_SETTLE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A request to come."""
+
+    at: float
+    prompt: list[int]
+    output: int
+    slo_class: str
+    tenant: str = ""
+    # whether its answer counts; the others are there for those that do
+    judged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds of a run: before those that are judged come, while they do, and while others go on
+    coming until they have ended, at the longest."""
+
+    before: float
+    judged: float
+    after: float
+
+
+def stream(
+    rate: float,
+    cv: float,
+    seconds: float,
+    vocab_size: int,
+    seed: int,
+    names: Sequence[str] = tuple(TARGETS),
+    tenant: str = "",
+) -> list[Load]:
+    """Gamma gaps, stretched so that exactly ``rate * seconds`` requests come; lengths from the
+    trace; classes drawn evenly."""
+    rng = random.Random(seed)
+    shape = 1.0 / cv**2
+    count = max(1, round(rate * seconds))
+    gaps = [rng.gammavariate(shape, 1.0) for _ in range(count + 1)]
+    stretch = seconds / sum(gaps)
+    times = [stretch * at for at in accumulate(gaps[:-1])]
+    lengths = read_lengths(TRACE, count, seed)
+    return [
+        Load(
+            when,
+            [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)],
+            output,
+            rng.choice(names),
+            tenant,
+        )
+        for when, (prompt, output) in zip(times, lengths, strict=True)
+    ]
+
+
+def steady(rate: float, cv: float, span: Span, vocab_size: int, seed: int) -> list[Load]:
+    """Three streams of one rate on end, of which the middle one is judged: it finds the work that
+    those before it have left, and those after it go on while it is being served."""
+    loads: list[Load] = []
+    begin = 0.0
+    for part, seconds in enumerate((span.before, span.judged, span.after)):
+        if seconds > 0.0:
+            loads += [
+                replace(load, at=begin + load.at, judged=part == 1)
+                for load in stream(rate, cv, seconds, vocab_size, seed=3 * seed + part)
+            ]
+        begin += seconds
+    return loads
+
+
+def burst(count: int, vocab_size: int) -> list[Load]:
+    """All at once."""
+    rng = random.Random(0)
+    return [
+        Load(0.0, [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)], output, "batch")
+        for prompt, output in read_lengths(TRACE, count, 0)
+    ]
+
+
+def reworded(loads: Sequence[Load], seed: str) -> list[Load]:
+    """The same with other prompts of the same lengths; none like those of another seed."""
+    rng = random.Random(f"reworded {seed}")
+    # token ids below this are taken to be in the vocabulary: they were in the prompts
+    most = max((max(load.prompt) for load in loads), default=_FIRST_ID)
+    return [
+        replace(load, prompt=[rng.randint(_FIRST_ID, most) for _ in load.prompt]) for load in loads
+    ]
+
+
+async def _replay(
+    server: Server, loads: Sequence[Load], *, classes: bool, ends: float
+) -> list[Timing]:
+    began = time.monotonic()
+
+    async def one(load: Load) -> Timing:
+        await asyncio.sleep(max(0.0, began + load.at - time.monotonic()))
+        return await complete(
+            server.port,
+            server.model,
+            load.prompt,
+            load.output,
+            timeout=PATIENCE,
+            fields={"slo": load.slo_class} if classes else {},
+            headers={"x-llm-d-inference-fairness-id": load.tenant} if load.tenant else {},
+        )
+
+    tasks = [asyncio.create_task(one(load)) for load in loads]
+    awaited = [task for task, load in zip(tasks, loads, strict=True) if load.judged]
+    if awaited:
+        await asyncio.wait(awaited, timeout=ends)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    if any(task.cancelled() for task in tasks):
+        await asyncio.sleep(_SETTLE)
+    return [
+        Timing(began, (), 0, "cut off") if task.cancelled() else task.result()
+        for task, load in zip(tasks, loads, strict=True)
+        if load.judged
+    ]
+
+
+def play(
+    server: Server, loads: Sequence[Load], *, classes: bool, ends: float = float("inf")
+) -> list[Timing]:
+    """Send every request at its time, and nothing else meanwhile. Answers of those that are judged;
+    once all of these are there, or after ``ends`` seconds, the others hang up."""
+    server.thaw()
+    try:
+        limit = min(ends, max(load.at for load in loads) + 2 * PATIENCE)
+        return asyncio.run(_replay(server, loads, classes=classes, ends=limit))
+    finally:
+        server.freeze()
+
+
+def missed(load: Load, timing: Timing) -> str:
+    """What was not kept first; "" when all was."""
+    if timing.error:
+        return "answer"
+    first, tpot, deadline = TARGETS[load.slo_class]
+    if first is not None and timing.ttft > first:
+        return "ttft"
+    if tpot is not None and timing.tpot is not None and timing.tpot > tpot:
+        return "tpot"
+    if deadline is not None and timing.events[-1] - timing.sent > deadline:
+        return "deadline"
+    return ""
+
+
+def figures(loads: Sequence[Load], timings: Sequence[Timing], seconds: float) -> dict[str, Any]:
+    """Of the judged requests, that came within so many seconds, and their answers."""
+    judged = [load for load in loads if load.judged]
+    misses = [missed(load, timing) for load, timing in zip(judged, timings, strict=True)]
+    kept = [not miss for miss in misses]
+    by_class = {
+        name: [k for k, load in zip(kept, judged, strict=True) if load.slo_class == name]
+        for name in TARGETS
+    }
+    return {
+        "requests": len(judged),
+        "attainment": round(sum(kept) / len(kept), 4),
+        "goodput_rps": round(sum(kept) / seconds, 3),
+        "by_class": {n: round(sum(k) / len(k), 3) for n, k in by_class.items() if k},
+        "missed": dict(Counter(filter(None, misses))),
+        "refused": sum("429" in timing.error for timing in timings),
+        "failed": sum(bool(timing.error) for timing in timings),
+    }
+
+
+def ttft(timings: Sequence[Timing], share: float) -> float:
+    """A percentile, in seconds. Whoever got no token waited as long as anybody waits for one."""
+    return percentile([PATIENCE if t.error else t.ttft for t in timings], share)
+
+
+def beside(
+    server: Server, light: list[Load], heavy: list[Load], turns: int, *, classes: bool
+) -> tuple[list[Timing], list[Timing]]:
+    """Answers to the light stream alone, and beside the heavy one: in turns, with prompts that the
+    prefix cache does not know from the turn before."""
+    alone: list[Timing] = []
+    crowded: list[Timing] = []
+    for turn in range(turns):
+        alone += play(server, reworded(light, f"light alone {turn}"), classes=classes)
+        both = reworded(light, f"light beside {turn}")
+        both += [replace(load, judged=False) for load in reworded(heavy, f"heavy {turn}")]
+        both.sort(key=_AT)
+        crowded += play(server, both, classes=classes)
+    return alone, crowded
