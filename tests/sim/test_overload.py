@@ -14,7 +14,8 @@ from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 
 SECONDS = 25.0
-# requests a second that one replica just serves in time, and more than it can
+# requests a second that one replica just serves in time for so long, batch work being put off until
+# they have come, and more than it can
 WITHIN, BEYOND = 8.0, 12.0
 # seconds: first token, each token after it, the whole
 TARGETS = {
