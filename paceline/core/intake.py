@@ -114,14 +114,15 @@ class Intake:
             or head.num_pending_tokens
             # it would not be let in whoever made way
             or (head.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT)
-            or self._lateness.is_late(head, now)
-            or not self._allows(head)
         ):
+            return 0
+        late = self._lateness.is_late(head, now)
+        if (late and self._lateness.delays_others(head)) or not self._allows(head):
             return 0
         chosen = choose_displaced(
             head,
             self._running.requests,
-            self._policy.displaces,
+            self._displaces_though_late if late else self._policy.displaces,
             self._kv,
             self._config.max_num_seqs,
             lambda gone, freed: self._lasts_without(head, gone, freed),
@@ -134,6 +135,10 @@ class Intake:
         for loser in chosen:
             self._running.preempt(loser, now)
         return max(1, self._kv.num_lacking(head))
+
+    def _displaces_though_late(self, head: Request, running: Request) -> bool:
+        """Whose first token is late whatever happens delays nobody but best effort for it."""
+        return running.slo.best_effort and self._policy.displaces(head, running)
 
     def _lasts_without(self, head: Request, gone: Sequence[Request], freed: int) -> bool:
         """Whether memory is predicted to last with ``head`` and without some of those that run, who
