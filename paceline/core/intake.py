@@ -35,7 +35,7 @@ from paceline.core.work import WorkEstimator
 
 __all__ = ["Intake"]
 
-# requests found to be late and passed over in one step at most
+# requests found to be late and passed over at once, at most: the step waits for it
 _MAX_RELEGATED: Final = 64
 
 
@@ -173,6 +173,9 @@ class Intake:
             if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
                 break
+            if num_late >= _MAX_RELEGATED and not best_effort:
+                # a step without ordinary rows is theirs who were just found to be late
+                break
             if len(self._running.requests) >= self._config.max_num_seqs:
                 held_by = held_by or Reason.SLOTS
                 break
@@ -188,8 +191,11 @@ class Intake:
                 # preempted while its token was being computed: ready once that is known
                 passed.append(request)
                 continue
-            if self._lateness.is_late(request, now) and (
-                passed or self._lateness.delays_others(request)
+            if (
+                # if so many were, best effort is let in as it is: somebody has to be
+                num_late < _MAX_RELEGATED
+                and self._lateness.is_late(request, now)
+                and (passed or self._lateness.delays_others(request))
             ):
                 self._lateness.relegate(request)
                 self._waiting.push(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -233,3 +234,34 @@ def test_who_is_late_displaces_nobody_but_best_effort(ttft: float, preemptions: 
     machine.until_done()
     assert machine.scheduler.stats().num_preemptions == preemptions
     assert not urgent.relegated
+
+
+@pytest.mark.parametrize("num_running", [0, 4])
+@pytest.mark.parametrize("slo", [Slo(ttft=1.0), Slo(best_effort=True, deadline=1.0)])
+def test_a_queue_of_late_ones_is_sorted_out_in_steps_that_take_others_in(
+    slo: Slo, num_running: int
+) -> None:
+    """The machine stood still for five seconds: 1500 are late, and behind them waits one that is
+    not. No step looks for it among all of them, and none is empty."""
+    machine = Machine(policy="fcfs", max_num_seqs=64, best_effort_step_s=0.05, num_blocks=2000)
+    machine.add(
+        *(make_request(f"b{i}", 8, 900, slo=Slo(best_effort=True)) for i in range(num_running))
+    )
+    machine.step()
+    late = [make_request(f"r{i}", 8, 2, arrival=machine.now, slo=slo) for i in range(1500)]
+    machine.add(*late)
+    machine.now += 5.0
+    fine = make_request("fine", 8, 2, arrival=machine.now, slo=Slo(ttft=5.0))
+    machine.add(fine)
+    numbers = [machine.scheduler.stats().num_relegated]
+    for _ in range(30):
+        machine.plan()
+        assert machine._flying, "nobody got the step"
+        numbers.append(machine.scheduler.stats().num_relegated)
+        machine.settle()
+        machine.now += 0.05
+    found = [after - before for before, after in pairwise(numbers)]
+    assert 0 < max(found) < 400 and sum(found) > 500
+    assert fine.first_token_time is not None and not fine.relegated
+    machine.abort(*(request.request_id for request in late), *(f"b{i}" for i in range(4)))
+    machine.until_done()
