@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.goodput import capacity, falling, overload, reworded, stream, summary
-from benchmarks.pressure import wasted_tokens
 
 
 def curve(*runs: tuple[float, float], requests: int = 100) -> dict[float, dict[str, Any]]:
@@ -75,12 +74,3 @@ def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> N
         "vllm-cpu": 2.0,
     }
     assert beside["overload_goodput_fraction"]["fcfs-best-fixed"] is None
-
-
-def test_at_a_third_of_the_memory_little_is_computed_twice() -> None:
-    found = wasted_tokens()
-    assert found["identical_tokens"]
-    assert found["wasted_tokens_newest_first"] > 10_000
-    assert 2 * found["wasted_tokens"] <= found["wasted_tokens_newest_first"]
-    assert found["preemptions"] < found["preemptions_newest_first"]
-    assert found["swapped_bytes"] > 0
