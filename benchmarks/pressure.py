@@ -3,8 +3,11 @@
 Method: the scheduler over the null backend, whose tokens are a function of the prompt and so show
 every mistake, with steps that take what a small model takes on a CPU. 192 requests of 100 to 400
 prompt and 60 to 300 output tokens at most come within three seconds; each ends with a stop token of
-its own, which the scheduler cannot foresee: all say max_tokens=600. Three runs: roomy; tight,
-preempting the newest by recompute and admitting whatever fits now; tight, as the server does it.
+its own, which the scheduler cannot foresee: all say max_tokens=600. One run with memory for
+everybody, the others with 30 % of that: as the server does it; the same with one part after the
+other taken away, so that it shows which part brings what; and preempting the newest by recompute
+and admitting whatever fits now, which is the baseline, and what that gains by looking ahead alone.
+Every run must give the tokens of the roomy one.
 """
 
 from __future__ import annotations
@@ -14,21 +17,25 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import SchedulerStats
-from paceline.core.policies import POLICIES, FcfsPolicy
+from paceline.core.policies import FcfsPolicy, PolicyContext
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepShape
+from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.work import WorkEstimator
 
 __all__ = ["wasted_tokens"]
 
 BLOCK = 16
 VOCAB = 997
 SHARE = 0.3
+# of one block, to or from host memory
+MOVE_SECONDS = 1e-4
 # of a token in SmolLM2-135M's KV cache: keys and values of 30 layers, 3 heads of 64, 2 bytes. The
 # null backend moves token ids; swapped blocks are counted as if they were that model's
 TOKEN_BYTES = 30 * 3 * 64 * 2 * 2
@@ -50,17 +57,30 @@ def _seconds(shape: StepShape) -> float:
     return 0.004 + 4e-4 * (shape.wide_tokens + shape.narrow_rows)
 
 
-def _run(num_blocks: int, **options: Any) -> tuple[dict[str, list[int]], SchedulerStats]:
-    num_host_blocks = options.pop("num_host_blocks", 0)
-    POLICIES["newest-first"] = _NewestFirst
+class Run(NamedTuple):
+    """What became of all requests."""
+
+    # by request
+    tokens: dict[str, list[int]]
+    stats: SchedulerStats
+    # until the last of them ended
+    seconds: float
+
+
+def _run(
+    num_blocks: int, *, num_host_blocks: int = 0, newest_first: bool = False, **options: Any
+) -> Run:
+    config = SchedulerConfig(max_model_len=1024, max_num_seqs=64, **options)
+    work = WorkEstimator(StepTimeModel(), LengthHistory())
     scheduler = Scheduler(
-        SchedulerConfig(max_model_len=1024, max_num_seqs=64, **options),
+        config,
         CacheConfig(
             block_size=BLOCK,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
-            swap_block_seconds=1e-4,
+            swap_block_seconds=MOVE_SECONDS,
         ),
+        _NewestFirst(PolicyContext(config, work)) if newest_first else None,
     )
     backend = NullBackend(
         vocab_size=VOCAB, num_blocks=num_blocks, block_size=BLOCK, num_host_blocks=num_host_blocks
@@ -87,38 +107,77 @@ def _run(num_blocks: int, **options: Any) -> tuple[dict[str, list[int]], Schedul
         if not plan.rows:
             now = coming[0][0]
             continue
-        elapsed = _seconds(StepShape.of(plan.rows))
+        moved = len(plan.swaps) + len(plan.prefetches)
+        elapsed = _seconds(StepShape.of(plan.rows)) + MOVE_SECONDS * moved
         result = replace(backend.execute(plan).result(), elapsed=elapsed)
         now += elapsed
         for update in scheduler.update(plan, result, now):
             tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
-        scheduler.check_integrity()
-    return tokens, scheduler.stats()
+        if plan.step_id % 16 == 0:
+            scheduler.check_integrity()
+    return Run(tokens, scheduler.stats(), now)
 
 
-def wasted_tokens() -> dict[str, Any]:
-    """Figures of the three runs."""
-    tight = int(SHARE * NEEDED)
-    roomy, _ = _run(NEEDED + 64)
-    newest, before = _run(
-        tight, policy="newest-first", preemption="recompute", future_memory_check=False
-    )
-    paced, after = _run(
-        tight, policy="deadline", pressure_threshold=0.88, num_host_blocks=tight // 2
-    )
-    swapped = after.num_swapped_out_blocks + after.num_swapped_in_blocks
+def _ways(num_blocks: int) -> dict[str, dict[str, Any]]:
+    """What ``_run`` is told, by name: all parts together first, the baseline last."""
+    fits_now = {"future_memory_check": False}
+    recompute = {"preemption": "recompute"}
+    valve = {"policy": "deadline", "pressure_threshold": 0.88}
+    host = {"num_host_blocks": num_blocks // 2}
     return {
-        "memory_share": SHARE,
-        "wasted_tokens": after.num_recomputed_tokens,
-        "wasted_tokens_newest_first": before.num_recomputed_tokens,
-        "preemptions": after.num_preemptions,
-        "preemptions_newest_first": before.num_preemptions,
-        "swapped_blocks": swapped,
-        "swapped_bytes": swapped * BLOCK * TOKEN_BYTES,
-        "identical_tokens": roomy == newest == paced,
+        "everything on": {**valve, **host},
+        "without swap": {**valve, **recompute},
+        "without look-ahead": {**valve, **host, **fits_now},
+        "without look-ahead and swap": {**valve, **recompute, **fits_now},
+        "choice of victims alone": {"policy": "deadline", **recompute, **fits_now},
+        "newest first, with look-ahead": {"newest_first": True, **recompute},
+        "newest first": {"newest_first": True, **recompute, **fits_now},
     }
 
 
+def _row(run: Run, roomy: Run) -> dict[str, Any]:
+    stats = run.stats
+    swapped = stats.num_swapped_out_blocks + stats.num_swapped_in_blocks
+    return {
+        "wasted_tokens": stats.num_recomputed_tokens,
+        "preemptions": stats.num_preemptions,
+        "swapped_blocks": swapped,
+        "swapped_bytes": swapped * BLOCK * TOKEN_BYTES,
+        "seconds": round(run.seconds, 2),
+        "identical_tokens": run.tokens == roomy.tokens,
+    }
+
+
+def wasted_tokens() -> dict[str, Any]:
+    """Figures of the run with everything on beside the baseline's, and of every run by name as
+    ``parts``. ``seconds`` are those of the modelled machine."""
+    roomy = _run(NEEDED + 64)
+    tight = int(SHARE * NEEDED)
+    parts = {name: _row(_run(tight, **options), roomy) for name, options in _ways(tight).items()}
+    ours, newest = parts["everything on"], parts["newest first"]
+    return {
+        "memory_share": SHARE,
+        "wasted_tokens": ours["wasted_tokens"],
+        "wasted_tokens_newest_first": newest["wasted_tokens"],
+        "preemptions": ours["preemptions"],
+        "preemptions_newest_first": newest["preemptions"],
+        "swapped_blocks": ours["swapped_blocks"],
+        "swapped_bytes": ours["swapped_bytes"],
+        # of all runs, whatever was preempted or moved in them
+        "identical_tokens": all(row["identical_tokens"] for row in parts.values()),
+        "parts": parts,
+    }
+
+
+def main() -> int:
+    results = wasted_tokens()
+    columns = ("wasted_tokens", "preemptions", "swapped_bytes", "seconds")
+    print(f"{'':30}" + "".join(f"{column:>15}" for column in columns))
+    for name, row in results["parts"].items():
+        print(f"{name:30}" + "".join(f"{row[column]:>15,}" for column in columns))
+    print(json.dumps({"bench": "pressure", "results": results}))
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps({"bench": "pressure", "results": wasted_tokens()}))
-    sys.exit(0)
+    sys.exit(main())

@@ -35,7 +35,7 @@ from paceline.core.work import WorkEstimator
 
 __all__ = ["Intake"]
 
-# requests found to be late and passed over in one step at most
+# requests found to be late and passed over at once, at most: the step waits for it
 _MAX_RELEGATED: Final = 64
 
 
@@ -114,14 +114,15 @@ class Intake:
             or head.num_pending_tokens
             # it would not be let in whoever made way
             or (head.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT)
-            or self._lateness.is_late(head, now)
-            or not self._allows(head)
         ):
+            return 0
+        late = self._lateness.is_late(head, now)
+        if (late and self._lateness.delays_others(head)) or not self._allows(head):
             return 0
         chosen = choose_displaced(
             head,
             self._running.requests,
-            self._policy.displaces,
+            self._displaces_though_late if late else self._policy.displaces,
             self._kv,
             self._config.max_num_seqs,
             lambda gone, freed: self._lasts_without(head, gone, freed),
@@ -134,6 +135,10 @@ class Intake:
         for loser in chosen:
             self._running.preempt(loser, now)
         return max(1, self._kv.num_lacking(head))
+
+    def _displaces_though_late(self, head: Request, running: Request) -> bool:
+        """Whose first token is late whatever happens delays nobody but best effort for it."""
+        return running.slo.best_effort and self._policy.displaces(head, running)
 
     def _lasts_without(self, head: Request, gone: Sequence[Request], freed: int) -> bool:
         """Whether memory is predicted to last with ``head`` and without some of those that run, who
@@ -168,6 +173,9 @@ class Intake:
             if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
                 break
+            if num_late >= _MAX_RELEGATED and not best_effort:
+                # a step without ordinary rows is theirs who were just found to be late
+                break
             if len(self._running.requests) >= self._config.max_num_seqs:
                 held_by = held_by or Reason.SLOTS
                 break
@@ -183,8 +191,11 @@ class Intake:
                 # preempted while its token was being computed: ready once that is known
                 passed.append(request)
                 continue
-            if self._lateness.is_late(request, now) and (
-                passed or self._lateness.delays_others(request)
+            if (
+                # if so many were, best effort is let in as it is: somebody has to be
+                num_late < _MAX_RELEGATED
+                and self._lateness.is_late(request, now)
+                and (passed or self._lateness.delays_others(request))
             ):
                 self._lateness.relegate(request)
                 self._waiting.push(request)

@@ -2,10 +2,11 @@
 
 They become best effort: still served, when nobody else needs the step. A favoured request never
 does, or a light tenant's late one would wait for all of a flood; nor one that delays nobody but
-best effort with time to spare, beside which it would be computed in small pieces for nothing. Two
-ways to find them: one whose prompt alone takes longer than is left is late whatever happens; and of
-those that wait, the fewest whose leaving out lets the others be on time (``triage``). Best-effort
-requests with a deadline that they cannot meet fall back one band more (``deadlines``).
+best effort with time to spare, beside which it would be computed in small pieces for nothing: it
+keeps its place, and best effort, but nobody else, may be displaced for it. Two ways to find them:
+one whose prompt alone takes longer than is left is late whatever happens; and of those that wait,
+the fewest whose leaving out lets the others be on time (``triage``). Best-effort requests with a
+deadline that they cannot meet fall back one band more (``deadlines``).
 
 This module does not know what else fills a step.
 """
@@ -99,13 +100,14 @@ class Lateness:
         return now + self._work.prompt_seconds(self._waiting.num_lacking(request)) > latest
 
     def delays_others(self, request: Request) -> bool:
-        """Whether somebody gains if this one, which runs or was taken from the queue, makes way: of
-        ordinary requests another one that waits or has a prompt to compute, or best effort whose
-        deadlines press. Those that stream are kept at their pace whatever else runs."""
+        """Whether somebody gains if this one, which runs, waits or was taken from the queue, makes
+        way: of ordinary requests another one that waits or has a prompt to compute, or best effort
+        whose deadlines press. Those that stream are kept at their pace whatever else runs."""
         if request.slo.best_effort or self._waiting.pressing:
             return True
         wide = self._num_wide - (request.status is RequestStatus.RUNNING)
-        return wide > 0 or len(self._waiting.ordinary) > 0
+        ordinary = self._waiting.ordinary
+        return wide > 0 or len(ordinary) > (request in ordinary)
 
     def relegate(self, request: Request) -> None:
         """Make it best effort, or less if it is that, with an order to match; the caller has it in

@@ -311,10 +311,9 @@ class Scheduler:
         else:
             self._forks.remove(request)
         for child in self._forks.take(request):
-            # it stands on its own
+            # it stands on its own: nothing of it was started
             self._waiting.arrive(child)
-            if request.first_scheduled_time is None:
-                self._admission.limit(child)
+            self._admission.limit(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         failed = reason is FinishReason.ERROR or reason is FinishReason.ABORT

@@ -258,7 +258,10 @@ class EngineFrontend(abc.ABC):
             if message.updates:
                 self._deliver(message, now)
         elif isinstance(message, Refused):
-            self._processor.discard(message.request_id)
+            live = self._processor.discard(message.request_id)
+            if len(live) > 1:
+                # if the first choice has failed, others may have been started
+                self._abort(live)
             stream = self._streams.get(message.request_id)
             if stream is not None:
                 stream.fail(message.error())

@@ -138,8 +138,12 @@ class LLM:
             )
         updates = self._core.step()
         for expired in self._core.take_expired():
-            request = self._processor.request(request_of(expired.request_id))
-            self._processor.discard(request.request_id)
+            request_id = request_of(expired.request_id)
+            if not self._processor.unfinished_choices(request_id):
+                # another of its choices has expired, which does for all
+                continue
+            request = self._processor.request(request_id)
+            self._core.abort(self._processor.discard(request_id))
             yield _refused(request, expired.error)
         self._processor.note_prompt_logprobs(self._core.prompt_logprobs)
         self._core.prompt_logprobs.clear()

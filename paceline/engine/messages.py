@@ -98,7 +98,8 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """A request was refused, at the door or before it was started; no other message names it."""
+    """A request was refused, at the door or before it was started, or a choice of it was that the
+    first, which failed, had left behind: all of it is over."""
 
     request_id: str
     # key of _REQUEST_ERRORS

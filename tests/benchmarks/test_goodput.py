@@ -25,7 +25,6 @@ from benchmarks.goodput.loads import (
 )
 from benchmarks.peers.http_client import Timing
 from benchmarks.peers.online import Server
-from benchmarks.pressure import wasted_tokens
 
 VOCABULARY = 50_000
 
@@ -248,12 +247,3 @@ def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> N
     }
     # not of one kind alone
     assert beside["overload_goodput_fraction"]["paceline"] is None
-
-
-def test_at_a_third_of_the_memory_little_is_computed_twice() -> None:
-    found = wasted_tokens()
-    assert found["identical_tokens"]
-    assert found["wasted_tokens_newest_first"] > 10_000
-    assert 2 * found["wasted_tokens"] <= found["wasted_tokens_newest_first"]
-    assert found["preemptions"] < found["preemptions_newest_first"]
-    assert found["swapped_bytes"] > 0

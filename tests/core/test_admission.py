@@ -338,6 +338,30 @@ def test_a_fork_whose_parent_is_cancelled_while_they_wait_keeps_its_limit() -> N
     driver.run()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fork_whose_parent_ends_within_its_prompt_keeps_its_limit(fails: bool) -> None:
+    """Nothing of the fork was started, and somebody who came before it has the place."""
+    driver = Driver(max_num_seqs=2, max_num_batched_tokens=10, poison_token=900 if fails else None)
+    ttl = Slo(queue_ttl=5.0)
+    prompt = [*range(50, 70), 900, *range(100)]
+    driver.add(make_request("running", 4, 40), make_request("parent", prompt, 4, slo=ttl))
+    driver.add(*(make_request(f"fork{i}", prompt, 4, slo=ttl, fork_of="parent") for i in range(2)))
+    driver.step()
+    driver.add(make_request("next", 4, 40, arrival=-1.0))
+    driver.step()
+    if fails:
+        while "parent" not in driver.finished:
+            driver.step()
+    else:
+        driver.abort("parent", "fork1")
+    assert driver.now < 5.0
+    assert not driver.tokens["parent"] and not driver.scheduler.stats().num_waiting_deferred
+    driver.run()
+    expired = {each.request_id: each.error.reason for each in driver.expired}
+    assert expired == dict.fromkeys(["fork0", "fork1"] if fails else ["fork0"], "expired")
+    assert not driver.tokens["fork0"]
+
+
 def test_with_a_request_that_expires_go_its_forks() -> None:
     driver = Driver(max_num_seqs=1)
     ttl = Slo(queue_ttl=5.0)

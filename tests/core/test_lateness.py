@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 
 from paceline.core.errors import QueueFullError
@@ -179,3 +182,86 @@ def test_who_delays_nobody_makes_way_as_soon_as_it_would() -> None:
     machine.add(quick)
     assert until_first_token(machine, quick) <= 0.5
     assert late.relegated and not quick.relegated
+
+
+def first_token_beside_batch_work(ttft: float, **config: Any) -> tuple[Request, float, int]:
+    """Of a prompt of 1.2 s that has ``ttft`` seconds, when four that nobody waits for stream: the
+    request, when its first token came, and preemptions."""
+    machine = Machine(best_effort_step_s=0.05, **config)
+    machine.add(*(make_request(f"b{i}", 8, 300, slo=Slo(best_effort=True)) for i in range(4)))
+    for _ in range(120):
+        machine.step()
+    request = make_request("r", 1200, 2, arrival=machine.now, slo=Slo(ttft=ttft))
+    machine.add(request)
+    took = until_first_token(machine, request)
+    machine.until_done()
+    return request, took, machine.scheduler.stats().num_preemptions
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        {"max_num_seqs": 4, "num_blocks": 1000},
+        {"max_num_seqs": 8, "num_blocks": 400, "max_model_len": 1600},
+        {"max_num_seqs": 8, "num_blocks": 400, "max_model_len": 1600, "future_memory_check": True},
+    ],
+    ids=["places", "memory", "memory-ahead"],
+)
+@pytest.mark.parametrize("policy", ["fcfs", "deadline", "priority"])
+def test_late_by_a_hair_displaces_best_effort_as_if_it_were_not(
+    short: dict[str, Any], policy: str
+) -> None:
+    """It may take the others' place, or it would wait for all of their tokens."""
+    in_time, took, preemptions = first_token_beside_batch_work(1.4, policy=policy, **short)
+    assert not in_time.relegated and took < 1.3 and preemptions > 0
+    for ttft in (1.15, 0.5):
+        late, late_took, late_preemptions = first_token_beside_batch_work(
+            ttft, policy=policy, **short
+        )
+        assert not late.relegated
+        assert (late_took, late_preemptions) == (took, preemptions)
+
+
+@pytest.mark.parametrize(("ttft", "preemptions"), [(1.4, 1), (0.5, 0)])
+def test_who_is_late_displaces_nobody_but_best_effort(ttft: float, preemptions: int) -> None:
+    """By priority others make way too, but not for a first token that comes too late anyway."""
+    machine = Machine(policy="priority", num_blocks=1000)
+    machine.add(*(make_request(f"r{i}", 8, 100, priority=5) for i in range(4)))
+    for _ in range(10):
+        machine.step()
+    urgent = make_request("urgent", 1200, 2, arrival=machine.now, slo=Slo(ttft=ttft))
+    machine.add(urgent)
+    machine.until_done()
+    assert machine.scheduler.stats().num_preemptions == preemptions
+    assert not urgent.relegated
+
+
+@pytest.mark.parametrize("num_running", [0, 4])
+@pytest.mark.parametrize("slo", [Slo(ttft=1.0), Slo(best_effort=True, deadline=1.0)])
+def test_a_queue_of_late_ones_is_sorted_out_in_steps_that_take_others_in(
+    slo: Slo, num_running: int
+) -> None:
+    """The machine stood still for five seconds: 1500 are late, and behind them waits one that is
+    not. No step looks for it among all of them, and none is empty."""
+    machine = Machine(policy="fcfs", max_num_seqs=64, best_effort_step_s=0.05, num_blocks=2000)
+    machine.add(
+        *(make_request(f"b{i}", 8, 900, slo=Slo(best_effort=True)) for i in range(num_running))
+    )
+    machine.step()
+    late = [make_request(f"r{i}", 8, 2, arrival=machine.now, slo=slo) for i in range(1500)]
+    machine.add(*late)
+    machine.now += 5.0
+    fine = make_request("fine", 8, 2, arrival=machine.now, slo=Slo(ttft=5.0))
+    machine.add(fine)
+    numbers = [machine.scheduler.stats().num_relegated]
+    for _ in range(30):
+        machine.plan()
+        assert machine._flying, "nobody got the step"
+        numbers.append(machine.scheduler.stats().num_relegated)
+        machine.settle()
+        machine.now += 0.05
+    found = [after - before for before, after in pairwise(numbers)]
+    assert 0 < max(found) < 400 and sum(found) > 500
+    assert fine.first_token_time is not None and not fine.relegated
+    machine.abort(*(request.request_id for request in late), *(f"b{i}" for i in range(4)))
+    machine.until_done()

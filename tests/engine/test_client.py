@@ -16,11 +16,13 @@ from paceline.core.errors import (
     EngineDrainingError,
     InvalidRequestError,
     NeverFitsError,
+    QueueFullError,
 )
 from paceline.core.request import SamplingParams
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.frontend import EngineFrontend, _Stream
 from paceline.engine.local import LocalEngineClient
+from paceline.engine.messages import Refused
 from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
@@ -277,6 +279,17 @@ async def test_a_refused_request_is_alone(start: Start) -> None:
             await collect(client, make("good"))
         assert (await good).num_output_tokens == 50
         assert client.num_unfinished == 0
+
+
+async def test_with_a_choice_that_expires_end_those_that_were_started(start: Start) -> None:
+    async with closing(await start(step_time=0.001)) as client:
+        task = asyncio.create_task(collect(client, make(max_tokens=1900, n=3)))
+        await until(lambda: client.stats.num_running == 3)
+        client._receive(Refused.of("r", QueueFullError("it waited", 2.0, "expired")))
+        with pytest.raises(QueueFullError, match="it waited"):
+            await task
+        await until(lambda: is_empty(client.stats))
+        assert client.stats.num_steps < 1900, "nobody reads what they would have said"
 
 
 async def test_a_slow_reader_gets_joined_deltas(start: Start) -> None:

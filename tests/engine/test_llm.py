@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.request import SamplingParams
@@ -136,6 +138,34 @@ def test_a_group_that_is_refused_half_way_leaves_no_choice_behind(
         assert "the prompt is empty" in str(output.choices[1].error)
         assert not llm._core.scheduler.has_unfinished
         llm._core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("timeout", "reason"), [(5.0, "it waited 12.0 s"), (15.0, "it waited 16.0 s"), (99.0, "poison")]
+)
+def test_choices_left_behind_by_the_first_expire_together(timeout: float, reason: str) -> None:
+    """The first fails within its prompt, after 12 seconds, so that the others compute that on their
+    own, one after the other: both are too late for that, or one of them is."""
+    backend = NullBackend(
+        vocab_size=VOCAB, num_blocks=64, block_size=4, max_model_len=200, poison_token=250
+    )
+    core = null_core(
+        backend,
+        pipeline_depth=1,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        queue_timeout_s=timeout,
+        enable_prefix_caching=False,
+    )
+    # a second every time that somebody looks: two a step
+    seconds = count()
+    core._clock = lambda: float(next(seconds))
+    with LLM(core, ByteTokenizer()) as llm:
+        prompt = [5] * 40 + [250] + [5] * 20
+        (output,) = llm.generate([replace(request(1, n=3), prompt_token_ids=prompt)])
+        assert all(reason in (choice.error or "") for choice in output.choices)
+        assert len(output.choices) == 3
+        assert not core.has_work
 
 
 def test_a_long_source_is_read_as_far_ahead_as_needed() -> None:
