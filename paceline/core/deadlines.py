@@ -6,17 +6,19 @@ would wait behind all the work of a night, but when they would be late otherwise
 of them can be done in time, the fewest are left out (``triage``) rather than all being a little
 late.
 
-This module does not know what else fills a step: it takes the machine to be theirs alone. So nobody
-is left out before it is certain, and they are taken to press while there is time to spare.
+What the others need comes out of their time: as much as it was lately, for a while, and nothing
+after that, since work of a night is not to be given up for the load of an evening. Who is left out
+and waits is asked about again, and comes back when there is time to spare.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import compress
-from typing import Final
+from typing import Final, NamedTuple
 
-from paceline.core.request import Band, Request
+from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.token_budget import TokenBudget
@@ -36,6 +38,21 @@ _STEPS_TO_THE_REST: Final = 2
 _QUANTILE: Final = 0.5
 # deadlines press if somebody would be late if all took so many times as long as predicted
 _HASTE: Final = 2.0
+# seconds: over so many it is known what share of the time others take, and for so many to come
+# taken for granted
+_LATELY: Final = 10.0
+_AHEAD: Final = 60.0
+
+
+class Verdict(NamedTuple):
+    """Who changes places."""
+
+    leave: list[Request]
+    # with the keys they had
+    come_back: list[tuple[float, Request]]
+
+
+_NOBODY: Final = Verdict([], [])
 
 
 class Deadlines:
@@ -60,6 +77,11 @@ class Deadlines:
         self._budget = budget
         self._group = group
         self._steps_until_look = 0
+        # seconds that the others took lately, as of a time
+        self._taken = 0.0
+        self._as_of = 0.0
+        # those left out who may come back, with their keys before that
+        self._left_out: dict[str, tuple[float, Request]] = {}
 
     def is_hopeless(self, request: Request, now: float) -> bool:
         """Whether a best-effort request would miss its deadline if nothing else were computed."""
@@ -74,25 +96,35 @@ class Deadlines:
         # what is cached of its prompt takes no time: looked for only if that matters
         return now + self._work.prompt_seconds(self._waiting.num_lacking(request)) > latest
 
-    def look(self, survey: Survey, now: float) -> list[Request]:
+    def others_take(self, now: float, seconds: float) -> None:
+        """A step that begins at ``now`` is predicted to last so long for those alone that are not
+        best effort."""
+        self._taken = self._taken * math.exp(min(0.0, self._as_of - now) / _LATELY) + seconds
+        self._as_of = now
+
+    def look(self, survey: Survey, now: float) -> Verdict:
         """Say whether deadlines press, and return who is to be left out, if a step that begins at
-        ``now`` is next: ``_MAX_LEFT_OUT`` at most. Predictions move slowly: not at every step."""
+        ``now`` is next, ``_MAX_LEFT_OUT`` at most, and who may come back. Predictions move slowly:
+        not at every step."""
         self._steps_until_look -= 1
         if self._steps_until_look > 0:
-            return []
+            return _NOBODY
         running = [
             (request.arrival_time + request.slo.deadline, request.order[1], request)
             for request in survey.best_effort
             if request.slo.deadline is not None and request.band is Band.PROMISED
         ]
-        if not running and not self._waiting.promised:
+        left_before = self._that_may_come_back(now)
+        if not running and not self._waiting.promised and not left_before:
             self._waiting.pressing = False
-            return []
+            return _NOBODY
         if not self._step_time.ready:
-            return []
+            return _NOBODY
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
         # those that wait are in order: sorting is quick
         first = sorted(self._waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
+        if left_before:
+            first = sorted(first + left_before)
         per_token = self._budget.seconds_per_token(Survey())
         per_row = self._step_time.row_seconds(0)
         # a step of rows alone, and one filled up with prompts; how long these last
@@ -100,6 +132,8 @@ class Deadlines:
         beside = self._step_time.predict(survey.base) if survey.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
         filling = self._waiting.num_new_tokens * per_token
+        # share of the time to come that others are taken to need
+        taken = min(1.0, self._taken / _LATELY)
         # of each, seconds of the machine's time, and when it must have been given these: tokens
         # come one a step, and what is between them is not its own
         seconds: list[float] = []
@@ -109,19 +143,46 @@ class Deadlines:
             left = surely_left(request, _QUANTILE)
             own = left * per_row
             between = max(0.0, min(left * full, left * short + filling) - own)
-            seconds.append(own + request.num_lacking_tokens * per_token)
-            latest.append(due - between)
+            own += request.num_lacking_tokens * per_token
+            # to and fro would cost others their time
+            seconds.append(_HASTE * own if request.request_id in self._left_out else own)
+            ahead = due - between - now
+            latest.append(due - between - taken * min(max(0.0, ahead), _AHEAD))
         jobs = [entry[2] for entry in first]
-        left_out = triage(jobs, now, seconds, latest, self._group)
-        if left_out:
-            gone = {request.request_id for request in left_out}
-            stays = [request.request_id not in gone for request in jobs]
-            seconds, latest = list(compress(seconds, stays)), list(compress(latest, stays))
+        late = triage(jobs, now, seconds, latest, self._group)
+        gone = {request.request_id for request in late}
+        stays = [request.request_id not in gone for request in jobs]
+        left_out = [request for request in late if request.request_id not in self._left_out]
         if len(left_out) > _MAX_LEFT_OUT:
             del left_out[_MAX_LEFT_OUT:]
             self._steps_until_look = _STEPS_TO_THE_REST
-        self._waiting.pressing = not all_in_time(now, [_HASTE * own for own in seconds], latest)
-        return left_out
+        back = [
+            self._left_out.pop(r.request_id) for _, _, r in left_before if r.request_id not in gone
+        ]
+        for request in left_out[: _MAX_LOOKED_AT - len(self._left_out)]:
+            if request.status is RequestStatus.WAITING:
+                self._left_out[request.request_id] = request.order[0], request
+        self._waiting.pressing = not all_in_time(
+            now, [_HASTE * own for own in compress(seconds, stays)], list(compress(latest, stays))
+        )
+        return Verdict(left_out, back)
+
+    def _that_may_come_back(self, now: float) -> list[tuple[float, int, Request]]:
+        """Those left out that still wait in that band, as ``promised`` has the others."""
+        found = []
+        for name, (_, request) in list(self._left_out.items()):
+            deadline = request.slo.deadline
+            if (
+                deadline is None
+                or now > request.arrival_time + deadline
+                or request.status is not RequestStatus.WAITING
+                or request.band is not Band.RELEGATED
+                or request.num_pending_tokens
+            ):
+                del self._left_out[name]
+            else:
+                found.append((request.arrival_time + deadline, request.order[1], request))
+        return found
 
     def _left(self, request: Request) -> int:
         return self._work.surely_left(request, _QUANTILE)

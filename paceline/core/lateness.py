@@ -134,10 +134,13 @@ class Lateness:
         return found
 
     def keep_deadlines(self, running: list[Request], survey: Survey, starts: float) -> bool:
-        """Let those best-effort requests go that cannot all be done in time. Returns whether any of
-        ``running`` were among them; it stays in order."""
+        """Let those best-effort requests go that cannot all be done in time, and take those back
+        that can after all. Returns whether any of ``running`` were let go; it stays in order."""
         found = False
-        for loser in self._deadlines.look(survey, starts) if self._enabled else ():
+        if not self._enabled:
+            return found
+        verdict = self._deadlines.look(survey, starts)
+        for loser in verdict.leave:
             if loser.favoured:
                 continue
             if loser in self._waiting:
@@ -149,7 +152,16 @@ class Lateness:
                 running.remove(loser)
                 self.relegate(loser)
                 insort(running, loser, key=_ORDER)
+        for key, request in verdict.come_back:
+            self._waiting.remove(request)
+            request.relegated = False
+            request.order = key, request.order[1]
+            self._waiting.push(request)
         return found
+
+    def others_take(self, starts: float, seconds: float) -> None:
+        """A step that begins at ``starts`` is predicted to last so long without best effort."""
+        self._deadlines.others_take(starts, seconds)
 
     def triage(self, survey: Survey, starts: float) -> None:
         """Let those go who cannot all be on time, if a step that begins at ``starts`` is next."""

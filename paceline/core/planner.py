@@ -55,6 +55,7 @@ class Planner:
         self._mixes = policy.mixes
         self._waiting = waiting
         self._budget = budget
+        self._step_time = step_time
         preemption = Preemption(config, cache, kv, work)
         self.running = Running(preemption, waiting)
         self.lateness = Lateness(
@@ -139,6 +140,8 @@ class Planner:
             draft.budget -= others
             held_by = self.intake.let_in(draft, now, pressure, Band.ORDINARY)
             draft.budget += others
+        alone = self._step_time.predict(draft.shape) if draft.rows else 0.0
+        self.lateness.others_take(starts, alone)
         if others or self._waiting:
             held_by = self._best_effort.fill(draft, survey, now, pressure, held_by)
         if not draft.rows and not draft.narrow:

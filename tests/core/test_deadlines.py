@@ -217,3 +217,55 @@ def test_a_new_prompt_with_a_target_shares_its_step_with_no_best_effort_prompt()
     machine.step()
     rows = {row.request_id: row.num_tokens for row in machine.plans[before].rows}
     assert rows == {"chat": 80}
+
+
+def beside_others(until: float, deadline: float, num: int) -> tuple[int, int, int]:
+    """Batch work that comes after 10 s, beside a prompt of 0.6 s every second until then; of it,
+    how many are done in time, how many were left out, and how often."""
+    machine = Machine(max_num_seqs=8)
+    sent = 0
+    ends: dict[str, float] = {}
+
+    def step() -> None:
+        nonlocal sent
+        while sent <= machine.now and sent < until:
+            machine.add(make_request(f"other{sent}", 600, 4, arrival=machine.now))
+            sent += 1
+        before = machine.now
+        machine.step()
+        if machine.now == before:
+            machine.now += 0.01
+        for request_id in machine.finished:
+            ends.setdefault(request_id, machine.now)
+
+    while machine.now < 10.0:
+        step()
+    due = machine.now + deadline
+    # 0.6 s for the large, 0.1 s for the small
+    machine.add(*(machine.batch(f"b{i}", 600 if i % 2 else 100, deadline) for i in range(num)))
+    while machine.scheduler.has_unfinished:
+        step()
+    names = [f"b{i}" for i in range(num)]
+    in_time = sum(ends[name] <= due for name in names)
+    left_out = sum(relegated(machine, name) for name in names)
+    return in_time, left_out, machine.scheduler.stats().num_relegated
+
+
+def test_what_others_take_is_not_counted_on() -> None:
+    # 14 s of work, 20 s until it is due, of which others take 12
+    in_time, left_out, _ = beside_others(100.0, 20.0, 40)
+    # 16 if the machine is taken to be theirs alone until it is certain that it is not
+    assert in_time >= 25
+    assert left_out == 40 - in_time
+
+
+def test_who_was_left_out_comes_back_when_the_others_ebb() -> None:
+    in_time, left_out, times = beside_others(14.0, 20.0, 40)
+    assert times > 0, "others took too much"
+    assert in_time == 40
+    assert left_out < times
+
+
+def test_what_others_take_now_is_not_held_against_work_that_is_due_much_later() -> None:
+    # 43 s of work; with 60 % of the time taken there would be 40 s for it
+    assert beside_others(40.0, 100.0, 120) == (120, 0, 0)
