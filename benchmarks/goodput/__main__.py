@@ -67,7 +67,7 @@ STARTS = {
 # of the same; capacities below are not looked for
 LEAST = 0.1
 # rates asked to find a capacity, at most; one more where all of these were beyond it
-MOST = 1 if QUICK else 5
+MOST = 1 if QUICK else 4
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each
 TURNS = 1 if QUICK else 3

@@ -104,7 +104,7 @@ class EngineMetrics:
         self._relegated = one(
             counter,
             "paceline:requests_relegated",
-            "Requests that made way: their first token, or best-effort deadline, would be late.",
+            "Times a request made way: its first token, or best-effort deadline, would be late.",
         )
         self._wasted = new(
             counter,
