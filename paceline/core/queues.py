@@ -201,21 +201,33 @@ class FairQueue:
 
     def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
         """Of ``tenants``, served least first: (counter, order of its first, tenant). The queue must
-        not change meanwhile. Each costs O(log n), beside a copy of the heap."""
-        heap = self._heap.copy()
+        not change meanwhile. Each costs O(log k) if it is the k-th."""
+        heap = self._heap
+        size = len(heap)
+        # nodes of the heap whose parents were visited, the least first; and at -1 those whose
+        # counters have grown since they were entered
+        frontier = [(heap[0], 0)] if heap else []
         seen: set[str] = set()
-        while heap:
-            found = heapq.heappop(heap)
+        while frontier:
+            found, index = frontier[0]
             tenant = found[2]
-            if tenant in seen or tenant not in self._tenants:
-                continue
-            entry = self._entry(tenant)
-            if entry == found:
+            entry = None
+            if tenant in self._tenants and tenant not in seen:
+                entry = self._entry(tenant)
+            if entry is not None and entry != found and entry[1] == found[1]:
+                again = (entry, -1)
+            else:
+                again = None
+            if again is not None:
+                heapq.heapreplace(frontier, again)
+            else:
+                heapq.heappop(frontier)
+            if index >= 0:
+                for child in range(2 * index + 1, min(2 * index + 3, size)):
+                    heapq.heappush(frontier, (heap[child], child))
+            if entry is not None and entry == found:
                 seen.add(tenant)
                 yield entry
-            elif entry[1] == found[1]:
-                # its counter has grown since
-                heapq.heappush(heap, entry)
 
     def pop(self) -> Request | None:
         if self._promoted:
