@@ -491,6 +491,9 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     first = list(islice(policy.service_order(driver.scheduler._waiting.targeted), 10))
     assert [request.request_id for request in first] == [f"r{index}" for index in range(10)]
     assert len(looks) < 30
+    # and of many tenants, the first alone: the others are told when their turn comes nearer
+    first = list(policy.service_order(driver.scheduler._waiting.targeted))
+    assert [request.request_id for request in first] == [f"r{index}" for index in range(64)]
 
 
 # ---------------------------------------------------------------- phase-aligned
