@@ -9,6 +9,8 @@ over the number waiting, each figure the median of ROUNDS runs, and one JSON lin
 WAITING = 10,000. ``alone`` is the p99 over the steps of each one's fastest run: all runs make the
 same decisions, so that is what they cost where nothing else disturbs them. Rows ``everything``: the
 default policy with all that predicts, paces, swaps and relieves pressure at work (see ``measure``).
+Rows ``fair-10`` and ``fair-each``: the same under ``fair``, with ten tenants and with one for each
+request.
 """
 
 from __future__ import annotations
@@ -31,6 +33,14 @@ from paceline.engine.garbage import collected_seldom
 RUNNING = 256
 WAITING = (100, 1_000, 10_000, 100_000)
 STEPS = 1_000
+# name: policy, everything, tenants (None: one for each request), numbers waiting
+ROWS: dict[str, tuple[str, bool, int | None, tuple[int, ...]]] = {
+    "fcfs": ("fcfs", False, 1, WAITING),
+    "priority": ("priority", False, 1, WAITING),
+    "everything": ("deadline", True, 1, WAITING),
+    "fair-10": ("fair", True, 10, (1_000, 10_000)),
+    "fair-each": ("fair", True, None, (1_000, 10_000)),
+}
 # of each row; shown are the medians of their figures. One for the longest queue: filling it takes
 # longer than the steps
 ROUNDS = 5
@@ -41,10 +51,13 @@ def step_seconds(shape: StepShape) -> float:
     return 1e-3 + 1e-5 * (shape.wide_tokens + shape.narrow_rows)
 
 
-def measure(running: int, waiting: int, policy: str, *, everything: bool = False) -> list[float]:
+def measure(
+    running: int, waiting: int, policy: str, *, everything: bool = False, tenants: int | None = 1
+) -> list[float]:
     """Seconds of schedule + update, step by step. ``everything``: a quarter each of the requests
     have targets, have none, and are best effort without and with a deadline; steps are timed, so
-    that all that predicts is at work; swapping and the valve are on."""
+    that all that predicts is at work; swapping and the valve are on. ``tenants`` ask by
+    turns; None: each request is another one's."""
     rng = random.Random(0)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -79,6 +92,7 @@ def measure(running: int, waiting: int, policy: str, *, everything: bool = False
                 sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
                 arrival_time=now if everything else float(num_added),
                 slo=kinds[num_added % len(kinds)] if everything else NO_SLO,
+                tenant=f"tenant-{num_added if tenants is None else num_added % tenants}",
             )
         )
         num_added += 1
@@ -117,13 +131,12 @@ def main() -> None:
     print(f"schedule() + update(), {RUNNING} running, {STEPS} steps, milliseconds")
     print(f"{'policy':>10} {'waiting':>8} {'p50':>7} {'p99':>7} {'max':>7} {'alone':>7}")
     results: dict[str, float] = {}
-    for policy in ("fcfs", "priority", "everything"):
-        for waiting in WAITING:
-            order, everything = ("deadline", True) if policy == "everything" else (policy, False)
+    for policy, (order, everything, tenants, lengths) in ROWS.items():
+        for waiting in lengths:
             runs = []
             fastest = [math.inf] * STEPS
             for _ in range(ROUNDS if waiting <= 10_000 else 1):
-                spent = measure(RUNNING, waiting, order, everything=everything)
+                spent = measure(RUNNING, waiting, order, everything=everything, tenants=tenants)
                 times = sorted(1e3 * t for t in spent)
                 fastest = list(map(min, fastest, spent))
                 runs.append((statistics.median(times), times[int(len(times) * 0.99)], times[-1]))
@@ -139,11 +152,12 @@ def main() -> None:
                     "p99_ms": round(p99, 4),
                     "p99_alone_ms": round(alone, 4),
                 }
-            if policy == "everything" and waiting == 10_000:
+            if everything and waiting == 10_000:
+                name = policy.replace("-", "_")
                 results |= {
-                    "everything_p50_ms": round(p50, 4),
-                    "everything_p99_ms": round(p99, 4),
-                    "everything_p99_alone_ms": round(alone, 4),
+                    f"{name}_p50_ms": round(p50, 4),
+                    f"{name}_p99_ms": round(p99, 4),
+                    f"{name}_p99_alone_ms": round(alone, 4),
                 }
     print(json.dumps({"bench": "scheduler", "results": results}))
 

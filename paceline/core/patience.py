@@ -6,7 +6,7 @@ is let in may be preempted before it gets anywhere, again and again. So the best
 is the first to wait, and has been that for long enough altogether while others with more to lose
 ran or waited, becomes ordinary work without targets: it holds others up if it must, is not
 preempted before them, and waits for none of them that come later, whatever the policy's order says
-of its own. Among its equals alone it only waits its turn.
+of its own, nor for tenants that were served less. Among its equals alone it only waits its turn.
 
 One at a time, or those who are late would take over an engine that has too much to do. So what this
 costs others is one request's share of the engine at most, and nobody waits longer than it takes
@@ -76,12 +76,11 @@ class Patience:
         would always be another."""
         if promoted not in self._waiting:
             return
+        self._waiting.remove(promoted)
         head = self._waiting.ordinary.peek()
-        assert head is not None, "it waits itself"
-        if head.order[0] < promoted.order[0]:
-            self._waiting.remove(promoted)
+        if head is not None and head.order[0] < promoted.order[0]:
             promoted.order = (head.order[0], promoted.order[1])
-            self._waiting.push(promoted)
+        self._waiting.push(promoted)
 
     def _is_held_up(self, first: Request, survey: Survey) -> bool:
         """Whether anybody runs or waits who has more to lose."""

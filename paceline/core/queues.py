@@ -127,49 +127,50 @@ class RequestQueue:
 
 
 class FairQueue:
-    """One queue per tenant; the tenant served least goes first.
+    """One queue per tenant; the tenant served least goes first. Before all of them go requests that
+    were promoted (``patience``), whoever asks: others would for ever be served less.
 
     Args:
         counter: tokens served to a tenant so far, weighted. It may only grow.
         on_return: called when a tenant comes back from idle, before its request is queued: with
-            that and the least counter of those that have requests waiting; of the last that had
-            some, if nobody has; 0 if nobody ever had.
+            that and the least counter of those that have requests waiting; None: nobody has.
     """
 
     def __init__(
-        self, counter: Callable[[str], float], on_return: Callable[[Request, float], None]
+        self, counter: Callable[[str], float], on_return: Callable[[Request, float | None], None]
     ) -> None:
         self._counter = counter
         self._on_return = on_return
+        self._promoted = RequestQueue()
         self._tenants: dict[str, RequestQueue] = {}
         # (counter, order of the head, tenant); stale once the counter or the head has moved on
         self._heap: list[tuple[float, tuple[float, int], str]] = []
         self._size = 0
-        # the last tenant of which nothing was left
-        self._last: str | None = None
 
     def __len__(self) -> int:
-        return self._size
+        return self._size + len(self._promoted)
 
     def __iter__(self) -> Iterator[Request]:
-        for queue in self._tenants.values():
+        for queue in (self._promoted, *self._tenants.values()):
             yield from queue
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those that have members."""
+        """Those that have members, beside promoted ones."""
         return self._tenants.keys()
 
     def __contains__(self, request: Request) -> bool:
         queue = self._tenants.get(request.tenant)
-        return queue is not None and request in queue
+        return (queue is not None and request in queue) or request in self._promoted
 
     def push(self, request: Request) -> None:
+        if request.promoted:
+            self._promoted.push(request)
+            return
         queue = self._tenants.get(request.tenant)
         if queue is None:
-            first = self.peek()
-            measure = self._last if first is None else first.tenant
-            self._on_return(request, 0.0 if measure is None else self._counter(measure))
+            first = self._peek_tenants()
+            self._on_return(request, None if first is None else self._counter(first.tenant))
             queue = self._tenants[request.tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
@@ -177,6 +178,9 @@ class FairQueue:
             self._enter(request.tenant)
 
     def peek(self) -> Request | None:
+        return self._promoted.peek() or self._peek_tenants()
+
+    def _peek_tenants(self) -> Request | None:
         while self._heap:
             counter, order, tenant = self._heap[0]
             queue = self._tenants.get(tenant)
@@ -192,29 +196,43 @@ class FairQueue:
         """Who would come next if every tenant that is served one fell behind the others."""
         tenants = islice(self.in_order(), count)
         rows = [self._tenants[tenant].first(count) for _, _, tenant in tenants]
-        rounds = chain.from_iterable(zip_longest(*rows))
+        rounds = chain(self._promoted.first(count), *zip_longest(*rows))
         return list(islice((request for request in rounds if request is not None), count))
 
     def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
-        """Tenants that have members, served least first: (counter, order of its first, tenant). The
-        queue must not change meanwhile. Each costs O(log n), beside a copy of the heap."""
-        heap = self._heap.copy()
+        """Of ``tenants``, served least first: (counter, order of its first, tenant). The queue must
+        not change meanwhile. Each costs O(log k) if it is the k-th."""
+        heap = self._heap
+        size = len(heap)
+        # nodes of the heap whose parents were visited, the least first; and at -1 those whose
+        # counters have grown since they were entered
+        frontier = [(heap[0], 0)] if heap else []
         seen: set[str] = set()
-        while heap:
-            found = heapq.heappop(heap)
+        while frontier:
+            found, index = frontier[0]
             tenant = found[2]
-            if tenant in seen or tenant not in self._tenants:
-                continue
-            entry = self._entry(tenant)
-            if entry == found:
+            entry = None
+            if tenant in self._tenants and tenant not in seen:
+                entry = self._entry(tenant)
+            if entry is not None and entry != found and entry[1] == found[1]:
+                again = (entry, -1)
+            else:
+                again = None
+            if again is not None:
+                heapq.heapreplace(frontier, again)
+            else:
+                heapq.heappop(frontier)
+            if index >= 0:
+                for child in range(2 * index + 1, min(2 * index + 3, size)):
+                    heapq.heappush(frontier, (heap[child], child))
+            if entry is not None and entry == found:
                 seen.add(tenant)
                 yield entry
-            elif entry[1] == found[1]:
-                # its counter has grown since
-                heapq.heappush(heap, entry)
 
     def pop(self) -> Request | None:
-        request = self.peek()
+        if self._promoted:
+            return self._promoted.pop()
+        request = self._peek_tenants()
         if request is not None:
             heapq.heappop(self._heap)
             self._tenants[request.tenant].pop()
@@ -222,6 +240,9 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
+        if request in self._promoted:
+            self._promoted.remove(request)
+            return
         queue = self._tenants[request.tenant]
         was_head = queue.peek() is request
         queue.remove(request)
@@ -231,7 +252,6 @@ class FairQueue:
         self._size -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
-            self._last = tenant
         elif changed:
             self._enter(tenant)
 
@@ -249,6 +269,7 @@ class FairQueue:
 
     def check_integrity(self) -> None:
         assert self._size == sum(len(queue) for queue in self._tenants.values())
+        self._promoted.check_integrity()
         entered = {(order, tenant) for _, order, tenant in self._heap}
         for tenant, queue in self._tenants.items():
             queue.check_integrity()

@@ -30,8 +30,16 @@ Stream = Callable[[Machine, int], list[Request]]
 def small(machine: Machine, number: int) -> list[Request]:
     """Requests without targets, more than there is memory for."""
     missing = 8 - len(machine.scheduler._waiting.ordinary)
+    # each of another tenant, that never asks again
     return [
-        make_request(f"{number}.{i}", 60, 60, arrival=machine.now, priority=number % 2)
+        make_request(
+            f"{number}.{i}",
+            60,
+            60,
+            arrival=machine.now,
+            priority=number % 2,
+            tenant=f"{number}.{i}",
+        )
         for i in range(missing)
     ]
 

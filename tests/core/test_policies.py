@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import islice
+from collections.abc import Callable
+from itertools import count, islice
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from paceline.core.policies import POLICIES, FairPolicy
 from paceline.core.policies.boost import boost, solve_gamma
 from paceline.core.policies.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from paceline.core.request import Request
+from paceline.core.queues import RequestQueue, WaitingQueue
+from paceline.core.request import Band, Request
 from paceline.core.slo import NO_SLO, Slo
+from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
 
@@ -186,6 +189,61 @@ def test_a_preempted_request_is_charged_once(steps: int) -> None:
     assert policy.counter("x") == PROMPT_WEIGHT * 100 + OUTPUT_WEIGHT * 5
 
 
+class _CountsOnly(FairPolicy):
+    """First come, first served; counts what tenants were served, and never looks at it."""
+
+    def make_queue(self) -> WaitingQueue:
+        super().make_queue()
+        return RequestQueue()
+
+
+# prompts of a and c, and of b
+_LONG, _SHORT = 40, 4
+
+
+def widest_gap(
+    seed: int, num_seqs: int, num_blocks: int, *, steps: int = 150, fair: bool = True
+) -> float:
+    """Between the counters of two tenants that always have requests waiting, the widest, as part of
+    what it may be. The one asks for ten times the other's tokens; others come once, or now and
+    then."""
+    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(POLICIES, "fair", FairPolicy if fair else _CountsOnly)
+        driver = Driver(
+            policy="fair",
+            max_num_seqs=num_seqs,
+            num_blocks=num_blocks,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=64,
+        )
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    bound = 2 * max(PROMPT_WEIGHT * _LONG, OUTPUT_WEIGHT * num_blocks * driver.cache.block_size)
+    bound += PROMPT_WEIGHT * driver.config.max_num_batched_tokens
+    once = rng.random() < 0.5
+    num_added = 0
+    widest = 0.0
+    for _ in range(steps):
+        waiting = {r.tenant for r in driver.scheduler._waiting}
+        for tenant in ("a", "b", "c"):
+            if tenant not in waiting and (tenant != "c" or rng.random() < 0.05):
+                longest = _SHORT if tenant == "b" else _LONG
+                name = f"c{num_added}" if tenant == "c" and once else tenant
+                for _ in range(3 if tenant == name else 1):
+                    prompt = [rng.randrange(997) for _ in range(rng.randint(longest // 2, longest))]
+                    output = rng.randint(1, longest // 2)
+                    request = make_request(
+                        f"{tenant}{num_added}", prompt, output, arrival=driver.now, tenant=name
+                    )
+                    driver.add(request)
+                    num_added += 1
+        driver.step()
+        widest = max(widest, abs(policy.counter("a") - policy.counter("b")) / bound)
+    driver.run()
+    return widest
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), num_seqs=st.integers(1, 6), num_blocks=st.integers(16, 60))
 def test_the_vtc_bound_holds_between_backlogged_tenants(
@@ -193,38 +251,74 @@ def test_the_vtc_bound_holds_between_backlogged_tenants(
 ) -> None:
     """OSDI'24, theorem 1: |c_i - c_j| <= 2 max(w_p L, w_q M) while both have requests waiting; and
     what one of them had saved up when its last request had just been let in: a step's tokens."""
-    rng = random.Random(seed)
-    driver = Driver(
-        policy="fair",
-        max_num_seqs=num_seqs,
-        num_blocks=num_blocks,
-        enable_prefix_caching=False,
-        max_num_batched_tokens=64,
-    )
-    policy = driver.scheduler.policy
-    assert isinstance(policy, FairPolicy)
-    longest = 24
-    bound = 2 * max(PROMPT_WEIGHT * longest, OUTPUT_WEIGHT * num_blocks * driver.cache.block_size)
-    bound += PROMPT_WEIGHT * driver.config.max_num_batched_tokens
-    num_added = 0
-    tenants = ("a", "b", "c")
-    # c is only there now and then; a and b always have requests waiting
-    for _ in range(150):
-        waiting = {r.tenant for r in driver.scheduler._waiting}
-        for tenant in tenants:
-            if tenant not in waiting and (tenant != "c" or rng.random() < 0.1):
-                for _ in range(3):
-                    prompt = [rng.randrange(997) for _ in range(rng.randint(1, longest))]
-                    name = f"{tenant}{num_added}"
-                    driver.add(
-                        make_request(
-                            name, prompt, rng.randint(1, 30), arrival=driver.now, tenant=tenant
-                        )
-                    )
-                    num_added += 1
-        driver.step()
-        assert abs(policy.counter("a") - policy.counter("b")) <= bound
-    driver.run()
+    assert widest_gap(seed, num_seqs, num_blocks) <= 1.0
+
+
+def test_order_of_arrival_does_not_keep_the_vtc_bound() -> None:
+    """Or the test above would tell nothing."""
+    gaps = [widest_gap(seed, 4, 40, steps=600, fair=False) for seed in range(4)]
+    assert min(gaps) > 1.5
+
+
+def busy(policy: str, **config: float) -> tuple[Machine, Callable[[], None]]:
+    """A machine with two places, and what keeps four requests waiting there, each of a tenant that
+    never asks again."""
+    machine = Machine(policy=policy, max_num_seqs=2, **config)
+    names = (f"once{number}" for number in count())
+
+    def fill() -> None:
+        others = sum(r.tenant.startswith("once") for r in machine.scheduler._waiting)
+        for _, name in zip(range(4 - others), names, strict=False):
+            machine.add(make_request(name, 60, 2, arrival=machine.now, tenant=name))
+
+    return machine, fill
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+@pytest.mark.parametrize("slo", [Slo(), Slo(ttft=5.0)])
+def test_who_asks_again_does_not_wait_for_all_who_ask_once(policy: str, slo: Slo) -> None:
+    """There is always another one with nothing to his account. Twice as many as wait go first."""
+    machine, fill = busy(policy)
+    for number in range(20):
+        start = machine.now
+        machine.add(make_request(f"{number}", 60, 2, arrival=start, tenant="regular", slo=slo))
+        while f"{number}" not in machine.finished:
+            fill()
+            machine.step()
+            assert machine.now < start + 2.0, f"request {number} starves"
+
+
+def test_what_a_tenant_takes_beside_others_is_not_held_against_it_by_those_who_ask_once() -> None:
+    """Its best effort took what others left, its own requests what nobody else asked for."""
+    machine, fill = busy("fair")
+    for index in range(20):
+        slo = Slo(best_effort=bool(index % 2))
+        machine.add(make_request(f"r{index}", 60, 20, arrival=machine.now, tenant="r", slo=slo))
+        machine.until_done()
+    fill()
+    machine.add(make_request("again", 60, 2, arrival=machine.now, tenant="r"))
+    start = machine.now
+    while "again" not in machine.finished:
+        fill()
+        machine.step()
+        assert machine.now < start + 2.0
+
+
+def test_a_promoted_request_waits_for_no_tenant_that_was_served_less() -> None:
+    machine, fill = busy("fair", best_effort_delay_s=10.0)
+    fill()
+    night = make_request("night", 60, 2, tenant="regular", slo=Slo(best_effort=True))
+    night.seconds_first = 9.0
+    for number in range(40):
+        # whatever it does, its tenant is far above the others
+        machine.add(make_request(f"more{number}", 600, 2, tenant="regular"))
+    machine.add(night)
+    start = machine.now
+    while "night" not in machine.finished:
+        fill()
+        machine.step()
+        assert machine.now < start + 5.0
+    assert night.promoted and "more10" not in machine.finished
 
 
 def test_tenants_without_number_are_not_remembered_for_ever() -> None:
@@ -253,7 +347,7 @@ def test_half_of_those_who_do_not_wait_are_forgotten_however_many_wait() -> None
     for number in range(6):
         driver.add(make_request(f"w{number}", 8, 2, tenant=f"w{number}"))
         policy.served(driver.scheduler._requests[f"w{number}"], 1, 0)
-    policy._most = 11
+    policy._turns[Band.ORDINARY]._most = 11
     # those who wait were served least of all; with the fifth of these there are too many
     for number in range(5):
         policy.served(make_request("r", 2, tenant=f"idle{number}"), 1000 + number, 0)
@@ -339,13 +433,13 @@ def test_what_one_kind_of_requests_was_served_lifts_nobody_of_another_kind() -> 
         driver.add(make_request(f"night{index}", 30, 2, tenant="night", slo=night))
     for _ in range(40):
         driver.step()
-    assert policy.counter("night") > 4 * 64
+    assert policy.counter("night", Band.BACKGROUND) > 4 * 64
     # the level of that queue is high now
     driver.add(make_request("other", 30, 2, arrival=driver.now, tenant="other", slo=night))
     driver.add(make_request("a", 30, 2, arrival=driver.now, tenant="a"))
     driver.add(make_request("b", 30, 2, arrival=driver.now, tenant="b"))
-    assert policy.counter("other") > 3 * 64
-    assert policy.counter("a") == policy.counter("b") == 0.0
+    assert policy.counter("other", Band.BACKGROUND) > 3 * 64
+    assert policy.counter("a") == policy.counter("b") == policy.counter("night") == 0.0
     driver.run()
 
 
@@ -390,11 +484,16 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     looks = []
     counter = policy.counter
     monkeypatch.setattr(
-        policy._queues[0], "_counter", lambda tenant: looks.append(tenant) or counter(tenant)
+        policy._turns[Band.ORDINARY].queue,
+        "_counter",
+        lambda tenant: looks.append(tenant) or counter(tenant),
     )
     first = list(islice(policy.service_order(driver.scheduler._waiting.targeted), 10))
     assert [request.request_id for request in first] == [f"r{index}" for index in range(10)]
     assert len(looks) < 30
+    # and of many tenants, the first alone: the others are told when their turn comes nearer
+    first = list(policy.service_order(driver.scheduler._waiting.targeted))
+    assert [request.request_id for request in first] == [f"r{index}" for index in range(64)]
 
 
 # ---------------------------------------------------------------- phase-aligned

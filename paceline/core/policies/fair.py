@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
 from paceline.core.queues import FairQueue, WaitingQueue
-from paceline.core.request import Request
+from paceline.core.request import Band, Request
 
 __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
 
@@ -17,21 +18,28 @@ PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 # whose tokens are counted, at most, beside those that wait
 _MAX_TENANTS: Final = 10_000
+# tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
+# tenant's own requests alone are left out for one another, so others' are judged as well later
+_MAX_LOOKS: Final = 64
 
 
 class FairPolicy(FcfsPolicy):
     """The waiting tenant with the least weighted tokens served goes first (VTC, OSDI'24, arXiv
     2401.00588). Only uncached prompt tokens count, so sharing a prefix is rewarded, not charged.
 
-    A tenant that comes back from idle is lifted to the least counter that there was among those
-    waiting; where nobody waits, to that of the last who did, or whoever had the machine for itself
-    would wait for that once others come. A light one is lifted less high, by what one step may
+    A tenant that comes back from idle is lifted to a level that rises with what is served
+    (``_Turns``), or to the least counter of those that wait if that is more. The least alone would
+    not do: while tenants that ask once and never again keep coming, it stays where it is, and who
+    was served once waits above it for ever. A light one is lifted less high, by what one step may
     compute: so much, and no more, can be saved up, so that the second request of one that asks for
-    little need not wait because the first was large. What was least once stays the measure: those
-    that come back one after another are lifted alike and go in order of arrival, not each below the
-    one before it. Two tenants that both always have requests waiting then differ by at most
+    little need not wait because the first was large. Those that come back one after another are
+    lifted alike and go in order of arrival, not each below the one before it. Two tenants that both
+    always have requests waiting then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
     one of them had saved up.
+
+    Each band counts for itself: what a tenant's best-effort requests were served, where others left
+    room, is not held against its ordinary ones.
 
     Wins: a light tenant is served at once whatever a heavy one floods. Loses: order of arrival
     across tenants, and some prefix hits.
@@ -41,11 +49,8 @@ class FairPolicy(FcfsPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._counters: dict[str, float] = {}
-        self._queues: list[FairQueue] = []
-        # counters until some are forgotten
-        self._most = _MAX_TENANTS
-        self._saved = PROMPT_WEIGHT * context.config.max_num_batched_tokens
+        # by band
+        self._turns: list[_Turns] = []
 
     def key(self, request: Request) -> float:
         # ahead of whatever else runs by then
@@ -53,20 +58,20 @@ class FairPolicy(FcfsPolicy):
         return super().key(request) - early
 
     def make_queue(self) -> WaitingQueue:
-        queue = FairQueue(self.counter, _Level(self._counters, self._saved).lift)
-        self._queues.append(queue)
-        return queue
+        turns = _Turns(PROMPT_WEIGHT * self._context.config.max_num_batched_tokens)
+        self._turns.append(turns)
+        return turns.queue
 
-    def counter(self, tenant: str) -> float:
-        """Weighted tokens served to ``tenant``, lifts included."""
-        return self._counters.get(tenant, 0.0)
+    def counter(self, tenant: str, band: Band = Band.ORDINARY) -> float:
+        """Weighted tokens served to ``tenant``'s requests of one band, lifts included."""
+        return self._turns[band].counter(tenant)
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
         # as if each were served whole before the next is chosen
         heads: list[tuple[float, tuple[float, int], str, int]] = []
         # as long as the first of all may be another tenant's; whoever is asked about is not best
         # effort, so it waits in the first of the queues
-        tenants = self._queues[0].in_order()
+        tenants = islice(self._turns[Band.ORDINARY].queue.in_order(), _MAX_LOOKS)
         following = next(tenants, None)
         while heads or following is not None:
             while following is not None and (not heads or following[:2] <= heads[0][:2]):
@@ -89,38 +94,98 @@ class FairPolicy(FcfsPolicy):
             heapq.heapreplace(heads, (counter, own[index].order, tenant, index))
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
-        self._counters[request.tenant] = (
-            self.counter(request.tenant) + PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
-        )
+        tokens = PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
+        self._turns[request.band].charge(request.tenant, tokens)
+
+
+class _Turns:
+    """Of one band: its queue, what each tenant was served, and the level where they come back.
+
+    The level is the virtual time of fair queueing (Demers, Keshav and Shenker, SIGCOMM'89): the
+    counter of a tenant that had always waited if what is served were handed out in drops, to all
+    alike. So a token raises it by one part in as many as share: those that wait, and those who do
+    not but were served more than their share, until the level has come up with them. Whoever waits
+    waits above it for a time, then, and who comes later enters above him.
+
+    What is served while nobody waits is taken from nobody: then the level is the largest counter
+    that there ever was. No tenant enters above that, or further below the level than by what can
+    be saved up.
+    """
+
+    def __init__(self, saved: float) -> None:
+        self.queue = FairQueue(self.counter, self._lift)
+        self._saved = saved
+        self._counters: dict[str, float] = {}
+        # counters until some are forgotten
+        self._most = _MAX_TENANTS
+        self._largest = 0.0
+        self._level = 0.0
+        # of whom had saved something up when it came back last: how much further below the level
+        # than others it entered. Without that it has been served no more than its share
+        self._lent: dict[str, float] = {}
+        # who does not wait, but was served more than its share until now: where the level comes up
+        # with it, as it was when it was entered in the heap
+        self._ahead: dict[str, float] = {}
+        # (that, tenant); stale if it is another now, or none
+        self._heap: list[tuple[float, str]] = []
+
+    def counter(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """``tokens``, weighted, are spent on one of its requests."""
+        counter = self._counters[tenant] = self._counters.get(tenant, 0.0) + tokens
+        if counter > self._largest:
+            self._largest = counter
+        waiting = self.queue.tenants
+        if waiting:
+            if tenant not in waiting and tenant not in self._ahead:
+                self._enter(tenant)
+            self._level += tokens / (len(waiting) + len(self._ahead))
+            heap = self._heap
+            while heap and heap[0][0] <= self._level:
+                entered, name = heapq.heappop(heap)
+                if self._ahead.get(name) == entered:
+                    del self._ahead[name]
+                    # it has been served more since
+                    self._enter(name)
         if len(self._counters) > self._most:
             self._forget()
+
+    def _enter(self, tenant: str) -> None:
+        """Among those ahead, if it is."""
+        reached = self.counter(tenant) + self._lent.get(tenant, 0.0)
+        if reached > self._level:
+            self._ahead[tenant] = reached
+            heapq.heappush(self._heap, (reached, tenant))
+
+    def _lift(self, request: Request, least: float | None) -> None:
+        """Its tenant comes back, while the least counter of those who wait is ``least``."""
+        tenant = request.tenant
+        self._ahead.pop(tenant, None)
+        if least is None:
+            self._level = max(self._level, self._largest)
+            self._ahead.clear()
+            self._heap.clear()
+            self._lent.clear()
+        else:
+            self._level = max(self._level, least)
+        own = self.counter(tenant)
+        saved = self._saved if request.favoured else 0.0
+        counter = max(own, min(self._level - saved, self._largest))
+        self._counters[tenant] = counter
+        self._lent[tenant] = max(own, self._level) - counter
 
     def _forget(self) -> None:
         """Whoever calls may name as many tenants as they like: of those who do not wait, the half
         that was served least begins anew. Nobody enters a queue further below its level for it."""
-        waiting = {tenant for queue in self._queues for tenant in queue.tenants}
+        waiting = self.queue.tenants
         idle = sorted(
             (served, name) for name, served in self._counters.items() if name not in waiting
         )
         for _, name in idle[: len(idle) // 2]:
             del self._counters[name]
+            self._ahead.pop(name, None)
+            self._lent.pop(name, None)
         # nearly all of them may wait
         self._most = max(_MAX_TENANTS, 2 * len(self._counters))
-
-
-class _Level:
-    """Of one queue: the largest counter that somebody who came back was measured by. It only grows,
-    and no tenant enters further below it than by what can be saved up; so nobody who waits ever has
-    less than the next to enter, but for that."""
-
-    def __init__(self, counters: dict[str, float], saved: float) -> None:
-        self._counters = counters
-        self._saved = saved
-        self._level = 0.0
-
-    def lift(self, request: Request, least: float) -> None:
-        """Its tenant comes back, and is measured by ``least`` (``FairQueue``)."""
-        self._level = max(self._level, least)
-        lowest = self._level - self._saved if request.favoured else self._level
-        own = self._counters.get(request.tenant, 0.0)
-        self._counters[request.tenant] = max(own, lowest)

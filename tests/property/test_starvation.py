@@ -1,0 +1,62 @@
+"""Every request ends while others keep coming, not only once nothing more comes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.policies import POLICIES
+from paceline.core.slo import Slo
+from tests.core.machine import Machine
+from tests.driving import make_request
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), load=st.sampled_from([0.9, 1.0, 1.1]))
+def test_a_request_ends_while_others_keep_coming(policy: str, seed: int, load: float) -> None:
+    """A regular tenant asks again and again beside tenants that ask once, at about capacity. Twenty
+    wait from the start. None may take more than a time in which all that can have come before it is
+    done several times over."""
+    rng = random.Random(seed)
+    machine = Machine(
+        policy=policy,
+        max_num_seqs=2,
+        best_effort_delay_s=4.0,
+        priority_ageing_s=1.0,
+        coalesce_window_s=0.1,
+    )
+    machine.scheduler.check_integrity = lambda: None  # type: ignore[method-assign]
+    came: dict[str, float] = {}
+
+    def arrive(tenant: str) -> str:
+        name = f"r{len(came)}"
+        came[name] = machine.now
+        slo = rng.choice((Slo(), Slo(), Slo(ttft=3.0)))
+        size, priority = rng.randint(30, 90), rng.randrange(2)
+        machine.add(
+            make_request(
+                name, size, 2, arrival=machine.now, tenant=tenant, slo=slo, priority=priority
+            )
+        )
+        return name
+
+    for number in range(20):
+        arrive(f"early{number}")
+    regular = arrive("regular")
+    following = 0.0
+    while machine.now < 50.0:
+        while following <= machine.now:
+            arrive(f"once{len(came)}")
+            # one of sixty tokens takes 72 ms alone
+            following += rng.expovariate(load / 0.072)
+        if regular in machine.finished:
+            regular = arrive("regular")
+        machine.step()
+    left = {
+        name: machine.now - since for name, since in came.items() if name not in machine.finished
+    }
+    assert max(left.values(), default=0.0) < 30.0, f"{left} have not ended"
