@@ -81,7 +81,10 @@ def waited(machine: Machine, stream: Stream, *those: Request) -> float:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_large_late_request_gets_memory_beside_small_ones(policy: str) -> None:
     machine = Machine(policy=policy, num_blocks=200, max_num_seqs=64, best_effort_delay_s=DELAY)
+    # its tenant was served before, unlike those of the stream
+    machine.add(make_request("before", 700, 60, tenant="regular"))
     late = machine.late("late", 600)
+    late.tenant = "regular"
     # its turn by the policy's order is to come too: shortest-first has it wait for 30 s more
     assert waited(machine, small, late) <= 60.0
     timeline = machine.finished["late"].timeline
