@@ -180,7 +180,11 @@ class Lateness:
         unfinished = sum(
             request.num_uncomputed_tokens for request in survey.wide if not request.slo.best_effort
         )
-
+        self._triaged_at = self._waiting.num_changes
+        to_compute = unfinished + self._waiting.num_ordinary_tokens
+        if starts + to_compute * per_token <= self._waiting.earliest_due:
+            # nobody will be late, in whatever order
+            return
         first = list(islice(self._policy.service_order(waiting), _MAX_TRIAGED))
         losers = triage(
             first,

@@ -5,6 +5,7 @@ This module does not know which policy orders it or what runs.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -31,6 +32,10 @@ def _is_targeted(request: Request) -> bool:
         and not request.slo.best_effort
         and request.first_scheduled_time is None
     )
+
+
+def _first_token_due(request: Request) -> float:
+    return request.arrival_time + (request.slo.ttft or 0.0)
 
 
 def _promise(request: Request, band: Band) -> tuple[float, int, Request] | None:
@@ -75,6 +80,8 @@ class WaitingRoom:
         self._swapped: dict[str, Request] = {}
         # members with a TTFT target that may still be met, by group, in order; nobody has none
         self._targeted: dict[str, list[Request]] = {}
+        # when their first tokens are due, sorted
+        self._dues: list[float] = []
         # arrivals and departures of these
         self.num_changes = 0
         # members of the band PROMISED with a deadline, the earliest first: (deadline, order of
@@ -148,6 +155,7 @@ class WaitingRoom:
         if _is_targeted(request):
             self.num_changes += 1
             insort(self._targeted.setdefault(self.group(request), []), request, key=_ORDER)
+            insort(self._dues, _first_token_due(request))
         if (promise := _promise(request, band)) is not None:
             insort(self.promised, promise)
         self._queues[band].push(request)
@@ -207,6 +215,7 @@ class WaitingRoom:
             del own[bisect_left(own, request.order, key=_ORDER)]
             if not own:
                 del self._targeted[group]
+            del self._dues[bisect_left(self._dues, _first_token_due(request))]
         if (promise := _promise(request, band)) is not None:
             del self.promised[bisect_left(self.promised, promise)]
 
@@ -214,6 +223,16 @@ class WaitingRoom:
     def targeted(self) -> Mapping[str, Sequence[Request]]:
         """Members whose first token is due at some time and has not come, by group, in order."""
         return self._targeted
+
+    @property
+    def earliest_due(self) -> float:
+        """When the first of these first tokens is due; never, if there are none."""
+        return self._dues[0] if self._dues else math.inf
+
+    @property
+    def num_ordinary_tokens(self) -> int:
+        """``num_new_tokens`` of those that are not best effort."""
+        return self._num_tokens[Band.ORDINARY]
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, new prompt tokens) taken to be served before a newcomer: all of them, less
@@ -326,6 +345,7 @@ class WaitingRoom:
         }
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
+        assert self._dues == sorted(map(_first_token_due, targeted))
         for group, own in self._targeted.items():
             assert own and all(self.group(request) == group for request in own)
             assert own == sorted(own, key=_ORDER)

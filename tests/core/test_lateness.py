@@ -265,3 +265,23 @@ def test_a_queue_of_late_ones_is_sorted_out_in_steps_that_take_others_in(
     assert fine.first_token_time is not None and not fine.relegated
     machine.abort(*(request.request_id for request in late), *(f"b{i}" for i in range(4)))
     machine.until_done()
+
+
+@pytest.mark.parametrize(("ttft", "looks"), [(30.0, False), (2.0, True)])
+def test_who_comes_when_is_asked_only_if_somebody_could_be_late(
+    ttft: float, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(max_num_seqs=1)
+    policy = machine.scheduler.policy
+    service_order, asked = policy.service_order, []
+
+    def counted(waiting: Any) -> Any:
+        asked.append(len(waiting))
+        return service_order(waiting)
+
+    monkeypatch.setattr(policy, "service_order", counted)
+    # 0.6 s each
+    machine.add(*(make_request(f"r{i}", 600, 2, slo=Slo(ttft=ttft)) for i in range(6)))
+    machine.until_done()
+    assert bool(asked) == looks
+    assert any(relegated(machine, f"r{i}") for i in range(6)) == looks
