@@ -55,7 +55,7 @@ BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
 # of gaps between arrivals
 CV = {"poisson": 1.0, "bursty": 4.0}
 SPANS = (
-    {"poisson": Span(8.0, 10.0, 30.0), "bursty": Span(8.0, 15.0, 30.0)}
+    {"poisson": Span(8.0, 8.0, 12.0), "bursty": Span(8.0, 12.0, 12.0)}
     if QUICK
     else {"poisson": Span(30.0, 30.0, 30.0), "bursty": Span(30.0, 45.0, 30.0)}
 )
@@ -71,7 +71,7 @@ MOST = 1 if QUICK else 4
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each
 TURNS = 1 if QUICK else 3
-SECONDS = 12.0 if QUICK else 25.0
+SECONDS = 8.0 if QUICK else 25.0
 
 
 def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
