@@ -29,14 +29,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.goodput.engines import Ours
-from benchmarks.peers.base import Places
+from benchmarks.goodput.engines import Ours, our_places
 from benchmarks.peers.http_client import Timing, complete
 from benchmarks.peers.online import Server, percentile
-from paceline.checkpoints.resolve import default_cache_dir, find_local
 
 QUICK = bool(os.environ.get("QUICK"))
 ROUNDS = 2 if QUICK else 3
@@ -193,16 +190,8 @@ def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
 
 def main() -> int:
     from benchmarks.peers.__main__ import free_port, machine
-    from paceline.checkpoints.base import open_checkpoint
 
-    model = find_local("smollm2-135m")
-    if model is None:
-        print("smollm2-135m is not here yet: run 'make model' first", file=sys.stderr)
-        return 1
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
-    places = Places(root, model, cpus)
-    vocab = open_checkpoint(model).config.vocab_size
+    places, vocab = our_places()
     with tempfile.TemporaryDirectory() as folder:
         peer = Ours("background", places, ("--batch-dir", folder))
         server = Server(peer, free_port(), places.folder("logs") / "background.log", vocab)
@@ -227,7 +216,7 @@ def main() -> int:
                 "batch_alone_lines_per_s": round(pace, 3),
                 **results,
                 "quick": QUICK,
-                "machine": machine(cpus),
+                "machine": machine(places.cpus),
             }
         )
     )

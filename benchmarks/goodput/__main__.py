@@ -36,19 +36,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.goodput.curves import ATTAINMENT, Search, summary
-from benchmarks.goodput.engines import Ours, class_flags, fixed
+from benchmarks.goodput.engines import Ours, class_flags, fixed, our_places
 from benchmarks.goodput.loads import Span, beside, burst, figures, play, steady, stream, ttft
 from benchmarks.peers.__main__ import free_port, machine
 from benchmarks.peers.base import Peer, Places, Unavailable
 from benchmarks.peers.online import TRACE, Server, name_lengths
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.pressure import wasted_tokens
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import default_cache_dir, find_local
 
 QUICK = bool(os.environ.get("QUICK"))
 BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
@@ -120,14 +117,7 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
 
 
 def main() -> int:
-    model = find_local("smollm2-135m")
-    if model is None:
-        print("smollm2-135m is not here yet: run 'make model' first", file=sys.stderr)
-        return 1
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
-    places = Places(root, model, cpus)
-    vocab = open_checkpoint(model).config.vocab_size
+    places, vocab = our_places()
     servers: dict[str, Server] = {}
     absent: dict[str, str] = {}
 
@@ -197,7 +187,7 @@ def main() -> int:
     for name, kinds in results["capacity_by_arrivals"].items():
         print(f"{name:16} holds {ATTAINMENT:.0%} up to "
               + ", ".join(f"{rate:.2f}/s {kind}" for kind, rate in kinds.items()))  # fmt: skip
-    print(json.dumps({"bench": "goodput", "machine": machine(cpus), "results": results}))
+    print(json.dumps({"bench": "goodput", "machine": machine(places.cpus), "results": results}))
     return 0
 
 
