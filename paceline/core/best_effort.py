@@ -39,7 +39,8 @@ class BestEffort:
 
     def make_way(self, survey: Survey, now: float) -> None:
         """Memory is nearly full and others run: the last of those with least to lose goes."""
-        self._running.preempt(max(survey.best_effort, key=lambda r: (r.band, r.order)), now)
+        those = survey.best_effort or survey.hurried
+        self._running.preempt(max(those, key=lambda r: (r.band, r.order)), now)
 
     def fill(
         self,
@@ -58,7 +59,7 @@ class BestEffort:
             rest = [entry for entry in rest if entry[1].status is RequestStatus.RUNNING]
             those = [request for band, request in rest if low <= band <= high]
             left = sum([band > high for band, _ in rest])
-            late = self._rows.extend(draft, those, left, now) if those else False
+            late = self._rows.extend(draft, those, left, now, limited=True) if those else False
             if held_by is None and late and self._running.requests:
                 held_by = Reason.MEMORY
             head = self._waiting.peek(best_effort=True)

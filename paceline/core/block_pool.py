@@ -60,15 +60,18 @@ class BlockPool:
         The caller has checked ``num_free``; KeyError otherwise.
         """
         blank, ref_counts = self._blank, self._ref_counts
-        first = max(0, len(blank) - count)
-        taken = blank[first:]
-        del blank[first:]
-        taken.reverse()
+        taken: list[int] = []
+        if blank:
+            first = max(0, len(blank) - count)
+            taken = blank[first:]
+            del blank[first:]
+            taken.reverse()
         if len(taken) < count:
-            self._evict(min(count - len(taken), len(self._findable) - self._max_idle), taken)
-            fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
-            taken += fresh
-            self._num_used += len(fresh)
+            if self._num_used < self.num_blocks:
+                self._evict(min(count - len(taken), len(self._findable) - self._max_idle), taken)
+                fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
+                taken += fresh
+                self._num_used += len(fresh)
             self._evict(count - len(taken), taken)
         for block_id in taken:
             ref_counts[block_id] = 1
@@ -76,9 +79,13 @@ class BlockPool:
 
     def _evict(self, count: int, taken: list[int]) -> None:
         """Move the ``count`` blocks (none if negative) least recently freed to ``taken``."""
+        oldest, hashes, cached = self._findable.popitem, self._hashes, self._cached
         for _ in range(count):
-            block_id, _ = self._findable.popitem(last=False)
-            self._forget(block_id)
+            block_id, _ = oldest(last=False)
+            block_hash = hashes[block_id]
+            assert block_hash is not None, "a findable block has a hash"
+            del cached[block_hash]
+            hashes[block_id] = None
             taken.append(block_id)
 
     def acquire(self, block_ids: Iterable[int]) -> None:

@@ -14,14 +14,15 @@ and waits is asked about again, and comes back when there is time to spare.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
-from paceline.core.token_budget import TokenBudget
+from paceline.core.token_budget import PACE_SHARE, TokenBudget
 from paceline.core.triage import all_in_time, triage
 from paceline.core.waiting import WaitingRoom
 from paceline.core.work import WorkEstimator
@@ -36,12 +37,15 @@ _MAX_LEFT_OUT: Final = 32
 _STEPS_TO_THE_REST: Final = 2
 # of predicted lengths: who is left out would be late rather than not
 _QUANTILE: Final = 0.5
-# deadlines press if somebody would be late if all took so many times as long as predicted
+# deadlines press if somebody would be late if all took so many times as long as predicted, and one
+# of those that stream is not to wait any more if it would be if its steps did
 _HASTE: Final = 2.0
 # seconds: over so many it is known what share of the time others take, and for so many to come
 # taken for granted
 _LATELY: Final = 10.0
 _AHEAD: Final = 60.0
+# of the time that the pace of others leaves: the rest is for their prompts
+_HURRIED_SHARE: Final = 0.25
 
 
 class Verdict(NamedTuple):
@@ -80,6 +84,8 @@ class Deadlines:
         # seconds that the others took lately, as of a time
         self._taken = 0.0
         self._as_of = 0.0
+        # those that run and are not to sit steps out once they stream, the earliest due first
+        self._pressed: list[Request] = []
         # those left out who may come back, with their keys before that
         self._left_out: dict[str, tuple[float, Request]] = {}
 
@@ -117,12 +123,15 @@ class Deadlines:
         left_before = self._that_may_come_back(now)
         if not running and not self._waiting.promised and not left_before:
             self._waiting.pressing = False
+            self._pressed = []
             return _NOBODY
         if not self._step_time.ready:
             return _NOBODY
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
-        # those that wait are in order: sorting is quick
-        first = sorted(self._waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
+        first = self._waiting.promised[:_MAX_LOOKED_AT]
+        if running:
+            # the others are in order: sorting is quick
+            first = sorted(first + running)[:_MAX_LOOKED_AT]
         if left_before:
             first = sorted(first + left_before)
         per_token = self._budget.seconds_per_token(Survey())
@@ -138,17 +147,20 @@ class Deadlines:
         # come one a step, and what is between them is not its own
         seconds: list[float] = []
         latest: list[float] = []
-        surely_left = self._work.surely_left
-        for due, _, request in first:
-            left = surely_left(request, _QUANTILE)
-            own = left * per_row
-            between = max(0.0, min(left * full, left * short + filling) - own)
-            own += request.num_lacking_tokens * per_token
-            # to and fro would cost others their time
-            seconds.append(_HASTE * own if request.request_id in self._left_out else own)
-            ahead = due - between - now
-            latest.append(due - between - taken * min(max(0.0, ahead), _AHEAD))
         jobs = [entry[2] for entry in first]
+        lefts = self._work.surely_left_each(jobs, _QUANTILE)
+        # a loop of hundreds in a step that does all the rest too: no more calls than it needs
+        for (due, _, request), left in zip(first, lefts, strict=True):
+            own = left * per_row
+            between = min(left * full, left * short + filling) - own
+            start = due - between if between > 0.0 else due
+            own += request.num_lacking_tokens * per_token
+            if left_before and request.request_id in self._left_out:
+                # to and fro would cost others their time
+                own *= _HASTE
+            seconds.append(own)
+            ahead = start - now
+            latest.append(start - taken * min(ahead, _AHEAD) if ahead > 0.0 else start)
         late = triage(jobs, now, seconds, latest, self._group)
         gone = {request.request_id for request in late}
         stays = [request.request_id not in gone for request in jobs]
@@ -162,10 +174,45 @@ class Deadlines:
         for request in left_out[: _MAX_LOOKED_AT - len(self._left_out)]:
             if request.status is RequestStatus.WAITING:
                 self._left_out[request.request_id] = request.order[0], request
+        self._pressed = [
+            request
+            for (due, _, request), left, stay in zip(first, lefts, stays, strict=True)
+            if stay
+            and request.status is RequestStatus.RUNNING
+            and now + _HASTE * (left + _STEPS_BETWEEN_LOOKS) * full > due
+        ]
         self._waiting.pressing = not all_in_time(
             now, [_HASTE * own for own in compress(seconds, stays)], list(compress(latest, stays))
         )
         return Verdict(left_out, back)
+
+    def rest(self) -> None:
+        """Nobody is left."""
+        self._pressed = []
+
+    def hurried(self, survey: Survey) -> list[Request]:
+        """Those that run, stream, and would be late if they sat steps out, the earliest first and
+        as far as the pace of the others, their prompts and the length of steps allow."""
+        those = [
+            request
+            for request in self._pressed
+            if request.status is RequestStatus.RUNNING
+            and request.slo.best_effort
+            and request.num_uncomputed_tokens <= 1
+        ]
+        most = self._budget.best_effort_seconds
+        if survey.tightest < math.inf:
+            own = self._step_time.predict(StepShape(0, 0.0, survey.narrow_rows, survey.narrow_keys))
+            most = min(most, own + _HURRIED_SHARE * (PACE_SHARE * survey.tightest - own))
+        if not those or most == math.inf:
+            return those
+        keys = list(accumulate(request.num_computed_tokens for request in those))
+        rows, before = survey.narrow_rows, survey.narrow_keys
+
+        def seconds(num: int) -> float:
+            return self._step_time.predict(StepShape(0, 0.0, rows + num, before + keys[num - 1]))
+
+        return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
 
     def _that_may_come_back(self, now: float) -> list[tuple[float, int, Request]]:
         """Those left out that still wait in that band, as ``promised`` has the others."""

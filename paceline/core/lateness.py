@@ -133,6 +133,15 @@ class Lateness:
                 insort(running, request, key=_ORDER)
         return found
 
+    def rest(self) -> None:
+        """Nobody is left, and it may be long until a step is planned again."""
+        self._deadlines.rest()
+
+    def hurry(self, survey: Survey) -> None:
+        """Tell best-effort requests apart that are not to sit this step out."""
+        if self._enabled:
+            survey.hurry(self._deadlines.hurried(survey))
+
     def keep_deadlines(self, running: list[Request], survey: Survey, starts: float) -> bool:
         """Let those best-effort requests go that cannot all be done in time, and take those back
         that can after all. Returns whether any of ``running`` were let go; it stays in order."""

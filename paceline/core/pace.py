@@ -25,8 +25,8 @@ _SHARE: Final = 0.9
 
 
 class PaceGuard:
-    """Made for one step, of what runs. Best-effort requests count on neither side: they are left
-    out of a step that would be late."""
+    """Made for one step, of what runs. Best-effort requests count on neither side: they get rows
+    as far as a step is not late for others."""
 
     def __init__(self, survey: Survey, model: StepTimeModel) -> None:
         self._model = model

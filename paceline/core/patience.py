@@ -18,6 +18,7 @@ This module does not know why nobody let it in.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from paceline.core.request import Request, RequestStatus
@@ -88,5 +89,5 @@ class Patience:
         return (
             bool(survey.ordinary)
             or self._waiting.any_before(band)
-            or any(request.band < band for request in survey.best_effort)
+            or any(r.band < band for r in chain(survey.hurried, survey.best_effort))
         )

@@ -21,7 +21,7 @@ from paceline.core.patience import Patience
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.preemption import Preemption
 from paceline.core.pressure import Pressure
-from paceline.core.request import Band
+from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.rows import Rows
 from paceline.core.running import Running
 from paceline.core.step_time import StepTimeModel
@@ -125,22 +125,35 @@ class Planner:
             if lacking:
                 reserved = max(reserved, lacking)
                 survey = Survey.of(running)
+                self.lateness.hurry(survey)
                 self.intake.begin(survey)
         if not self._mixes:
             self._choose_kind(draft, held)
         others = len(survey.best_effort)
-        if pressure >= Pressure.PREEMPT_BEST_EFFORT and survey.awaited and others:
+        if (
+            pressure >= Pressure.PREEMPT_BEST_EFFORT
+            and survey.awaited
+            and (others or survey.hurried)
+        ):
             self._best_effort.make_way(survey, now)
-            others -= 1
-        preempted = self._rows.extend(draft, survey.ordinary, others + reserved, now)
+            others = max(0, others - 1)
+        left = others + reserved
+        preempted = self._rows.extend(draft, survey.ordinary, len(survey.hurried) + left, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
+        num_ordinary = len(draft.rows)
+        preempted = self._hurry(draft, survey.hurried, left, now)
+        num_hurried = len(draft.rows) - num_ordinary
         if held_by is None and self._waiting:
             draft.budget -= others
             held_by = self.intake.let_in(draft, now, pressure, Band.ORDINARY)
             draft.budget += others
-        alone = self._step_time.predict(draft.shape) if draft.rows else 0.0
+        if held_by is None and preempted:
+            held_by = Reason.MEMORY
+        alone = 0.0
+        if len(draft.rows) > num_hurried:
+            alone = self._step_time.predict(draft.shape) - draft.best_effort_cost
         self.lateness.others_take(starts, alone)
         if others or self._waiting:
             held_by = self._best_effort.fill(draft, survey, now, pressure, held_by)
@@ -151,6 +164,18 @@ class Planner:
         if draft.background_cost:
             self._budget.charge(draft.background_cost)
         return held_by
+
+    def _hurry(self, draft: Draft, hurried: list[Request], others: int, now: float) -> bool:
+        """Rows for best effort that is not to sit this step out. Returns whether anybody had to
+        give way for them."""
+        # those that have not made way for others
+        running = [r for r in hurried if r.status is RequestStatus.RUNNING]
+        if not running:
+            return False
+        before = self._step_time.predict(draft.shape)
+        preempted = self._rows.extend(draft, running, others, now)
+        draft.best_effort_cost += self._step_time.predict(draft.shape) - before
+        return preempted
 
     def _choose_kind(self, draft: Draft, held: bool) -> None:
         """For a policy that does not mix: wide rows while there are any to compute."""
@@ -171,4 +196,4 @@ class Planner:
         running = self.running.requests
         rest = [r for r in running if r.slo.best_effort]
         self._rows.extend(draft, [r for r in running if not r.slo.best_effort], len(rest), now)
-        self._rows.extend(draft, [r for r in running if r.slo.best_effort], 0, now)
+        self._rows.extend(draft, [r for r in running if r.slo.best_effort], 0, now, limited=True)

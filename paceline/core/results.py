@@ -39,9 +39,12 @@ class Results:
         self._running = running
         self._prospects = prospects
         self._finish = finish
-        self._served = policy.served
-        # most policies do not count what was served: not asking them saves a call for every token
-        self._listens = getattr(type(policy), "served", None) is not FcfsPolicy.served
+        self._sampled = policy.sampled
+        # most policies do not count what was served
+        self._listens = any(
+            getattr(type(policy), name, None) is not getattr(FcfsPolicy, name)
+            for name in ("served", "sampled")
+        )
 
     def take_in(
         self,
@@ -56,7 +59,9 @@ class Results:
         failed = dict(result.errors)
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
-        served, listens = self._served, self._listens
+        listens = self._listens
+        # the requests of all new tokens, for the policy to count
+        spent: list[Request] = []
         ended = False
         # looked up once: this loop turns once for every token
         finished, samples_at = RequestStatus.FINISHED, _SAMPLES
@@ -86,22 +91,22 @@ class Results:
                 # nearly all, by the shortest way: the other branch would do the same
                 request.output_token_ids.append(token_ids[0])
                 request.num_tokens = total
+                if listens:
+                    spent.append(request)
             else:
                 if request.first_token_time is None:
                     request.first_token_time = now
                     self._prospects.learn(request, now)
                 token_ids, reason = append_all(request, token_ids)
+                spent += [request] * len(token_ids)
                 if reason is not None:
                     last = request.output_token_ids[-1]
                     if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
                         request.stop_reason = last
                     self._finish(request, reason, prune=False)
                     ended = True
-                    served(request, 0, len(token_ids))
                     append(update_of(request, token_ids, row_logprobs))
                     continue
-            if listens:
-                served(request, 0, len(token_ids))
             if not tell_all:
                 continue
             # what update_of would make, without the call
@@ -118,6 +123,8 @@ class Results:
                 None,
             )
             append(_new(RequestUpdate, news))
+        if listens and spent:
+            self._sampled(spent)
         if ended:
             self._running.prune()
         return tuple(updates)

@@ -49,22 +49,30 @@ class Rows:
         self._step_time = step_time
         self._preemption = preemption
 
-    def extend(self, draft: Draft, running: list[Request], others: int, now: float) -> bool:
+    def extend(
+        self,
+        draft: Draft,
+        running: list[Request],
+        others: int,
+        now: float,
+        *,
+        limited: bool = False,
+    ) -> bool:
         """Rows for ``running``, in order, leaving a token for each of ``others``. Whoever has to
         give way is taken out of the list. Returns whether anybody had to.
 
-        ``running`` are all of best effort or none of them is.
+        ``running`` are all of best effort or none of them is; ``limited``: they get rows as far as
+        these do not make the step too long for others.
         """
         preempted = False
         block_size = self._cache.block_size
         rows, requests = draft.rows, draft.requests
         pool = self._kv.pool
-        plain, limited = self._policy.mixes and not self._forks, False
-        if running and running[0].slo.best_effort:
-            # whether there is room for a row has to be found out one by one
-            limited = draft.seconds < math.inf
-            # and some have to pay for theirs
-            plain = plain and draft.background_seconds == math.inf
+        plain = self._policy.mixes and not self._forks
+        # some have to pay for their rows
+        plain = plain and not (limited and draft.background_seconds < math.inf)
+        # whether there is room for a row has to be found out one by one
+        asked = limited and draft.seconds < math.inf
         caching = self._cache.enable_prefix_caching
         # such plain rows that the draft does not count yet, and the keys before them
         handed_out = handed_keys = 0
@@ -84,7 +92,7 @@ class Rows:
             ):
                 # what most rows of most steps are, by the shortest way: the rest of this loop would
                 # do the same
-                if limited:
+                if asked:
                     draft.count_plain(handed_out, handed_keys)
                     handed_out = handed_keys = 0
                     if not draft.spares(request, self._step_time):
@@ -110,7 +118,7 @@ class Rows:
                 # nothing left to compute, or only to wait for the last token
                 total == computed
                 or total >= request.max_total_tokens
-                or not self._takes(draft, request, total - computed)
+                or not self._takes(draft, request, total - computed, limited)
             ):
                 index += 1
                 continue
@@ -118,7 +126,7 @@ class Rows:
             if num_tokens > 1:
                 reserved = len(running) - index - 1 + others
                 num_tokens = max(1, min(num_tokens, draft.budget - reserved))
-                if request.slo.best_effort:
+                if limited:
                     num_tokens = min(num_tokens, draft.fitting(request, self._step_time))
             new_block_ids: tuple[int, ...] = ()
             if request.shares_tail or computed + num_tokens > held:
@@ -126,7 +134,7 @@ class Rows:
                 while extension is None:
                     preempted = True
                     if not self._waiting.drop_blocks():
-                        victim = self._victim(draft, running, index)
+                        victim = self._victim(draft, running, index, limited)
                         self._running.preempt(victim, now)
                         if victim in running:
                             running.remove(victim)
@@ -143,23 +151,26 @@ class Rows:
         draft.count_plain(handed_out, handed_keys)
         return preempted
 
-    def _takes(self, draft: Draft, request: Request, wanted: int) -> bool:
+    def _takes(self, draft: Draft, request: Request, wanted: int, limited: bool) -> bool:
         """Whether a running request gets a row: always, but for a policy that does not mix and
-        for best-effort requests that would make the step too long for the others."""
+        for those that would make the step too long for the others."""
         if not self._policy.mixes:
             return draft.narrow if wanted == 1 else draft.wide
-        return not request.slo.best_effort or draft.spares(request, self._step_time)
+        return not limited or draft.spares(request, self._step_time)
 
-    def _victim(self, draft: Draft, running: list[Request], index: int) -> Request:
+    def _victim(self, draft: Draft, running: list[Request], index: int, limited: bool) -> Request:
         """Who gives blocks up for ``running[index]``: nobody who has a row already, and of
         ``running`` nobody who comes before it."""
         candidates = running[index:]
         band = running[index].band
         if band is not Band.BACKGROUND:
             taken = {request.request_id for request in [*draft.requests, *running]}
-            candidates += [
-                r for r in self._running.requests if r.band > band and r.request_id not in taken
-            ]
+            rest = [r for r in self._running.requests if r.request_id not in taken]
+            if band is Band.ORDINARY or limited:
+                candidates += [r for r in rest if r.band > band]
+            else:
+                # in a hurry: nearly all others of best effort have more time
+                candidates = [r for r in rest if r.slo.best_effort] or candidates
         return self._preemption.victim(candidates, self._policy.expendable)
 
     def add(

@@ -47,4 +47,5 @@ class Running:
 
     def prune(self) -> None:
         """Forget those that have ended."""
-        self.requests[:] = [r for r in self.requests if r.status is RequestStatus.RUNNING]
+        running = RequestStatus.RUNNING
+        self.requests[:] = [r for r in self.requests if r.status is running]

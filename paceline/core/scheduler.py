@@ -11,7 +11,8 @@ running request that is one token behind costs one token. In order:
    is empty, one of those not yet served gives its blocks up.
 3. Waiting requests, in the policy's order, if nobody was preempted. A head that does not fit may be
    passed by a bounded number of others, a bounded number of times.
-4. Best-effort requests come last in both: 2 and 3 again for them, band by band, with what is left.
+4. Best-effort requests come last in both: 2 and 3 again for them, band by band, with what is left;
+   but those that stream and would miss a deadline come before new ones that are not best effort.
 
 Counters move when a step is planned, not when it ran, so ``schedule`` may be called again before
 ``update``: a request whose last token is still unknown is planned by position, and the backend uses
@@ -279,6 +280,7 @@ class Scheduler:
         moved = lateness.relegate_running(running, survey.wide, starts)
         if lateness.keep_deadlines(running, survey, starts) or moved:
             survey = Survey.of(running)
+        lateness.hurry(survey)
         if self.policy.keeps_tenants_apart:
             head = self._waiting.ordinary.peek()
             survey.favour(self._planner.intake.favourable_tokens(head))
@@ -333,6 +335,7 @@ class Scheduler:
         of memory and of those who waited is over."""
         self.valve.update(0.0)
         self._waiting.rest()
+        self._planner.lateness.rest()
         self._prospects.held_by = None
 
     # ------------------------------------------------------------------ views

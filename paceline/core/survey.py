@@ -23,6 +23,8 @@ class Survey:
         "best_effort",
         "favoured",
         "favoured_waiting",
+        "hurried",
+        "hurried_keys",
         "narrow_keys",
         "narrow_rows",
         "num_running",
@@ -42,7 +44,11 @@ class Survey:
         # in order
         self.ordinary: list[Request] = []
         self.best_effort: list[Request] = []
-        # of both
+        # narrow ones of best effort that are not to sit this step out (``hurry``), and the tokens
+        # before them
+        self.hurried: list[Request] = []
+        self.hurried_keys = 0
+        # of all
         self.wide: list[Request] = []
         # of ordinary narrow ones
         self.narrow_rows = 0
@@ -64,6 +70,7 @@ class Survey:
     def of(cls, running: Iterable[Request]) -> Survey:
         survey = cls()
         ordinary, best_effort, wide = survey.ordinary, survey.best_effort, survey.wide
+        targets, paced = survey.targets, survey.paced
         rows = keys = 0
         for request in running:
             slo = request.slo
@@ -82,21 +89,30 @@ class Survey:
                 best_effort.append(request)
                 continue
             ordinary.append(request)
-            if slo.tpot is not None:
-                survey.targets.append(slo.tpot)
+            tpot = slo.tpot
+            if tpot is not None:
+                targets.append(tpot)
             if is_wide:
                 survey.urgent = survey.urgent or slo.ttft is not None
                 continue
             rows += 1
             keys += computed
-            if slo.tpot is not None and request.first_token_time is not None:
-                survey.paced.append(request)
-                if slo.tpot < survey.tightest:
-                    survey.tightest = slo.tpot
+            if tpot is not None and request.first_token_time is not None:
+                paced.append(request)
+                if tpot < survey.tightest:
+                    survey.tightest = tpot
         survey.narrow_rows, survey.narrow_keys = rows, keys
         survey.num_running = len(ordinary) + len(best_effort)
         survey.awaited = any(not request.promoted for request in ordinary)
         return survey
+
+    def hurry(self, requests: list[Request]) -> None:
+        """Count these, narrow and of best effort, apart from the others of best effort."""
+        if requests:
+            names = {request.request_id for request in requests}
+            self.best_effort = [r for r in self.best_effort if r.request_id not in names]
+            self.hurried = requests
+            self.hurried_keys = sum(request.num_computed_tokens for request in requests)
 
     def favour(self, num_waiting: int) -> None:
         """Count what light tenants lack: of those running, and so many tokens of one that waits and
@@ -107,5 +123,7 @@ class Survey:
 
     @property
     def base(self) -> StepShape:
-        """A step of one token for each ordinary narrow request."""
-        return StepShape(0, 0.0, self.narrow_rows, self.narrow_keys)
+        """A step of one token for each narrow request that sits no step out."""
+        return StepShape(
+            0, 0.0, self.narrow_rows + len(self.hurried), self.narrow_keys + self.hurried_keys
+        )

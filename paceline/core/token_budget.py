@@ -24,6 +24,7 @@ This module does not know the queue, memory or the clock.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from paceline.core.request import Request
@@ -31,11 +32,11 @@ from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
 from paceline.core.work import WorkEstimator
 
-__all__ = ["AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
+__all__ = ["PACE_SHARE", "AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
 
 
 # requests are paced to this share of their TPOT target: what is aimed at is missed half of the time
-_PACE = 0.9
+PACE_SHARE = 0.9
 # a request that would have to go so much faster than its target to catch up is past saving
 _HOPELESS = 0.5
 # of predicted lengths, for the time there is to catch up: rather too short than too long
@@ -210,9 +211,7 @@ class AdaptiveTokenBudget:
         if running.favoured:
             # those in whose way it stands have had more than their share
             return Allowance(self._total(running.favoured, running), 0.0)
-        spare = math.inf
-        for request in running.paced:
-            spare = min(spare, self._spare(request, now))
+        spare = self._least_spare(running.paced, now)
         late = max(1.0, self._model.quantile(self._quantile))
         if running.num_running and not running.awaited:
             allowed = self.best_effort_seconds
@@ -234,6 +233,19 @@ class AdaptiveTokenBudget:
         rows run, most of it is for prompts still, or their tokens would cost too much."""
         return max(self.best_effort_seconds, _SHARED_ROWS * self._model.predict(running.base))
 
+    def _least_spare(self, paced: Sequence[Request], now: float) -> float:
+        """The least ``_spare`` of all of these. Nobody's is less than the time until its next token
+        is due, so few have to be asked of those who are in time: fewest if those that came last,
+        who are not far ahead of their schedule yet, are looked at first."""
+        least = math.inf
+        for request in reversed(paced):
+            tpot, first_token = request.slo.tpot, request.first_token_time
+            assert tpot is not None and first_token is not None, "it is paced"
+            done = request.num_tokens - request.num_prompt_tokens + request.num_pending_tokens
+            if first_token + done * (PACE_SHARE * tpot) - now < least:
+                least = min(least, self._spare(request, now))
+        return least
+
     def _spare(self, request: Request, now: float) -> float:
         """Seconds the next step may take for a paced request: until its next token is due, or, for
         one that is behind, a share of the time until its last one is, so that it catches up while
@@ -241,7 +253,7 @@ class AdaptiveTokenBudget:
         others need not miss for it."""
         tpot, first_token = request.slo.tpot, request.first_token_time
         assert tpot is not None and first_token is not None, "it is paced"
-        pace = _PACE * tpot
+        pace = PACE_SHARE * tpot
         num_output = request.num_tokens - request.num_prompt_tokens
         done = num_output + request.num_pending_tokens
         spare = first_token + done * pace - now
@@ -258,7 +270,7 @@ class AdaptiveTokenBudget:
         base = running.base
         tokens = self._beside(running)
         if running.paced:
-            tokens = max(self._floor, self._within(running, 0, _PACE * running.tightest))
+            tokens = max(self._floor, self._within(running, 0, PACE_SHARE * running.tightest))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
     def _patient(self, running: Survey) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+
 from paceline.core.lengths import LengthHistory
 from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
@@ -11,6 +13,8 @@ __all__ = ["WorkEstimator"]
 # before anything is measured: only the ratio matters, an output token costs a step of its own
 _PROMPT_SECONDS = 1e-4
 _OUTPUT_SECONDS = 2e-3
+# of max_tokens
+_NO_LIMIT = 2**62
 
 
 class WorkEstimator:
@@ -35,6 +39,22 @@ class WorkEstimator:
         num_output = request.num_tokens - request.num_prompt_tokens
         known = self._lengths.known(request.label, num_output, request.sampling.max_tokens, q)
         return 1 if known is None else known - num_output
+
+    def surely_left_each(self, requests: Iterable[Request], q: float) -> list[int]:
+        """``surely_left`` of each. Of those that have no output yet, which are most of those that
+        wait, the history is asked once for a label: the answer but for ``max_tokens`` is theirs."""
+        known: dict[Hashable, int | None] = {}
+        left: list[int] = []
+        for request in requests:
+            if request.num_tokens != request.num_prompt_tokens:
+                left.append(self.surely_left(request, q))
+                continue
+            label = request.label
+            if label not in known:
+                known[label] = self._lengths.known(label, 0, _NO_LIMIT, q)
+            length, most = known[label], request.max_total_tokens - request.num_tokens
+            left.append(1 if length is None else min(length, most))
+        return left
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Seconds to compute that many prompt tokens in one step of their own."""

@@ -47,6 +47,50 @@ def test_cached_prefixes_are_not_charged() -> None:
     assert cost == PROMPT_WEIGHT * 1 + OUTPUT_WEIGHT * 1
 
 
+def test_output_is_charged_once_a_step_however_many_tokens_it_brings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a step's decision costs a third more."""
+    driver = Driver(policy="fair", max_num_seqs=8, num_blocks=400)
+    policy = driver.scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    for number in range(8):
+        driver.add(make_request(f"r{number}", 4, 9, tenant=f"t{number % 2}"))
+    while len(driver.scheduler._running.requests) < 8:
+        driver.step()
+    turns = policy._turns[Band.ORDINARY]
+    before = policy.counter("t0"), policy.counter("t1")
+    charged = []
+    charge = turns.charge
+    monkeypatch.setattr(turns, "charge", lambda tokens: charged.append(tokens) or charge(tokens))
+    driver.step()
+    assert charged == [{"t0": 4 * OUTPUT_WEIGHT, "t1": 4 * OUTPUT_WEIGHT}]
+    assert policy.counter("t0") == before[0] + 4 * OUTPUT_WEIGHT
+    assert policy.counter("t1") == before[1] + 4 * OUTPUT_WEIGHT
+    driver.run()
+
+
+def test_what_a_step_gave_to_many_raises_the_level_as_if_it_came_token_by_token() -> None:
+    levels = []
+    for at_once in (True, False):
+        driver = Driver(policy="fair", max_num_seqs=3, num_blocks=400)
+        policy = driver.scheduler.policy
+        assert isinstance(policy, FairPolicy)
+        for name in "abc":
+            driver.add(make_request(name, 30, 40, tenant=name))
+        driver.step()
+        for name in "cde":
+            driver.add(make_request(f"waiting-{name}", 8, 2, tenant=name))
+        spent = [driver.scheduler._requests[name] for name in "abcabcaab"]
+        for requests in [spent] if at_once else [[request] for request in spent]:
+            policy.sampled(requests)
+        turns = policy._turns[Band.ORDINARY]
+        assert turns._ahead
+        levels.append([turns._level, *(policy.counter(name) for name in "abcde")])
+        driver.run()
+    assert levels[0] == pytest.approx(levels[1])
+
+
 @pytest.mark.parametrize("steps", [1, 2, 9])
 def test_a_preempted_request_is_charged_once(steps: int) -> None:
     """Its prompt takes seven steps."""

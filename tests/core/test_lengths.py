@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.lengths import LengthHistory
+from paceline.core.slo import Slo
+from paceline.core.step_time import StepTimeModel
+from paceline.core.work import WorkEstimator
+from tests.driving import make_request
 
 
 def test_nothing_known_predicts_the_most() -> None:
@@ -65,3 +72,32 @@ def test_what_nothing_is_known_of_is_expected_to_double() -> None:
         history.observe("a", length)
     assert history.expect("a", 0, 4000, 0.7) == history.predict("a", 0, 4000, 0.7) == 40
     assert history.expect("a", 500, 4000, 0.7) == 1000, "longer than any"
+
+
+def test_of_many_who_have_no_output_yet_the_history_is_asked_once_a_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(3)
+    history = LengthHistory(min_samples=4)
+    work = WorkEstimator(StepTimeModel(), history)
+    requests = []
+    for index in range(60):
+        # the last of these classes is never seen to end
+        slo = Slo(slo_class=rng.choice("abc"))
+        request = make_request(f"r{index}", 8, rng.randint(33, 63), slo=slo)
+        if index < 9:
+            request.num_tokens += rng.randint(1, 30)
+        if slo.slo_class != "c":
+            history.observe(request.label, rng.randint(1, 50))
+        requests.append(request)
+    expected = [work.surely_left(request, 0.5) for request in requests]
+    asked = []
+    known = history.known
+    monkeypatch.setattr(
+        history, "known", lambda label, *rest: asked.append(label) or known(label, *rest)
+    )
+    assert work.surely_left_each(requests, 0.5) == expected
+    assert len(set(expected)) > 5
+    assert len(asked) == 9 + 3
+    unknown = WorkEstimator(StepTimeModel(), LengthHistory())
+    assert unknown.surely_left_each(requests, 0.5) == [1] * len(requests)

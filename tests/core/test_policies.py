@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.policies import POLICIES
+from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.core.policies.boost import boost, solve_gamma
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
@@ -21,6 +22,36 @@ def order_of_admission(policy: str, *requests: Request, **settings: float) -> li
     driver.add(*requests)
     driver.run()
     return [new.request_id for plan in driver.plans for new in plan.new_requests][1:]
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+def test_a_policy_is_told_all_tokens_by_the_step_or_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, by_step: bool
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    steps: list[int] = []
+
+    class Counting(FcfsPolicy):
+        def served(self, request: Request, num_prompt: int, num_output: int) -> None:
+            told.append((request.request_id, num_prompt, num_output))
+
+    class CountingSteps(Counting):
+        def sampled(self, requests: Sequence[Request]) -> None:
+            steps.append(len(requests))
+
+    monkeypatch.setitem(POLICIES, "counting", CountingSteps if by_step else Counting)
+    driver = Driver(policy="counting", enable_prefix_caching=False)
+    driver.add(make_request("a", 7, 3), make_request("b", 4, 2))
+    driver.run()
+    prompts = [entry for entry in told if entry[1]]
+    assert prompts == [("a", 7, 0), ("b", 4, 0)]
+    if by_step:
+        assert (told, steps) == (prompts, [2, 2, 1])
+    else:
+        assert sorted(entry for entry in told if entry not in prompts) == [
+            *3 * [("a", 0, 1)],
+            *2 * [("b", 0, 1)],
+        ]
 
 
 def test_sjf_runs_short_work_first_but_not_for_ever() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -90,6 +91,32 @@ def test_a_request_behind_catches_up_while_it_lasts() -> None:
 def test_a_request_too_late_to_catch_up_is_paced_from_now_on() -> None:
     """9 s late with at most 499 tokens of 20 ms to go: prompts need not suffer for that."""
     assert budget_of(trained()).allow(Survey.of([running(0.020)]), now=9.0).tokens == 65
+
+
+def test_of_all_who_are_paced_few_are_asked_what_time_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(5)
+    asked = []
+    spare = AdaptiveTokenBudget._spare
+    monkeypatch.setattr(
+        AdaptiveTokenBudget, "_spare", lambda *args: asked.append(0) or spare(*args)
+    )
+    for now in (0.1, 1.0, 2.5, 9.0):
+        budget = budget_of(trained())
+        paced = [
+            running(rng.choice((0.02, 0.05, 0.3)), rng.uniform(0.0, now), rng.randint(1, 60))
+            for _ in range(200)
+        ]
+        least = min(spare(budget, request, now) for request in paced)
+        assert budget._least_spare(paced, now) == least
+    budget = budget_of(trained())
+    assert budget._least_spare([], 0.0) == math.inf
+    # those who came last are the least ahead
+    streams = [running(0.05, 0.02 * index, 200 - index) for index in range(200)]
+    asked.clear()
+    budget.allow(Survey.of(streams), 3.9)
+    assert len(asked) == 1
 
 
 def test_steps_are_no_larger_than_it_takes_to_be_efficient() -> None:

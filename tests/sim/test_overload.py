@@ -9,6 +9,7 @@ from functools import cache
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
+from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
@@ -56,11 +57,10 @@ def arrivals(rate: float, begin: float, seed: int) -> list[Arrival]:
 
 def kept(served: Served) -> bool:
     ttft, tpot, deadline = TARGETS[served.arrival.slo_class]
-    assert served.ttft is not None and served.e2e is not None
-    return (
-        (ttft is None or served.ttft <= ttft)
-        and (tpot is None or (served.tpot or 0.0) <= tpot)
-        and (deadline is None or served.e2e <= deadline)
+    assert served.first_token is not None and served.last_token is not None
+    slo = Slo(ttft=ttft, tpot=tpot, deadline=deadline)
+    return not slo.violations(
+        served.arrival.at, served.first_token, served.last_token, served.output_tokens
     )
 
 

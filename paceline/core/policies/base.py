@@ -72,5 +72,10 @@ class SchedulingPolicy(Protocol):
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
         """Tokens just spent on a request: uncached prompt tokens when it is first let in, then
-        output."""
+        output, if ``sampled`` says so."""
+        ...
+
+    def sampled(self, requests: Sequence[Request]) -> None:
+        """Output tokens that a step just brought: its requests, each once for every token. Called
+        once a step; that of ``FcfsPolicy`` calls ``served`` for each token."""
         ...

@@ -59,3 +59,8 @@ class FcfsPolicy:
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
         """Order of arrival does not depend on what was served."""
+
+    def sampled(self, requests: Sequence[Request]) -> None:
+        # for those made from this one that count tokens one by one
+        for request in requests:
+            self.served(request, 0, 1)

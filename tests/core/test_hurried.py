@@ -1,0 +1,254 @@
+"""Best-effort work that streams and is due soon: a row in every step, as far as others allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.request import Request
+from paceline.core.slo import NO_SLO, Slo
+from paceline.core.step_time import StepShape
+from paceline.core.survey import Survey
+from tests.core.machine import Machine, seconds
+from tests.driving import make_request
+
+NUM_TOKENS = 40
+
+
+def batch(
+    machine: Machine, name: str, deadline: float, prompt: int = 20, output: int = NUM_TOKENS
+) -> Request:
+    """Batch work whose length is known."""
+    slo = Slo(slo_class="batch", best_effort=True, deadline=deadline)
+    request = make_request(name, prompt, output, arrival=machine.now, slo=slo)
+    for _ in range(8):
+        machine.scheduler.lengths.observe(request.label, output)
+    machine.add(request)
+    return request
+
+
+def streaming(machine: Machine, num: int, deadline: float) -> list[Request]:
+    """So many, whose prompts are computed."""
+    requests = [batch(machine, f"batch{i}", deadline) for i in range(num)]
+    while any(request.first_token_time is None for request in requests):
+        machine.step()
+    return requests
+
+
+def running(machine: Machine, num: int, deadline: float, output: int) -> None:
+    """So many, let in."""
+    for index in range(num):
+        batch(machine, f"batch{index}", deadline, output=output)
+    while len(machine.scheduler._running.requests) < num:
+        machine.step()
+
+
+def hurried(machine: Machine) -> set[str]:
+    """Who would be in the next step, but for what the next look at deadlines says."""
+    survey = Survey.of(machine.scheduler._running.requests)
+    machine.scheduler._planner.lateness.hurry(survey)
+    return {request.request_id for request in survey.hurried}
+
+
+def beside_prompts(every: float, deadline: float) -> tuple[float, list[bool], bool]:
+    """When batch work is done beside a prompt of 0.6 s every so many; of each step until then,
+    whether it had a row; and whether it was ever in a hurry."""
+    machine = Machine()
+    streaming(machine, 1, deadline)
+    planned, sent, ever = len(machine.plans), 0, False
+    while "batch0" not in machine.finished:
+        while every * sent <= machine.now:
+            slo = Slo(ttft=30.0)
+            machine.add(make_request(f"other{sent}", 600, 2, arrival=machine.now, slo=slo))
+            sent += 1
+        machine.step()
+        ever = ever or bool(hurried(machine))
+    rows = [{row.request_id for row in plan.rows} for plan in machine.plans[planned:]]
+    return machine.now, ["batch0" in names for names in rows], ever
+
+
+def test_what_is_due_soon_has_a_row_in_every_step() -> None:
+    # no step has room for it; if it sat out as many as it may, it would take 160 s
+    end, rows, ever = beside_prompts(0.5, 30.0)
+    assert ever
+    assert end <= 30.0
+    assert all(rows[rows.index(True) :])
+
+
+def test_what_is_due_later_makes_way() -> None:
+    end, rows, ever = beside_prompts(0.65, 80.0)
+    assert not ever
+    assert end <= 80.0
+    assert sum(rows) < 0.7 * len(rows), "prompts come first"
+
+
+def chat_beside(machine: Machine) -> Request:
+    """A chat with a pace of 20 ms, to whom a step of its own takes 11."""
+    chat = make_request("chat", 4, 400, arrival=machine.now, slo=Slo(tpot=0.02))
+    machine.add(chat)
+    while chat.first_token_time is None:
+        machine.step()
+    # the driver's clock says a second later: it would have that to spare
+    chat.first_token_time = machine.now
+    return chat
+
+
+def tpot(machine: Machine, chat: Request) -> float:
+    assert chat.first_token_time is not None
+    return (machine.now - chat.first_token_time) / (len(chat.output_token_ids) - 1)
+
+
+def test_the_pace_of_others_comes_first() -> None:
+    machine = Machine(max_num_seqs=32)
+    # twenty rows take 20 ms
+    streaming(machine, 20, 4.0)
+    chat = chat_beside(machine)
+    most = 0
+    for _ in range(60):
+        machine.step()
+        most = max(most, len(hurried(machine)))
+        if len(chat.output_token_ids) >= 8:
+            assert tpot(machine, chat) <= 0.02
+    # a quarter of what 18 ms leave beside its own 11
+    assert most == 1
+    slower = Machine(max_num_seqs=32)
+    streaming(slower, 20, 4.0)
+    chat_beside(slower).slo = Slo(tpot=0.06)
+    for _ in range(8):
+        slower.step()
+    assert 8 <= len(hurried(slower)) <= 11, "of 54 ms"
+
+
+def test_it_leaves_most_of_what_the_pace_of_others_leaves_to_their_prompts() -> None:
+    machine = Machine(max_num_seqs=128)
+    running(machine, 60, 14.0, output=100)
+    chat = chat_beside(machine)
+    chat.slo = Slo(tpot=0.06)
+    began, sent, most = machine.now, 0, 0
+    while machine.now < began + 6.0:
+        # two thirds of the machine's time
+        while began + 0.3 * sent <= machine.now:
+            slo = Slo(ttft=1.0)
+            machine.add(make_request(f"other{sent}", 200, 2, arrival=machine.now, slo=slo))
+            sent += 1
+        machine.step()
+        most = max(most, len(hurried(machine)))
+    assert most >= 8
+    assert tpot(machine, chat) <= 0.061
+
+
+def test_a_prompt_is_in_no_hurry() -> None:
+    machine = Machine(max_num_seqs=64)
+    running(machine, 40, 50_000.0, output=400)
+    chat = chat_beside(machine)
+    soon = batch(machine, "soon", 25.0, prompt=3000)
+    while soon.num_uncomputed_tokens > 1 and not soon.relegated:
+        machine.step()
+        assert "soon" not in hurried(machine) or soon.num_uncomputed_tokens <= 1
+        if "soon" not in {row.request_id for row in machine.plans[-1].rows}:
+            # rows of its own band are given for having sat out eight steps, 16 at most
+            assert len(machine.plans[-1].rows) <= 1 + 7 + 16
+    assert tpot(machine, chat) <= 0.03
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("budget", [32, 64])
+def test_no_step_has_more_tokens_than_it_may(adaptive: bool, budget: int) -> None:
+    machine = Machine(
+        max_num_seqs=16, max_num_batched_tokens=budget, adaptive_token_budget=adaptive
+    )
+    streaming(machine, 8, 2.0)
+    while len(hurried(machine)) < 8:
+        machine.step()
+    machine.add(make_request("other", 600, 2, arrival=machine.now, slo=Slo(ttft=30.0)))
+    # the driver looks at every plan
+    while "other" not in machine.finished:
+        machine.step()
+        names = {row.request_id for row in machine.plans[-1].rows}
+        assert {name for name in hurried(machine) if name in names} == hurried(machine)
+    machine.until_done()
+
+
+def test_a_step_is_no_longer_than_best_effort_may_make_it() -> None:
+    machine = Machine(max_num_seqs=128, best_effort_step_s=0.1, max_num_batched_tokens=2000)
+    streaming(machine, 70, 8.0)
+    machine.add(make_request("chat", 4, 200, arrival=machine.now, slo=NO_SLO))
+    batch(machine, "large", 50_000.0, prompt=6000, output=2)
+    machine.step()
+    most = 0
+    for _ in range(40):
+        machine.step()
+        most = max(most, len(hurried(machine)))
+        # the chat's 11 ms and 100 more
+        assert seconds(StepShape.of(machine.plans[-1].rows)) <= 0.111 + 1e-9
+    assert most > 10
+
+
+def test_no_more_are_in_a_hurry_than_a_step_of_best_effort_may_have() -> None:
+    machine = Machine(max_num_seqs=64, best_effort_step_s=0.4)
+    streaming(machine, 40, 8.0)
+    for _ in range(8):
+        machine.step()
+    assert len(hurried(machine)) >= 30
+    machine.scheduler.budget._best_effort_step_s = 0.03
+    assert len(hurried(machine)) == 20
+
+
+def test_for_want_of_memory_others_of_best_effort_make_way_first() -> None:
+    machine = Machine(max_num_seqs=8, num_blocks=60, pressure_threshold=1.0)
+    soon = batch(machine, "soon", 6.0, prompt=40, output=60)
+    lazy = [batch(machine, f"lazy{i}", 50_000.0, prompt=40, output=60) for i in range(3)]
+    machine.until_done()
+    assert soon.num_preemptions == 0
+    assert sum(request.num_preemptions for request in lazy) > 0
+
+
+def test_when_memory_is_nearly_full_one_in_a_hurry_goes_if_nobody_else_can() -> None:
+    machine = Machine(max_num_seqs=8, num_blocks=44, pressure_threshold=0.5)
+    machine.add(make_request("chat", 60, 100, arrival=machine.now, slo=NO_SLO))
+    (request,) = streaming(machine, 1, 1.5)
+    while not hurried(machine):
+        machine.step()
+    ends = machine.until_done()
+    assert request.num_preemptions > 0, "the valve opens"
+    assert set(ends) == {"chat", "batch0"}
+
+
+def test_it_is_not_taken_for_the_work_of_others() -> None:
+    machine = Machine(max_num_seqs=8)
+    streaming(machine, 6, 1.0)
+    for _ in range(10):
+        machine.step()
+    deadlines = machine.scheduler._planner.lateness._deadlines
+    assert hurried(machine)
+    assert deadlines._taken == 0.0
+    machine.add(make_request("chat", 4, 100, arrival=machine.now, slo=NO_SLO))
+    before, since = deadlines._taken, machine.now
+    for _ in range(10):
+        machine.step()
+    # 11 ms of 17
+    assert 0.6 <= (deadlines._taken - before) / (machine.now - since) <= 0.75
+
+
+def test_who_waits_behind_it_is_held_up() -> None:
+    machine = Machine(max_num_seqs=1)
+    streaming(machine, 1, 1.0)
+    while not hurried(machine):
+        machine.step()
+    night = make_request("night", 20, 2, arrival=machine.now, slo=Slo(best_effort=True))
+    machine.add(night)
+    for _ in range(4):
+        machine.step()
+    assert night.seconds_first > 0.0, "and its turn comes some time (patience)"
+
+
+def test_who_is_left_out_is_in_no_hurry_any_more() -> None:
+    machine = Machine()
+    (request,) = streaming(machine, 1, 1.0)
+    while not hurried(machine):
+        machine.step()
+    request.slo = Slo(slo_class="batch", best_effort=True, deadline=0.05)
+    while not request.relegated:
+        assert request.finish_reason is None
+        machine.step()
+    assert not hurried(machine)
+    machine.until_done()
