@@ -16,6 +16,7 @@ from benchmarks.studies.page import DOCS, write_page
 
 NAMES = (
     "ablation",
+    "capacity",
     "budget",
     "batching",
     "paging",

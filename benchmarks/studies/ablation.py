@@ -19,7 +19,7 @@ from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.workload import open_workload
 
-__all__ = ["CPU", "STUDY"]
+__all__ = ["BASELINE", "CPU", "STUDY"]
 
 WORKLOAD = (
     "synthetic:rate={},cv={},prompt=lognormal(255,0.6),output=lognormal(40,0.8),n=600,"
