@@ -11,7 +11,7 @@ from paceline.backends.null import NullBackend
 from paceline.core.admission import Expired
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
@@ -101,6 +101,8 @@ class Driver:
         self.plans: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, RequestUpdate] = {}
+        # what was told of those under way, in order
+        self.told: dict[str, list[Timeline]] = defaultdict(list)
         self.expired: list[Expired] = []
         self._flying: list[tuple[SchedulerOutput, StepResult]] = []
 
@@ -162,3 +164,5 @@ class Driver:
             self.tokens[update.request_id].extend(update.new_token_ids)
             if update.finish_reason is not None:
                 self.finished[update.request_id] = update
+            elif update.timeline is not None:
+                self.told[update.request_id].append(update.timeline)

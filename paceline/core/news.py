@@ -28,8 +28,11 @@ def update_of(
     token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprobs, ...] | None,
     error: str | None = None,
+    *,
+    tells: bool = False,
 ) -> RequestUpdate:
-    """The news of a request with these new tokens; its timeline with the last."""
+    """The news of a request with these new tokens; its timeline with the last, and with those
+    that tell it."""
     return _new(
         RequestUpdate,
         (
@@ -42,7 +45,7 @@ def update_of(
             request.first_scheduled_time or 0.0,
             request.num_preemptions,
             error,
-            None if request.finish_reason is None else _timeline_of(request),
+            _timeline_of(request) if tells or request.finish_reason is not None else None,
         ),
     )
 

@@ -86,7 +86,7 @@ class Results:
                 len(token_ids) == 1
                 and total < request.max_total_tokens
                 and token_ids[0] not in request.stop_ids
-                and request.first_token_time is not None
+                and request.told
             ):
                 # nearly all, by the shortest way: the other branch would do the same
                 request.output_token_ids.append(token_ids[0])
@@ -106,6 +106,11 @@ class Results:
                     self._finish(request, reason, prune=False)
                     ended = True
                     append(update_of(request, token_ids, row_logprobs))
+                    continue
+                if not request.told:
+                    request.told = True
+                    if tell_all:
+                        append(update_of(request, token_ids, row_logprobs, tells=True))
                     continue
             if not tell_all:
                 continue

@@ -33,6 +33,7 @@ class Running:
     def start(self, request: Request) -> None:
         """It was admitted and has its blocks."""
         request.status = RequestStatus.RUNNING
+        request.told = False
         insort(self.requests, request, key=_ORDER)
 
     def preempt(self, request: Request, now: float) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.outputs import RequestUpdate, TokenLogprobs
+from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.engine.detokenizer import IncrementalDetokenizer, StopFound, StopStrings
 from paceline.engine.fanout import choice_ids
@@ -102,13 +102,15 @@ class _Request:
 class _Choice:
     """One sequence on its way to text."""
 
-    __slots__ = ("detokenizer", "index", "num_tokens", "owner", "stops")
+    __slots__ = ("detokenizer", "index", "num_tokens", "owner", "stops", "timeline")
 
     def __init__(self, owner: _Request, index: int, tokenizer: Tokenizer) -> None:
         request = owner.request
         self.owner = owner
         self.index = index
         self.num_tokens = 0
+        # the latest
+        self.timeline: Timeline | None = None
         self.detokenizer: IncrementalDetokenizer | None = None
         self.stops: StopStrings | None = None
         if request.detokenize:
@@ -124,6 +126,8 @@ class _Choice:
         """The next delta. Its ``stop_reason`` is a string when a stop string ended the choice."""
         token_ids = update.new_token_ids
         reason = update.finish_reason
+        if update.timeline is not None:
+            self.timeline = update.timeline
         if self.detokenizer is None:
             self.num_tokens += len(token_ids)
             return self._delta(update, "", len(token_ids), reason)
@@ -189,7 +193,7 @@ class _Choice:
             finish_reason=None if reason is None else reason.value,
             stop_reason=update.stop_reason if stop is None else stop,
             error=update.error,
-            timeline=update.timeline,
+            timeline=None if reason is None else self.timeline,
         )
 
 
@@ -281,7 +285,7 @@ class OutputProcessor:
             except Exception as error:
                 # a tokenizer that fails on one answer must not end the others
                 _log.exception("making text of %s failed", update.request_id)
-                delta = _failed(choice.index, error)
+                delta = _failed(choice, error)
             owner = choice.owner
             owner.account(update, len(delta.token_ids), choice.index, now)
             if delta.finish_reason is not None:
@@ -336,11 +340,12 @@ def _merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
     )
 
 
-def _failed(index: int, error: Exception) -> ChoiceDelta:
+def _failed(choice: _Choice, error: Exception) -> ChoiceDelta:
     return ChoiceDelta(
-        index=index,
+        index=choice.index,
         text="",
         token_ids=(),
         finish_reason=FinishReason.ERROR.value,
         error=f"the output could not be turned into text: {type(error).__name__}: {error}",
+        timeline=choice.timeline,
     )

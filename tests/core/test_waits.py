@@ -97,3 +97,20 @@ def test_the_timeline_counts_chunks_and_what_was_done_twice() -> None:
     assert timeline.num_chunks == 3
     assert timeline.num_preemptions == timeline.num_recomputed_tokens == 0
     assert timeline.predicted_ttft is None and not timeline.relegated
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_story_so_far_is_told_whenever_it_may_have_changed(depth: int) -> None:
+    """Whoever stops reading at some token knows what one who reads to the end does."""
+    driver = Driver(num_blocks=30, max_num_batched_tokens=8, depth=depth)
+    for i in range(6):
+        driver.add(make_request(f"r{i}", range(20 * i + 1, 20 * i + 13), 24))
+    driver.run()
+    assert sum(len(told) > 1 for told in driver.told.values()) > 1
+    for name, update in driver.finished.items():
+        assert update.timeline is not None
+        told = driver.told[name]
+        # not once for each preemption: some had no token in between
+        assert 1 <= len(told) <= 1 + update.timeline.num_preemptions
+        assert told[-1] == update.timeline
+        assert told[0].num_chunks >= 2

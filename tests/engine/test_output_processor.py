@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.outputs import RequestUpdate, TokenLogprobs
+from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason, SamplingParams
 from paceline.engine.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.testing import ByteTokenizer
@@ -41,12 +41,17 @@ def update(
     preemptions: int = 0,
     scheduled: float = 11.0,
     error: str | None = None,
+    timeline: Timeline | None = None,
 ) -> RequestUpdate:
     ids = tuple(text.encode() if isinstance(text, str) else text)
     entries = tuple(TokenLogprobs(i, -0.5, 1, ((i, -0.5),)) for i in ids) if logprobs else None
     return RequestUpdate(
-        choice, ids, entries, finish, stop_reason, cached, scheduled, preemptions, error
+        choice, ids, entries, finish, stop_reason, cached, scheduled, preemptions, error, timeline
     )
+
+
+def timeline(num_chunks: int) -> Timeline:
+    return Timeline((), num_chunks, 0, 0, 0, relegated=False, predicted_ttft=None)
 
 
 def processor(*requests: GenerationRequest) -> OutputProcessor:
@@ -168,6 +173,17 @@ class TestStopStrings:
         assert outputs[-1].num_output_tokens == 4
         assert aborts == ["r/0"]
 
+    def test_the_story_is_what_was_told_last_and_comes_with_the_end(self) -> None:
+        made = processor(request(stop=("Q:",)))
+        outputs, _ = feed(
+            made,
+            update("r/0", "A", timeline=timeline(1)),
+            update("r/0", "B", timeline=timeline(2)),
+            update("r/0", "Q"),
+            update("r/0", ":"),
+        )
+        assert [out.choices[0].timeline for out in outputs] == [None, None, None, timeline(2)]
+
     def test_included_on_demand(self) -> None:
         outputs, _ = feed(
             processor(request(stop=("stop",), include_stop_str_in_output=True)),
@@ -283,10 +299,12 @@ class TestFaults:
         made = OutputProcessor(Broken())
         made.add(request("bad"))
         made.add(request("good"))
-        processed = made.process([update("bad/0", [99]), update("good/0", "ok")], 12.0)
+        told = update("bad/0", [99], timeline=timeline(1))
+        processed = made.process([told, update("good/0", "ok")], 12.0)
         bad, good = processed.outputs
         assert bad.choices[0].finish_reason == "error"
         assert "KeyError: 99" in str(bad.choices[0].error)
+        assert bad.choices[0].timeline == timeline(1)
         assert (processed.stopped, processed.failed) == ((), ("bad/0",))
         assert good.choices[0].text == "ok"
 

@@ -33,7 +33,7 @@ from paceline.server.metrics.families import Registry
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
 from paceline.server.wire import Explanation
 
-from .helpers import VOCAB, chat_body, connect, metric, scrape
+from .helpers import VOCAB, chat_body, connect, expected_text, metric, scrape
 
 pytestmark = pytest.mark.anyio
 
@@ -194,9 +194,9 @@ def test_chunks_are_counted_once_for_each_request() -> None:
     assert metric(observed(Slo(), None), "paceline:request_chunks_count") == 0
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("n", "by_stop_string"), [(1, False), (2, False), (2, True)])
 async def test_a_finished_request_s_line_in_the_log_tells_its_story(
-    n: int, caplog: pytest.LogCaptureFixture
+    n: int, by_stop_string: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "paceline.server")
     backend = NullBackend(vocab_size=VOCAB, step_time=0.002)
@@ -211,9 +211,16 @@ async def test_a_finished_request_s_line_in_the_log_tells_its_story(
         for first in (1, 3):
             # the second time, steps can be predicted
             bodies = [body | {"prompt": [first + i] * 60} for i in range(2)]
+            if by_stop_string:
+                # the backend says the same whenever it is asked
+                for one in bodies:
+                    one["stop"] = expected_text(one["prompt"], 40)[1][20:22]
             answers = await asyncio.gather(*(http.post("/v1/completions", json=b) for b in bodies))
     await client.close()
+    reason = "stop" if by_stop_string else "length"
+    assert all(c["finish_reason"] == reason for a in answers for c in a.json()["choices"])
     told = {a.json()["id"]: a.json()["usage"]["timeline"] for a in answers}
+    assert all(len(timeline) == n for timeline in told.values())
     lines = [r for r in caplog.records if r.getMessage().startswith("request id=")]
     assert len(lines) == 4
     for record in lines[2:]:
