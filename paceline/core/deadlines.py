@@ -19,6 +19,7 @@ from collections.abc import Callable
 from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
+from paceline.core.pace import least_target
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
@@ -200,11 +201,14 @@ class Deadlines:
             and request.slo.best_effort
             and request.num_uncomputed_tokens <= 1
         ]
+        if not those:
+            return those
         most = self._budget.best_effort_seconds
-        if survey.tightest < math.inf:
+        tightest = self._tightest(survey)
+        if tightest < math.inf:
             own = self._step_time.predict(StepShape(0, 0.0, survey.narrow_rows, survey.narrow_keys))
-            most = min(most, own + _HURRIED_SHARE * (PACE_SHARE * survey.tightest - own))
-        if not those or most == math.inf:
+            most = min(most, own + _HURRIED_SHARE * (PACE_SHARE * tightest - own))
+        if most == math.inf:
             return those
         keys = list(accumulate(request.num_computed_tokens for request in those))
         rows, before = survey.narrow_rows, survey.narrow_keys
@@ -213,6 +217,14 @@ class Deadlines:
             return self._step_time.predict(StepShape(0, 0.0, rows + num, before + keys[num - 1]))
 
         return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
+
+    def _tightest(self, survey: Survey) -> float:
+        """The tightest TPOT target among paced requests that somebody could meet."""
+        least = least_target(self._step_time)
+        if survey.tightest >= least:
+            return survey.tightest
+        targets = (request.slo.tpot or 0.0 for request in survey.paced)
+        return min((target for target in targets if target >= least), default=math.inf)
 
     def _that_may_come_back(self, now: float) -> list[tuple[float, int, Request]]:
         """Those left out that still wait in that band, as ``promised`` has the others."""

@@ -18,10 +18,15 @@ from paceline.core.request import Request
 from paceline.core.step_time import StepShape, StepTimeModel
 from paceline.core.survey import Survey
 
-__all__ = ["PaceGuard"]
+__all__ = ["PaceGuard", "least_target"]
 
 # of the target, for steps that take longer than predicted
 _SHARE: Final = 0.9
+
+
+def least_target(model: StepTimeModel) -> float:
+    """Seconds: a TPOT target below this cannot be met."""
+    return model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE
 
 
 class PaceGuard:
@@ -57,5 +62,4 @@ class PaceGuard:
 
     @cached_property
     def _least(self) -> float:
-        """A target below this cannot be met."""
-        return self._model.predict(StepShape(0, 0.0, 1, 0)) / _SHARE
+        return least_target(self._model)

@@ -172,6 +172,8 @@ class Planner:
         running = [r for r in hurried if r.status is RequestStatus.RUNNING]
         if not running:
             return False
+        for request in running:
+            request.num_skipped_steps = 0
         before = self._step_time.predict(draft.shape)
         preempted = self._rows.extend(draft, running, others, now)
         draft.best_effort_cost += self._step_time.predict(draft.shape) - before

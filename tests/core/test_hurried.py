@@ -118,6 +118,24 @@ def test_the_pace_of_others_comes_first() -> None:
     assert 8 <= len(hurried(slower)) <= 11, "of 54 ms"
 
 
+def test_a_pace_that_nobody_could_keep_is_no_reason_to_wait() -> None:
+    machine = Machine(max_num_seqs=32)
+    streaming(machine, 20, 4.0)
+    # a step of its own takes 11 ms
+    absurd = chat_beside(machine)
+    absurd.slo = Slo(tpot=0.001)
+    for _ in range(8):
+        machine.step()
+    assert len(hurried(machine)) == 20
+    chat = make_request("other", 4, 400, arrival=machine.now, slo=Slo(tpot=0.06))
+    machine.add(chat)
+    while chat.first_token_time is None:
+        machine.step()
+    for _ in range(8):
+        machine.step()
+    assert 8 <= len(hurried(machine)) <= 11, "and whose can be kept is kept"
+
+
 def test_it_leaves_most_of_what_the_pace_of_others_leaves_to_their_prompts() -> None:
     machine = Machine(max_num_seqs=128)
     running(machine, 60, 14.0, output=100)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from paceline.core.policies import POLICIES, FcfsPolicy
+from paceline.core.errors import ConfigError
+from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
 from paceline.core.policies.boost import boost, solve_gamma
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
@@ -52,6 +54,25 @@ def test_a_policy_is_told_all_tokens_by_the_step_or_one_by_one(
             *3 * [("a", 0, 1)],
             *2 * [("b", 0, 1)],
         ]
+
+
+def test_a_policy_of_another_package_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = FcfsPolicy
+
+    class Partial:
+        """As one that was written before ``later`` and ``sampled`` came."""
+
+        def __init__(self, context: PolicyContext) -> None:
+            self._policy = whole(context)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("sampled", "later"):
+                raise AttributeError(name)
+            return getattr(self._policy, name)
+
+    monkeypatch.setitem(POLICIES, "partial", Partial)
+    with pytest.raises(ConfigError, match=r"'partial' \(.*Partial\) has no later, sampled;"):
+        Driver(policy="partial")
 
 
 def test_sjf_runs_short_work_first_but_not_for_ever() -> None:

@@ -29,6 +29,12 @@ __all__ = [
     "make_policy",
 ]
 
+# one that was written for an older version lacks what came since
+_MEMBERS = sorted(
+    {*SchedulingPolicy.__annotations__}
+    | {name for name in vars(SchedulingPolicy) if not name.startswith("_")}
+)
+
 POLICIES: dict[str, Callable[[PolicyContext], SchedulingPolicy]] = {
     "fcfs": FcfsPolicy,
     "sjf": SjfPolicy,
@@ -44,7 +50,8 @@ def make_policy(context: PolicyContext) -> SchedulingPolicy:
     """The policy that ``context.config.policy`` names.
 
     Raises:
-        ConfigError: no such policy; the message lists them.
+        ConfigError: no such policy, and the message lists them; or one from another package that
+            lacks something policies have.
     """
     name = context.config.policy
     try:
@@ -52,4 +59,11 @@ def make_policy(context: PolicyContext) -> SchedulingPolicy:
     except KeyError:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"unknown scheduling policy {name!r}; known: {known}") from None
-    return make(context)
+    policy = make(context)
+    lacking = [member for member in _MEMBERS if not hasattr(policy, member)]
+    if lacking:
+        raise ConfigError(
+            f"scheduling policy {name!r} ({type(policy).__qualname__}) has no "
+            f"{', '.join(lacking)}; derive it from FcfsPolicy, or see SchedulingPolicy"
+        )
+    return policy
