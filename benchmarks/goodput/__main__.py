@@ -62,8 +62,8 @@ STARTS = {
     "bursty": {"paceline": 1.2, "fcfs-best-fixed": 0.5, "vllm-cpu": 0.3},
 }
 # of the same; capacities below are not looked for
-LEAST = 0.1
-# rates asked to find a capacity, at most; one more where all of these were beyond it
+LEAST = 0.03
+# rates asked to find a capacity, at most; twice as many where all of these were beyond it
 MOST = 1 if QUICK else 4
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each

@@ -71,7 +71,7 @@ class Search:
     Args:
         start: the first.
         least: below this its capacity is not looked for.
-        most: rates to find it with, at most; one more if all of these were beyond it.
+        most: rates to find it with, at most; twice as many while all of these were beyond it.
         beyond: whether to ask BEYOND times the capacity too.
     """
 
@@ -95,7 +95,7 @@ class Search:
         short = [rate for rate, share in shares if share < ATTAINMENT]
         if not within:
             lower = min(short) / _STRIDE
-            return lower if len(self.curve) <= self._most and lower >= self._least else None
+            return lower if len(self.curve) < 2 * self._most and lower >= self._least else None
         if len(self.curve) < self._most:
             if not short:
                 return max(within) * _STRIDE

@@ -96,6 +96,7 @@ def test_a_search_closes_in_on_the_capacity_and_then_asks_for_twice_that(holds: 
 
 def test_a_search_ends() -> None:
     assert rates_of(Search(2.0, least=0.5, most=9, beyond=True), 0.0) == [2.0, 1.333, 0.889, 0.593]
+    assert len(rates_of(Search(2.0, least=0.01, most=3, beyond=True), 0.0)) == 6
     assert rates_of(Search(2.0, least=0.5, most=1, beyond=True), 9.0) == [2.0, 4.0]
     assert rates_of(Search(2.0, least=0.5, most=1, beyond=True), 1.5) == [2.0, 1.333, 2.999]
     assert rates_of(Search(2.0, least=0.5, most=2, beyond=False), 9.0) == [2.0, 3.0]
