@@ -246,5 +246,7 @@ def test_memory_does_not_grow_with_the_workload() -> None:
         return used
 
     # the interpreter keeps up to 2,000 freed tuples of each size
-    run(5000)
-    assert peak(4000) < 1.5 * peak(1000)
+    run(3000)
+    # 30 bytes a request: less than keeping anything of each, more than what other threads of the
+    # test process may take meanwhile
+    assert peak(6000) < peak(1000) + 150_000
