@@ -13,7 +13,7 @@ from typing import Final
 from paceline.core.draft import Draft
 from paceline.core.intake import Intake
 from paceline.core.pressure import Pressure
-from paceline.core.request import Band, RequestStatus
+from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.rows import Rows
 from paceline.core.running import Running
 from paceline.core.survey import Survey
@@ -37,10 +37,12 @@ class BestEffort:
         self._rows = rows
         self._intake = intake
 
-    def make_way(self, survey: Survey, now: float) -> None:
+    def make_way(self, survey: Survey, now: float) -> Request:
         """Memory is nearly full and others run: the last of those with least to lose goes."""
         those = survey.best_effort or survey.hurried
-        self._running.preempt(max(those, key=lambda r: (r.band, r.order)), now)
+        victim = max(those, key=lambda r: (r.band, r.order))
+        self._running.preempt(victim, now)
+        return victim
 
     def fill(
         self,

@@ -188,7 +188,7 @@ class Deadlines:
         return Verdict(left_out, back)
 
     def rest(self) -> None:
-        """Nobody is left."""
+        """Nobody is left, nor to be kept in memory."""
         self._pressed = []
 
     def hurried(self, survey: Survey) -> list[Request]:
@@ -203,15 +203,16 @@ class Deadlines:
         ]
         if not those:
             return those
-        most = self._budget.best_effort_seconds
+        rows, before = survey.narrow_rows, survey.narrow_keys
+        own = self._step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
+        # as any best effort: so much longer than the rows of others alone, or so long without them
+        most = own + self._budget.best_effort_seconds
         tightest = self._tightest(survey)
         if tightest < math.inf:
-            own = self._step_time.predict(StepShape(0, 0.0, survey.narrow_rows, survey.narrow_keys))
             most = min(most, own + _HURRIED_SHARE * (PACE_SHARE * tightest - own))
         if most == math.inf:
             return those
         keys = list(accumulate(request.num_computed_tokens for request in those))
-        rows, before = survey.narrow_rows, survey.narrow_keys
 
         def seconds(num: int) -> float:
             return self._step_time.predict(StepShape(0, 0.0, rows + num, before + keys[num - 1]))

@@ -61,7 +61,7 @@ class Draft:
         self.background_seconds = allowance.background
         # seconds by which these have lengthened it
         self.background_cost = 0.0
-        # seconds by which best-effort requests have that were let in or are in a hurry
+        # the same of best effort that was let in or is in a hurry
         self.best_effort_cost = 0.0
         # tokens that best-effort requests may still get although there is no room for them
         self.charity = _CHARITY

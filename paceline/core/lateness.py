@@ -116,6 +116,8 @@ class Lateness:
             request.slo = replace(request.slo, best_effort=True)
         request.order = (self._policy.later(request.order[0]), request.order[1])
         request.relegated = True
+        # it may run on as it is
+        request.told = False
         self.num_relegated += 1
 
     def relegate_running(self, running: list[Request], wide: Iterable[Request], now: float) -> bool:

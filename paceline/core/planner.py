@@ -135,15 +135,15 @@ class Planner:
             and survey.awaited
             and (others or survey.hurried)
         ):
-            self._best_effort.make_way(survey, now)
-            others = max(0, others - 1)
-        left = others + reserved
-        preempted = self._rows.extend(draft, survey.ordinary, len(survey.hurried) + left, now)
+            survey.leave(self._best_effort.make_way(survey, now))
+            others = len(survey.best_effort)
+        left = len(survey.hurried) + others + reserved
+        preempted = self._rows.extend(draft, survey.ordinary, left, now)
         held_by: Reason | None = Reason.POLICY if held or not draft.wide else None
         if held_by is None and preempted and running:
             held_by = Reason.MEMORY
         num_ordinary = len(draft.rows)
-        preempted = self._hurry(draft, survey.hurried, left, now)
+        preempted = self._hurry(draft, survey.hurried, now)
         num_hurried = len(draft.rows) - num_ordinary
         if held_by is None and self._waiting:
             draft.budget -= others
@@ -165,7 +165,7 @@ class Planner:
             self._budget.charge(draft.background_cost)
         return held_by
 
-    def _hurry(self, draft: Draft, hurried: list[Request], others: int, now: float) -> bool:
+    def _hurry(self, draft: Draft, hurried: list[Request], now: float) -> bool:
         """Rows for best effort that is not to sit this step out. Returns whether anybody had to
         give way for them."""
         # those that have not made way for others
@@ -175,7 +175,8 @@ class Planner:
         for request in running:
             request.num_skipped_steps = 0
         before = self._step_time.predict(draft.shape)
-        preempted = self._rows.extend(draft, running, others, now)
+        # they are narrow: no token has to be left for anybody
+        preempted = self._rows.extend(draft, running, 0, now)
         draft.best_effort_cost += self._step_time.predict(draft.shape) - before
         return preempted
 

@@ -280,7 +280,7 @@ class Request:
     times_bypassed: int = 0
     num_restored_tokens: int = 0
     num_chunks: int = 0
-    # whether its caller has been told all this since it was last let in
+    # whether its caller has been told all this since it last changed
     told: bool = False
     relegated: bool = False
     predicted_ttft: float | None = None

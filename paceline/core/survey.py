@@ -114,6 +114,12 @@ class Survey:
             self.hurried = requests
             self.hurried_keys = sum(request.num_computed_tokens for request in requests)
 
+    def leave(self, request: Request) -> None:
+        """This one of best effort runs no more."""
+        self.best_effort = [r for r in self.best_effort if r is not request]
+        self.hurried = [r for r in self.hurried if r is not request]
+        self.hurried_keys = sum(r.num_computed_tokens for r in self.hurried)
+
     def favour(self, num_waiting: int) -> None:
         """Count what light tenants lack: of those running, and so many tokens of one that waits and
         will be let in."""

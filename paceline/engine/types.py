@@ -69,7 +69,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: int | str | None = None
     # set with finish_reason "error"
     error: str | None = None
-    # set with any finish_reason, unless the choice was aborted before its first token
+    # set with any finish_reason, unless the engine had told nothing of it yet
     timeline: Timeline | None = None
 
 

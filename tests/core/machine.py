@@ -10,15 +10,19 @@ from paceline.core.step_time import StepShape
 from tests.driving import Driver, make_request
 
 
-def seconds(shape: StepShape) -> float:
-    """10 ms a step, 1 ms a prompt token, 1 ms a row."""
-    return 0.01 + 0.001 * shape.wide_tokens + 0.001 * shape.narrow_rows
+def seconds(shape: StepShape, per_key: float = 0.0) -> float:
+    """10 ms a step, 1 ms a prompt token, 1 ms a row and so much for each token before it."""
+    rows = 0.001 * shape.narrow_rows + per_key * shape.narrow_keys
+    return 0.01 + 0.001 * shape.wide_tokens + rows
 
 
 class Machine(Driver):
     """A driver whose clock moves by what its steps take, trained."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, per_key: float = 0.0, **config: Any) -> None:
+        def takes(shape: StepShape) -> float:
+            return seconds(shape, per_key)
+
         settings: dict[str, Any] = {
             "num_blocks": 8000,
             "enable_prefix_caching": False,
@@ -28,12 +32,13 @@ class Machine(Driver):
             "policy": "deadline",
             "best_effort_step_s": 0.4,
         }
-        super().__init__(seconds=seconds, **(settings | config))
+        super().__init__(seconds=takes, **(settings | config))
+        self.takes = takes
         for index in range(400):
-            shape = StepShape(0, 0.0, index % 5, 50 * (index % 5))
+            shape = StepShape(0, 0.0, index % 5, 50 * (index % 5) * (1 + index % 3))
             if index % 2:
                 shape = shape.plus(0, 32 * (1 + index % 16))
-            self.scheduler.step_time.observe(shape, seconds(shape))
+            self.scheduler.step_time.observe(shape, takes(shape))
 
     def step(self) -> bool:
         before = self.now
@@ -42,7 +47,7 @@ class Machine(Driver):
         # the driver's own clock goes a second a step
         self.now = before
         if len(self.plans) > planned:
-            self.now += seconds(StepShape.of(self.plans[-1].rows))
+            self.now += self.takes(StepShape.of(self.plans[-1].rows))
         return moved
 
     def until_done(self) -> dict[str, float]:

@@ -211,11 +211,124 @@ def test_no_more_are_in_a_hurry_than_a_step_of_best_effort_may_have() -> None:
     assert len(hurried(machine)) == 20
 
 
+def test_what_rows_have_before_them_counts() -> None:
+    # 21 ms each, of which 20 are for that
+    machine = Machine(max_num_seqs=16, per_key=1e-5, best_effort_step_s=0.4)
+    requests = [batch(machine, f"batch{i}", 60.0, prompt=2000, output=80) for i in range(8)]
+    while any(request.first_token_time is None for request in requests):
+        machine.step()
+    while len(hurried(machine)) < 7:
+        assert not machine.finished
+        machine.step()
+    machine.scheduler.budget._best_effort_step_s = 0.1
+    assert 3 <= len(hurried(machine)) <= 5
+
+
+def test_rows_of_others_that_take_longer_than_best_effort_may_leave_it_as_much() -> None:
+    machine = Machine(max_num_seqs=64, best_effort_step_s=0.05)
+    # with a step of their own 55 ms
+    for index in range(45):
+        slo = Slo(tpot=0.5)
+        machine.add(make_request(f"chat{index}", 4, 4000, arrival=machine.now, slo=slo))
+    (request,) = streaming(machine, 1, 14.0)
+    sent, began, most = 0, machine.now, 0
+    while request.request_id not in machine.finished:
+        while began + 0.3 * sent <= machine.now:
+            slo = Slo(ttft=30.0)
+            machine.add(make_request(f"other{sent}", 200, 2, arrival=machine.now, slo=slo))
+            sent += 1
+        machine.step()
+        most = max(most, len(hurried(machine)))
+    assert most == 1
+    assert machine.now <= 14.0 and not request.relegated
+
+
+def test_both_limits_hold_at_once() -> None:
+    machine = Machine(max_num_seqs=64, best_effort_step_s=0.4)
+    streaming(machine, 40, 8.0)
+    chat_beside(machine).slo = Slo(tpot=10.0)
+    for _ in range(8):
+        machine.step()
+    assert len(hurried(machine)) > 30
+    machine.scheduler.budget._best_effort_step_s = 0.03
+    assert len(hurried(machine)) == 30, "41 ms, of which 11 are the chat's"
+    chat = machine.scheduler._running.requests[0]
+    assert chat.request_id == "chat"
+    chat.slo = Slo(tpot=0.06)
+    assert 8 <= len(hurried(machine)) <= 11
+
+
+def test_it_keeps_its_row_where_another_is_displaced() -> None:
+    machine = Machine(max_num_seqs=2, policy="priority")
+    (request,) = streaming(machine, 1, 2.0)
+    while not hurried(machine):
+        machine.step()
+    line = make_request("line", 4, 50, arrival=machine.now, slo=Slo(best_effort=True))
+    machine.add(line)
+    machine.step()
+    # takes its place, and a step in which there is no room for best effort
+    machine.add(make_request("other", 600, 2, arrival=machine.now, slo=Slo(ttft=30.0)))
+    machine.step()
+    assert line.num_preemptions == 1 and request.num_preemptions == 0
+    assert {row.request_id for row in machine.plans[-1].rows} == {"other", "batch0"}
+
+
+def test_where_one_in_a_hurry_makes_way_no_room_is_kept_for_it() -> None:
+    machine = Machine(
+        max_num_seqs=8,
+        num_blocks=60,
+        max_num_batched_tokens=32,
+        pressure_threshold=0.6,
+        adaptive_token_budget=False,
+    )
+    (request,) = streaming(machine, 1, 1.0)
+    while not hurried(machine):
+        machine.step()
+    machine.add(make_request("other", 180, 8, arrival=machine.now, slo=Slo(ttft=30.0)))
+    while not request.num_preemptions:
+        machine.step()
+    assert machine.plans[-1].num_tokens == 32
+
+
+def test_having_a_row_is_not_being_passed_over() -> None:
+    machine = Machine()
+    (request,) = streaming(machine, 1, 1.0)
+    request.num_skipped_steps = 5
+    while not hurried(machine):
+        machine.step()
+        request.num_skipped_steps = 5
+    machine.add(make_request("other", 600, 2, arrival=machine.now, slo=Slo(ttft=30.0)))
+    machine.step()
+    assert request.num_skipped_steps == 0
+
+
+def test_who_is_promoted_meanwhile_is_counted_once() -> None:
+    machine = Machine()
+    (request,) = streaming(machine, 1, 1.0)
+    while not hurried(machine):
+        machine.step()
+    request.slo = NO_SLO
+    assert not hurried(machine)
+
+
+def test_nobody_is_kept_in_memory() -> None:
+    machine = Machine()
+    streaming(machine, 1, 1.0)
+    while not hurried(machine):
+        machine.step()
+    machine.until_done()
+    machine.step()
+    assert not machine.scheduler._planner.lateness._deadlines._pressed
+
+
 def test_for_want_of_memory_others_of_best_effort_make_way_first() -> None:
     machine = Machine(max_num_seqs=8, num_blocks=60, pressure_threshold=1.0)
     soon = batch(machine, "soon", 6.0, prompt=40, output=60)
     lazy = [batch(machine, f"lazy{i}", 50_000.0, prompt=40, output=60) for i in range(3)]
     machine.until_done()
+    for plan in machine.plans:
+        # whoever made way does not come back in the same step
+        assert not set(plan.released) & {new.request_id for new in plan.new_requests}
     assert soon.num_preemptions == 0
     assert sum(request.num_preemptions for request in lazy) > 0
 

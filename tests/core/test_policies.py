@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.core.outputs import StepResult
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
 from paceline.core.policies.boost import boost, solve_gamma
 from paceline.core.request import Request
@@ -37,7 +38,7 @@ def test_a_policy_is_told_all_tokens_by_the_step_or_one_by_one(
         def served(self, request: Request, num_prompt: int, num_output: int) -> None:
             told.append((request.request_id, num_prompt, num_output))
 
-    class CountingSteps(Counting):
+    class CountingSteps(FcfsPolicy):
         def sampled(self, requests: Sequence[Request]) -> None:
             steps.append(len(requests))
 
@@ -46,14 +47,31 @@ def test_a_policy_is_told_all_tokens_by_the_step_or_one_by_one(
     driver.add(make_request("a", 7, 3), make_request("b", 4, 2))
     driver.run()
     prompts = [entry for entry in told if entry[1]]
-    assert prompts == [("a", 7, 0), ("b", 4, 0)]
     if by_step:
-        assert (told, steps) == (prompts, [2, 2, 1])
+        assert (told, steps) == ([], [2, 2, 1])
     else:
+        assert prompts == [("a", 7, 0), ("b", 4, 0)]
         assert sorted(entry for entry in told if entry not in prompts) == [
             *3 * [("a", 0, 1)],
             *2 * [("b", 0, 1)],
         ]
+
+
+def test_a_policy_is_told_each_token_of_a_step_that_brings_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[list[str]] = []
+
+    class CountingSteps(FcfsPolicy):
+        def sampled(self, requests: Sequence[Request]) -> None:
+            steps.append([request.request_id for request in requests])
+
+    monkeypatch.setitem(POLICIES, "counting", CountingSteps)
+    driver = Driver(policy="counting")
+    driver.add(make_request("a", 7, 9), make_request("b", 4, 9))
+    plan = driver.scheduler.schedule(0.0)
+    driver.scheduler.update(plan, StepResult(plan.step_id, ((1, 2, 3), (4,))), 1.0)
+    assert steps == [["a", "a", "a", "b"]]
 
 
 def test_a_policy_of_another_package_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

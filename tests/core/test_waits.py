@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.slo import Slo
 from paceline.core.waits import REASONS, Reason, WaitClocks
+from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
 
@@ -114,3 +115,19 @@ def test_the_story_so_far_is_told_whenever_it_may_have_changed(depth: int) -> No
         assert 1 <= len(told) <= 1 + update.timeline.num_preemptions
         assert told[-1] == update.timeline
         assert told[0].num_chunks >= 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_is_relegated_while_it_streams_is_told_with_the_next_token(depth: int) -> None:
+    machine = Machine(depth=depth)
+    slo = Slo(slo_class="batch", best_effort=True, deadline=5.0)
+    machine.add(request := make_request("batch", 20, 40, arrival=machine.now, slo=slo))
+    while not machine.told["batch"]:
+        machine.step()
+    request.slo = Slo(slo_class="batch", best_effort=True, deadline=0.05)
+    while not request.relegated:
+        machine.step()
+    machine.step()
+    assert [timeline.relegated for timeline in machine.told["batch"]] == [False, True]
+    machine.until_done()
+    assert machine.finished["batch"].timeline == machine.told["batch"][-1]
