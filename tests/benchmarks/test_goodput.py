@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from benchmarks.goodput.curves import Curve, Search, capacity, falling, overload, summary
+from benchmarks.goodput.curves import Curve, Search, capacity, falling, overload, summary, together
 from benchmarks.goodput.loads import (
     PATIENCE,
     Load,
@@ -76,7 +76,8 @@ def rates_of(search: Search, holds: float) -> list[float]:
     asked = []
     while (rate := search.next()) is not None:
         asked.append(rate)
-        search.curve |= curve((rate, 1.0 if rate <= holds else 0.6))
+        (run,) = curve((rate, 1.0 if rate <= holds else 0.6)).values()
+        search.add(rate, run)
         assert len(asked) < 20
     return asked
 
@@ -92,6 +93,34 @@ def test_a_search_closes_in_on_the_capacity_and_then_asks_for_twice_that(holds: 
     alone = Search(2.0, least=0.1, most=8, beyond=False)
     assert rates_of(alone, holds) == found[: len(alone.curve)]
     assert len(found) - len(alone.curve) <= 1
+
+
+def test_rates_from_the_best_on_are_asked_again_one_after_another() -> None:
+    def searched(again: int, beyond: float) -> Search:
+        search = Search(2.0, least=0.1, most=4, beyond=True, again=again)
+        while (rate := search.next()) is not None:
+            (run,) = curve((rate, 1.0 if rate <= 4.0 else beyond)).values()
+            search.add(rate, run)
+        return search
+
+    once = sorted(searched(0, 0.2).curve)
+    twice = searched(2, 0.2)
+    best = max(rate for rate in once if rate <= 4.0)
+    assert sorted(twice.curve) == once
+    for rate in once:
+        assert len(twice.curve[rate]["runs"]) == (3 if rate >= best else 1)
+    # goodput that never falls has nothing to be compared with
+    assert all(len(run["runs"]) == 1 for run in searched(2, 0.8).curve.values())
+
+
+def test_runs_of_one_rate_are_taken_together() -> None:
+    (one,) = curve((2.0, 0.5), requests=10).values()
+    (other,) = curve((2.0, 0.8), requests=30).values()
+    both = together([one, other])
+    assert both["requests"] == 40
+    assert both["attainment"] == pytest.approx((5 + 24) / 40)
+    assert both["goodput_rps"] == pytest.approx((1.0 + 1.6) / 2)
+    assert both["runs"] == [1.0, 1.6]
 
 
 def test_a_search_ends() -> None:
