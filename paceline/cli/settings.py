@@ -57,7 +57,7 @@ class EngineSettings:
     best_effort_delay_s: float = 60.0
     bypass_window: int = 8
     max_bypasses: int = 64
-    best_effort_step_s: float = 0.05
+    best_effort_step_s: float = 0.03
     plan_lead_s: float = 0.002
     background_share: float | None = 0.1
     future_memory_check: bool = True

@@ -69,7 +69,7 @@ class SchedulerConfig:
     # that whoever arrives until then is in the plan. More than steps last: at once
     plan_lead_s: float = 0.002
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
-    best_effort_step_s: float = 0.05
+    best_effort_step_s: float = 0.03
     # a name in paceline.core.policies.POLICIES
     policy: str = "fcfs"
     # policy "priority": waiting this long counts as one priority level
