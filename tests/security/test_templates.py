@@ -54,7 +54,7 @@ async def turns_while(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[in
     call = asyncio.ensure_future(http.post(CHAT, json=body))
     turns = 0
     while not call.done():
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.005)
         turns += 1
     return (await call).status_code, turns
 
