@@ -74,14 +74,14 @@ def overload(curve: Curve) -> tuple[float, float] | None:
 
 
 def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What several runs of one rate come to: their requests, and of what they say the mean."""
+    """What the runs of one rate come to: all their requests, and their mean goodput."""
     count = sum(run["requests"] for run in runs)
     kept = sum(run["attainment"] * run["requests"] for run in runs)
-    return runs[0] | {
+    return {
         "requests": count,
         "attainment": round(kept / count, 4),
         "goodput_rps": round(sum(run["goodput_rps"] for run in runs) / len(runs), 3),
-        "runs": [run["goodput_rps"] for run in runs],
+        "runs": list(runs),
     }
 
 

@@ -120,7 +120,7 @@ def test_runs_of_one_rate_are_taken_together() -> None:
     assert both["requests"] == 40
     assert both["attainment"] == pytest.approx((5 + 24) / 40)
     assert both["goodput_rps"] == pytest.approx((1.0 + 1.6) / 2)
-    assert both["runs"] == [1.0, 1.6]
+    assert both["runs"] == [one, other]
 
 
 def test_a_search_ends() -> None:

@@ -49,21 +49,44 @@ def hurried(machine: Machine) -> set[str]:
     return {request.request_id for request in survey.hurried}
 
 
+def until_hurried(machine: Machine) -> None:
+    """Steps until somebody is."""
+    while not hurried(machine):
+        machine.step()
+
+
+class Prompts:
+    """Ordinary prompts that come every so many seconds from now on."""
+
+    def __init__(self, machine: Machine, every: float, num_tokens: int, ttft: float = 30.0) -> None:
+        self._machine = machine
+        self._began = machine.now
+        self._every = every
+        self._num_tokens = num_tokens
+        self._slo = Slo(ttft=ttft)
+        self._sent = 0
+
+    def step(self) -> int:
+        """A step, after those that are due have come. Returns how many are in a hurry."""
+        machine = self._machine
+        while self._began + self._every * self._sent <= machine.now:
+            name, arrival = f"other{self._sent}", machine.now
+            machine.add(make_request(name, self._num_tokens, 2, arrival=arrival, slo=self._slo))
+            self._sent += 1
+        machine.step()
+        return len(hurried(machine))
+
+
 def beside_prompts(every: float, deadline: float) -> tuple[float, list[bool], bool]:
     """When batch work is done beside a prompt of 0.6 s every so many; of each step until then,
     whether it had a row; and whether it was ever in a hurry."""
     machine = Machine()
     streaming(machine, 1, deadline)
-    planned, sent, ever = len(machine.plans), 0, False
+    planned, prompts, most = len(machine.plans), Prompts(machine, every, 600), 0
     while "batch0" not in machine.finished:
-        while every * sent <= machine.now:
-            slo = Slo(ttft=30.0)
-            machine.add(make_request(f"other{sent}", 600, 2, arrival=machine.now, slo=slo))
-            sent += 1
-        machine.step()
-        ever = ever or bool(hurried(machine))
+        most = max(most, prompts.step())
     rows = [{row.request_id for row in plan.rows} for plan in machine.plans[planned:]]
-    return machine.now, ["batch0" in names for names in rows], ever
+    return machine.now, ["batch0" in names for names in rows], most > 0
 
 
 def test_what_is_due_soon_has_a_row_in_every_step() -> None:
@@ -141,15 +164,10 @@ def test_it_leaves_most_of_what_the_pace_of_others_leaves_to_their_prompts() -> 
     running(machine, 60, 14.0, output=100)
     chat = chat_beside(machine)
     chat.slo = Slo(tpot=0.06)
-    began, sent, most = machine.now, 0, 0
-    while machine.now < began + 6.0:
-        # two thirds of the machine's time
-        while began + 0.3 * sent <= machine.now:
-            slo = Slo(ttft=1.0)
-            machine.add(make_request(f"other{sent}", 200, 2, arrival=machine.now, slo=slo))
-            sent += 1
-        machine.step()
-        most = max(most, len(hurried(machine)))
+    # two thirds of the machine's time
+    prompts, ends, most = Prompts(machine, 0.3, 200, ttft=1.0), machine.now + 6.0, 0
+    while machine.now < ends:
+        most = max(most, prompts.step())
     assert most >= 8
     assert tpot(machine, chat) <= 0.061
 
@@ -231,14 +249,9 @@ def test_rows_of_others_that_take_longer_than_best_effort_may_leave_it_as_much()
         slo = Slo(tpot=0.5)
         machine.add(make_request(f"chat{index}", 4, 4000, arrival=machine.now, slo=slo))
     (request,) = streaming(machine, 1, 14.0)
-    sent, began, most = 0, machine.now, 0
+    prompts, most = Prompts(machine, 0.3, 200), 0
     while request.request_id not in machine.finished:
-        while began + 0.3 * sent <= machine.now:
-            slo = Slo(ttft=30.0)
-            machine.add(make_request(f"other{sent}", 200, 2, arrival=machine.now, slo=slo))
-            sent += 1
-        machine.step()
-        most = max(most, len(hurried(machine)))
+        most = max(most, prompts.step())
     assert most == 1
     assert machine.now <= 14.0 and not request.relegated
 
@@ -261,8 +274,7 @@ def test_both_limits_hold_at_once() -> None:
 def test_it_keeps_its_row_where_another_is_displaced() -> None:
     machine = Machine(max_num_seqs=2, policy="priority")
     (request,) = streaming(machine, 1, 2.0)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     line = make_request("line", 4, 50, arrival=machine.now, slo=Slo(best_effort=True))
     machine.add(line)
     machine.step()
@@ -282,8 +294,7 @@ def test_where_one_in_a_hurry_makes_way_no_room_is_kept_for_it() -> None:
         adaptive_token_budget=False,
     )
     (request,) = streaming(machine, 1, 1.0)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     machine.add(make_request("other", 180, 8, arrival=machine.now, slo=Slo(ttft=30.0)))
     while not request.num_preemptions:
         machine.step()
@@ -294,8 +305,7 @@ def test_having_a_row_is_not_being_passed_over() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
     request.num_skipped_steps = 5
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
         request.num_skipped_steps = 5
     machine.add(make_request("other", 600, 2, arrival=machine.now, slo=Slo(ttft=30.0)))
     machine.step()
@@ -305,8 +315,7 @@ def test_having_a_row_is_not_being_passed_over() -> None:
 def test_who_is_promoted_meanwhile_is_counted_once() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     request.slo = NO_SLO
     assert not hurried(machine)
 
@@ -314,8 +323,7 @@ def test_who_is_promoted_meanwhile_is_counted_once() -> None:
 def test_nobody_is_kept_in_memory() -> None:
     machine = Machine()
     streaming(machine, 1, 1.0)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     machine.until_done()
     machine.step()
     assert not machine.scheduler._planner.lateness._deadlines._pressed
@@ -337,8 +345,7 @@ def test_when_memory_is_nearly_full_one_in_a_hurry_goes_if_nobody_else_can() -> 
     machine = Machine(max_num_seqs=8, num_blocks=44, pressure_threshold=0.5)
     machine.add(make_request("chat", 60, 100, arrival=machine.now, slo=NO_SLO))
     (request,) = streaming(machine, 1, 1.5)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     ends = machine.until_done()
     assert request.num_preemptions > 0, "the valve opens"
     assert set(ends) == {"chat", "batch0"}
@@ -363,8 +370,7 @@ def test_it_is_not_taken_for_the_work_of_others() -> None:
 def test_who_waits_behind_it_is_held_up() -> None:
     machine = Machine(max_num_seqs=1)
     streaming(machine, 1, 1.0)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     night = make_request("night", 20, 2, arrival=machine.now, slo=Slo(best_effort=True))
     machine.add(night)
     for _ in range(4):
@@ -375,8 +381,7 @@ def test_who_waits_behind_it_is_held_up() -> None:
 def test_who_is_left_out_is_in_no_hurry_any_more() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
-    while not hurried(machine):
-        machine.step()
+    until_hurried(machine)
     request.slo = Slo(slo_class="batch", best_effort=True, deadline=0.05)
     while not request.relegated:
         assert request.finish_reason is None
