@@ -304,9 +304,8 @@ def test_where_one_in_a_hurry_makes_way_no_room_is_kept_for_it() -> None:
 def test_having_a_row_is_not_being_passed_over() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
-    request.num_skipped_steps = 5
     until_hurried(machine)
-        request.num_skipped_steps = 5
+    request.num_skipped_steps = 5
     machine.add(make_request("other", 600, 2, arrival=machine.now, slo=Slo(ttft=30.0)))
     machine.step()
     assert request.num_skipped_steps == 0
