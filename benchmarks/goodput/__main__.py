@@ -38,14 +38,24 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
-import time
 from typing import Any
 
 from benchmarks.goodput.curves import ATTAINMENT, Search, summary
 from benchmarks.goodput.engines import Ours, class_flags, fixed, our_places
-from benchmarks.goodput.loads import Span, beside, burst, figures, play, steady, stream, ttft
+from benchmarks.goodput.loads import (
+    Span,
+    beside,
+    burst,
+    figures,
+    flood,
+    loop_ms,
+    play,
+    steady,
+    stream,
+    tenants,
+    ttft,
+)
 from benchmarks.peers.__main__ import free_port, machine
 from benchmarks.peers.base import Peer, Places, Unavailable
 from benchmarks.peers.online import TRACE, Server, name_lengths
@@ -96,16 +106,6 @@ def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
         print(f"fixed budget {budget}: {shares[0]:.1%} within at {1.2 * unit:.2f}/s Poisson, "
               f"{shares[1]:.1%} at {0.5 * unit:.2f}/s bursty", flush=True)  # fmt: skip
     return max(kept, key=lambda budget: (kept[budget], -budget))
-
-
-def loop_ms() -> float:
-    """Milliseconds of a loop of fixed work: how quick one thread of the machine is just now."""
-    spent = []
-    for _ in range(9):
-        began = time.perf_counter()
-        sum(number * number for number in range(40_000))
-        spent.append(1e3 * (time.perf_counter() - began))
-    return round(statistics.median(spent), 2)
 
 
 def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dict[str, Search]:
@@ -173,17 +173,13 @@ def main() -> int:
             if name in servers:
                 servers.pop(name).close()
 
-        light = stream(0.25 * unit, 1.0, SECONDS, vocab, 7, names=("interactive",))
-        flood = stream(2.0 * unit, 1.0, SECONDS, vocab, 8, names=("batch",))
-        answers = beside(ours, light, flood, TURNS, classes=True)
+        answers = beside(ours, *flood(unit, SECONDS, vocab), TURNS, classes=True)
         flooded = compared("flood: interactive", answers)
         servers.pop("paceline").close()
         fair = servers["fair"] = start(
             Ours("fair", places, (*class_flags(), "--scheduling-policy", "fair"))
         )
-        light = stream(0.2 * unit, 1.0, SECONDS, vocab, 9, names=("interactive",), tenant="light")
-        heavy = stream(2.0 * unit, 1.0, SECONDS, vocab, 10, names=("interactive",), tenant="heavy")
-        answers = beside(fair, light, heavy, TURNS, classes=True)
+        answers = beside(fair, *tenants(unit, SECONDS, vocab), TURNS, classes=True)
         shared = compared("fairness: light tenant's", answers)
     finally:
         for server in servers.values():

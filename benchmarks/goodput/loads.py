@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,11 +24,14 @@ __all__ = [
     "beside",
     "burst",
     "figures",
+    "flood",
+    "loop_ms",
     "missed",
     "play",
     "reworded",
     "steady",
     "stream",
+    "tenants",
     "ttft",
 ]
 
@@ -120,6 +124,30 @@ def burst(count: int, vocab_size: int) -> list[Load]:
         Load(0.0, [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)], output, "batch")
         for prompt, output in read_lengths(TRACE, count, 0)
     ]
+
+
+def loop_ms() -> float:
+    """Milliseconds of a loop of fixed work: how quick one thread of the machine is just now."""
+    spent = []
+    for _ in range(9):
+        began = time.perf_counter()
+        sum(number * number for number in range(40_000))
+        spent.append(1e3 * (time.perf_counter() - began))
+    return round(statistics.median(spent), 2)
+
+
+def flood(unit: float, seconds: float, vocab_size: int) -> tuple[list[Load], list[Load]]:
+    """An interactive stream, and one of batch work of more than a server can do that works a burst
+    off at ``unit``."""
+    light = stream(0.25 * unit, 1.0, seconds, vocab_size, 7, names=("interactive",))
+    return light, stream(2.0 * unit, 1.0, seconds, vocab_size, 8, names=("batch",))
+
+
+def tenants(unit: float, seconds: float, vocab_size: int) -> tuple[list[Load], list[Load]]:
+    """The same of two tenants that both are interactive."""
+    names = ("interactive",)
+    light = stream(0.2 * unit, 1.0, seconds, vocab_size, 9, names=names, tenant="light")
+    return light, stream(2.0 * unit, 1.0, seconds, vocab_size, 10, names=names, tenant="heavy")
 
 
 def reworded(loads: Sequence[Load], seed: str) -> list[Load]:
@@ -218,16 +246,22 @@ def ttft(timings: Sequence[Timing], share: float) -> float:
 
 
 def beside(
-    server: Server, light: list[Load], heavy: list[Load], turns: int, *, classes: bool
+    server: Server,
+    light: list[Load],
+    heavy: list[Load],
+    turns: int,
+    *,
+    classes: bool,
+    salt: str = "",
 ) -> tuple[list[Timing], list[Timing]]:
     """Answers to the light stream alone, and beside the heavy one: in turns, with prompts that the
-    prefix cache does not know from the turn before."""
+    prefix cache does not know from the turn before, nor from one of another ``salt``."""
     alone: list[Timing] = []
     crowded: list[Timing] = []
     for turn in range(turns):
-        alone += play(server, reworded(light, f"light alone {turn}"), classes=classes)
-        both = reworded(light, f"light beside {turn}")
-        both += [replace(load, judged=False) for load in reworded(heavy, f"heavy {turn}")]
+        alone += play(server, reworded(light, f"light alone {turn} {salt}"), classes=classes)
+        both = reworded(light, f"light beside {turn} {salt}")
+        both += [replace(load, judged=False) for load in reworded(heavy, f"heavy {turn} {salt}")]
         both.sort(key=_AT)
         crowded += play(server, both, classes=classes)
     return alone, crowded

@@ -1,0 +1,105 @@
+"""Parts of ``make bench-goodput`` by turns, so that what differs is not the machine's speed.
+
+::
+
+    python -m benchmarks.goodput.turns flood now= longer="--best-effort-step-ms 50"
+    python -m benchmarks.goodput.turns tenants now= longer="--best-effort-step-ms 50"
+    python -m benchmarks.goodput.turns rates --rates 11.1,13.6,22
+
+``flood`` and ``tenants``: TTFT of a light stream alone and beside a heavy one, of our server with
+each set of flags (``NAME=FLAGS``; none: as it comes). ``rates``: who is served in time at each of
+these rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.goodput.__main__ import CV, SPANS
+from benchmarks.goodput.engines import Ours, class_flags, our_places
+from benchmarks.goodput.loads import (
+    beside,
+    figures,
+    flood,
+    loop_ms,
+    play,
+    steady,
+    tenants,
+    ttft,
+)
+from benchmarks.peers.__main__ import free_port
+from benchmarks.peers.http_client import Timing
+from benchmarks.peers.online import Server
+
+SECONDS = 25.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("flood", "tenants", "rates"))
+    parser.add_argument("variants", nargs="*", metavar="NAME=FLAGS", default=["now="])
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--unit", type=float, default=6.0, help="requests/s of a burst worked off")
+    parser.add_argument("--rates", default="6,12", help="requests/s")
+    parser.add_argument("--kind", choices=tuple(CV), default="poisson")
+    args = parser.parse_args()
+    places, vocab = our_places()
+    servers: dict[str, Server] = {}
+    try:
+        for name, _, flags in (variant.partition("=") for variant in args.variants):
+            extra = ("--scheduling-policy", "fair") if args.what == "tenants" else ()
+            ours = Ours(name, places, (*class_flags(), *extra, *flags.split()))
+            log = places.folder("logs") / f"turns-{name}.log"
+            servers[name] = Server(ours, free_port(), log, vocab)
+            servers[name].freeze()
+        if args.what == "rates":
+            asked = [float(rate) for rate in args.rates.split(",")]
+            rates(servers, args.kind, asked, args.turns, vocab)
+        else:
+            light, heavy = (flood if args.what == "flood" else tenants)(args.unit, SECONDS, vocab)
+            found: dict[str, tuple[list[Timing], list[Timing]]] = {}
+            for turn in range(args.turns):
+                for name, server in servers.items():
+                    # both say the same to whoever asks: other prompts each time
+                    answers = beside(server, light, heavy, 1, classes=True, salt=f"{turn} {name}")
+                    show(f"turn {turn}, {name}", answers)
+                    alone, crowded = found.setdefault(name, ([], []))
+                    alone += answers[0]
+                    crowded += answers[1]
+            for name, answers in found.items():
+                show(f"all turns, {name}", answers)
+    finally:
+        for server in servers.values():
+            server.close()
+    return 0
+
+
+def show(name: str, answers: tuple[list[Timing], list[Timing]]) -> None:
+    """TTFT alone and beside others, in milliseconds."""
+    shares = []
+    for share in (0.5, 0.9, 0.99):
+        alone, crowded = (ttft(timings, share) for timings in answers)
+        shares.append(
+            f"p{100 * share:.0f} {1e3 * alone:.0f} {1e3 * crowded:.0f} {crowded / alone:.2f}x"
+        )
+    print(f"{name} ({len(answers[0])} requests, loop {loop_ms()} ms):", *shares, flush=True)
+
+
+def rates(
+    servers: dict[str, Server], kind: str, asked: list[float], turns: int, vocab: int
+) -> None:
+    span = SPANS[kind]
+    ends = span.before + span.judged + span.after
+    for turn in range(turns):
+        for rate in asked:
+            for name, server in servers.items():
+                loads = steady(rate, CV[kind], span, vocab, seed=100 + turn)
+                quick = loop_ms()
+                answers = play(server, loads, classes=True, ends=ends)
+                run = figures(loads, answers, span.judged)
+                print(f"{kind} {rate:6.2f}/s {name} loop {quick} ms {run}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
