@@ -12,7 +12,7 @@ lasts, and others go on coming until they have ended: short runs on an idle serv
 much work it can put off. The first rates are multiples of the rate at which our own server works a
 burst off; then each engine is asked for more or less until its capacity lies between two rates that
 are near each other, and ours and the baseline at last for twice that. The servers take turns,
-frozen while it is not theirs. Ours is then asked once more for its rate of most goodput and all
+frozen while it is not theirs. Ours is then asked twice more for its rate of most goodput and all
 above it, so that these are compared over few minutes; a rate's figures are the means of its runs.
 ``loop_ms`` is what a loop of fixed work took just before a run: how much the machine's own speed
 changes.
@@ -26,7 +26,7 @@ Capacity is the highest rate with 90 % within, interpolated, under both kinds of
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide). The overload fraction is the least goodput at the rates from that of most goodput on, over
 the most. Flood: p99 TTFT of an interactive stream beside a flood of batch work of more than the
-server can do, over the same alone, in turns and every time with new prompts. Fairness: the same of
+server can do, over the same alone, in turns of new lengths and prompts. Fairness: the same of
 a light tenant beside one that floods, under the fair policy. Pressure: the scheduler over the null
 backend at 30 % of the memory that its requests need; wasted tokens are those computed twice.
 
@@ -39,11 +39,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.goodput.curves import ATTAINMENT, Search, summary
 from benchmarks.goodput.engines import Ours, class_flags, fixed, our_places
 from benchmarks.goodput.loads import (
+    Pair,
     Span,
     beside,
     burst,
@@ -58,6 +61,7 @@ from benchmarks.goodput.loads import (
 )
 from benchmarks.peers.__main__ import free_port, machine
 from benchmarks.peers.base import Peer, Places, Unavailable
+from benchmarks.peers.http_client import Timing
 from benchmarks.peers.online import TRACE, Server, name_lengths
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.pressure import wasted_tokens
@@ -80,11 +84,11 @@ STARTS = {
 LEAST = 0.03
 # rates asked to find a capacity, at most; twice as many where all of these were beyond it
 MOST = 1 if QUICK else 4
-# how often our own rates from that of most goodput on are asked once more
-AGAIN = 0 if QUICK else 1
+# how many times more our own rates from that of most goodput on are asked
+AGAIN = 0 if QUICK else 2
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each
-TURNS = 1 if QUICK else 3
+TURNS = 1 if QUICK else 6
 SECONDS = 8.0 if QUICK else 25.0
 
 
@@ -173,14 +177,12 @@ def main() -> int:
             if name in servers:
                 servers.pop(name).close()
 
-        answers = beside(ours, *flood(unit, SECONDS, vocab), TURNS, classes=True)
-        flooded = compared("flood: interactive", answers)
+        flooded = compared("flood: interactive", ours, partial(flood, unit, SECONDS, vocab))
         servers.pop("paceline").close()
         fair = servers["fair"] = start(
             Ours("fair", places, (*class_flags(), "--scheduling-policy", "fair"))
         )
-        answers = beside(fair, *tenants(unit, SECONDS, vocab), TURNS, classes=True)
-        shared = compared("fairness: light tenant's", answers)
+        shared = compared("fairness: light tenant's", fair, partial(tenants, unit, SECONDS, vocab))
     finally:
         for server in servers.values():
             server.close()
@@ -190,8 +192,10 @@ def main() -> int:
     results = {
         **summary(curves),
         "flood_ttft_p99_ratio": flooded[0.99],
+        "flood_ttft_p90_ratio": flooded[0.9],
         "flood_ttft_p50_ratio": flooded[0.5],
         "fairness_ttft_p99_ratio": shared[0.99],
+        "fairness_ttft_p90_ratio": shared[0.9],
         "fairness_ttft_p50_ratio": shared[0.5],
         "pressure": pressure,
         "best_fixed_budget": best,
@@ -206,14 +210,21 @@ def main() -> int:
     return 0
 
 
-def compared(who: str, answers: tuple[list[Any], list[Any]]) -> dict[float, float]:
-    """Percentiles of TTFT beside others over the same alone, printed too."""
+def compared(who: str, server: Server, pair: Callable[[int], Pair]) -> dict[float, float]:
+    """Percentiles of TTFT beside others over the same alone, printed too. ``pair``: the streams of
+    each turn."""
+    alone: list[Timing] = []
+    crowded: list[Timing] = []
+    for turn in range(TURNS):
+        answers = beside(server, pair(turn), str(turn))
+        alone += answers[0]
+        crowded += answers[1]
     ratios: dict[float, float] = {}
-    for share in (0.5, 0.99):
-        alone, crowded = (ttft(timings, share) for timings in answers)
-        ratios[share] = round(crowded / alone, 3)
-        print(f"{who} p{100 * share:.0f} TTFT {1e3 * alone:.0f} ms alone, {1e3 * crowded:.0f} ms "
-              f"beside others: {ratios[share]:.2f}x ({len(answers[0])} requests)")  # fmt: skip
+    for share in (0.5, 0.9, 0.99):
+        without, along = ttft(alone, share), ttft(crowded, share)
+        ratios[share] = round(along / without, 3)
+        print(f"{who} p{100 * share:.0f} TTFT {1e3 * without:.0f} ms alone, {1e3 * along:.0f} ms "
+              f"beside others: {ratios[share]:.2f}x ({len(alone)} requests)")  # fmt: skip
     return ratios
 
 

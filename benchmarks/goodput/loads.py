@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.peers.http_client import Timing, complete
 from benchmarks.peers.online import TRACE, Server, percentile, read_lengths
@@ -20,6 +20,7 @@ __all__ = [
     "PATIENCE",
     "TARGETS",
     "Load",
+    "Pair",
     "Span",
     "beside",
     "burst",
@@ -136,18 +137,29 @@ def loop_ms() -> float:
     return round(statistics.median(spent), 2)
 
 
-def flood(unit: float, seconds: float, vocab_size: int) -> tuple[list[Load], list[Load]]:
+class Pair(NamedTuple):
+    """A stream whose requests count, and one that is there to be in their way."""
+
+    light: list[Load]
+    heavy: list[Load]
+
+
+def flood(unit: float, seconds: float, vocab_size: int, seed: int) -> Pair:
     """An interactive stream, and one of batch work of more than a server can do that works a burst
     off at ``unit``."""
-    light = stream(0.25 * unit, 1.0, seconds, vocab_size, 7, names=("interactive",))
-    return light, stream(2.0 * unit, 1.0, seconds, vocab_size, 8, names=("batch",))
+    return Pair(
+        stream(0.25 * unit, 1.0, seconds, vocab_size, 2 * seed, names=("interactive",)),
+        stream(2.0 * unit, 1.0, seconds, vocab_size, 2 * seed + 1, names=("batch",)),
+    )
 
 
-def tenants(unit: float, seconds: float, vocab_size: int) -> tuple[list[Load], list[Load]]:
+def tenants(unit: float, seconds: float, vocab_size: int, seed: int) -> Pair:
     """The same of two tenants that both are interactive."""
     names = ("interactive",)
-    light = stream(0.2 * unit, 1.0, seconds, vocab_size, 9, names=names, tenant="light")
-    return light, stream(2.0 * unit, 1.0, seconds, vocab_size, 10, names=names, tenant="heavy")
+    return Pair(
+        stream(0.2 * unit, 1.0, seconds, vocab_size, 2 * seed, names=names, tenant="light"),
+        stream(2.0 * unit, 1.0, seconds, vocab_size, 2 * seed + 1, names=names, tenant="heavy"),
+    )
 
 
 def reworded(loads: Sequence[Load], seed: str) -> list[Load]:
@@ -245,23 +257,11 @@ def ttft(timings: Sequence[Timing], share: float) -> float:
     return percentile([PATIENCE if t.error else t.ttft for t in timings], share)
 
 
-def beside(
-    server: Server,
-    light: list[Load],
-    heavy: list[Load],
-    turns: int,
-    *,
-    classes: bool,
-    salt: str = "",
-) -> tuple[list[Timing], list[Timing]]:
-    """Answers to the light stream alone, and beside the heavy one: in turns, with prompts that the
-    prefix cache does not know from the turn before, nor from one of another ``salt``."""
-    alone: list[Timing] = []
-    crowded: list[Timing] = []
-    for turn in range(turns):
-        alone += play(server, reworded(light, f"light alone {turn} {salt}"), classes=classes)
-        both = reworded(light, f"light beside {turn} {salt}")
-        both += [replace(load, judged=False) for load in reworded(heavy, f"heavy {turn} {salt}")]
-        both.sort(key=_AT)
-        crowded += play(server, both, classes=classes)
-    return alone, crowded
+def beside(server: Server, pair: Pair, salt: str) -> tuple[list[Timing], list[Timing]]:
+    """Answers to the light stream alone, and beside the heavy one. The prefix cache knows none of
+    the prompts, unless the server was asked with this ``salt`` before."""
+    alone = play(server, reworded(pair.light, f"light alone {salt}"), classes=True)
+    both = reworded(pair.light, f"light beside {salt}")
+    both += [replace(load, judged=False) for load in reworded(pair.heavy, f"heavy {salt}")]
+    both.sort(key=_AT)
+    return alone, play(server, both, classes=True)

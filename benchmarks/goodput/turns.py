@@ -57,12 +57,12 @@ def main() -> int:
             asked = [float(rate) for rate in args.rates.split(",")]
             rates(servers, args.kind, asked, args.turns, vocab)
         else:
-            light, heavy = (flood if args.what == "flood" else tenants)(args.unit, SECONDS, vocab)
+            make = flood if args.what == "flood" else tenants
             found: dict[str, tuple[list[Timing], list[Timing]]] = {}
             for turn in range(args.turns):
+                pair = make(args.unit, SECONDS, vocab, turn)
                 for name, server in servers.items():
-                    # both say the same to whoever asks: other prompts each time
-                    answers = beside(server, light, heavy, 1, classes=True, salt=f"{turn} {name}")
+                    answers = beside(server, pair, f"{turn} {name}")
                     show(f"turn {turn}, {name}", answers)
                     alone, crowded = found.setdefault(name, ([], []))
                     alone += answers[0]

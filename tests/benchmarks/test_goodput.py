@@ -10,17 +10,21 @@ from typing import cast
 
 import pytest
 
+import benchmarks.goodput.loads as loads_module
 from benchmarks.goodput.curves import Curve, Search, capacity, falling, overload, summary, together
 from benchmarks.goodput.loads import (
     PATIENCE,
     Load,
     Span,
+    beside,
     figures,
+    flood,
     missed,
     play,
     reworded,
     steady,
     stream,
+    tenants,
     ttft,
 )
 from benchmarks.peers.http_client import Timing
@@ -166,6 +170,39 @@ def test_a_stream_comes_again_with_prompts_that_no_cache_knows() -> None:
             assert (new.at, len(new.prompt), new.output) == (old.at, len(old.prompt), old.output)
             assert new.slo_class == old.slo_class and new.prompt != old.prompt
     assert all(a.prompt != b.prompt for a, b in zip(again[0], again[1], strict=True))
+
+
+def test_a_light_stream_is_judged_alone_and_beside_a_heavy_one_in_other_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played: list[list[Load]] = []
+
+    def play(server: Server, given: list[Load], *, classes: bool) -> list[Timing]:
+        assert classes
+        played.append(given)
+        return [Timing(load.at, (load.at + 1.0,), 1) for load in given if load.judged]
+
+    monkeypatch.setattr(loads_module, "play", play)
+    for turn, make in enumerate((flood, tenants)):
+        pair = make(4.0, 10.0, VOCABULARY, turn)
+        answers = beside(cast(Server, None), pair, str(turn))
+        assert [[timing.sent for timing in each] for each in answers] == [
+            [load.at for load in pair.light]
+        ] * 2
+    for alone, both in (played[:2], played[2:]):
+        light = [load for load in both if load.judged]
+        heavy = [load for load in both if not load.judged]
+        assert len(heavy) == 80
+        assert len(light) < len(heavy) / 6
+        assert [load.at for load in both] == sorted(load.at for load in both)
+        assert [len(load.prompt) for load in light] == [len(load.prompt) for load in alone]
+        words = [tuple(load.prompt) for load in (*alone, *both)]
+        assert len(set(words)) == len(words)
+    assert {load.slo_class for load in played[1] if not load.judged} == {"batch"}
+    assert {load.tenant for load in played[3] if load.judged} == {"light"}
+    # other lengths in another turn
+    one, other = (tenants(4.0, 10.0, VOCABULARY, turn).light for turn in (0, 1))
+    assert [len(load.prompt) for load in one] != [len(load.prompt) for load in other]
 
 
 def test_a_request_misses_what_its_class_promises() -> None:
