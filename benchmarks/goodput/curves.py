@@ -103,9 +103,10 @@ class Search:
         self, start: float, *, least: float, most: int, beyond: bool, again: int = 0
     ) -> None:
         self._runs: dict[float, list[dict[str, Any]]] = {}
-        # of the above; what else to ask then
+        # but for what is asked again
         self._done = False
-        self._turns: list[float] = []
+        # rate of most goodput, at the least of what it was taken for
+        self._best = math.inf
         self._again = again
         self._start = start
         self._least = least
@@ -128,12 +129,7 @@ class Search:
             if rate is not None:
                 return round(rate, 3)
             self._done = True
-            curve = self.curve
-            best = max(curve, key=lambda rate: curve[rate]["goodput_rps"])
-            # else it does not fall, or there is nothing to fall from
-            if capacity(curve) and best < max(curve):
-                self._turns = self._again * sorted(rate for rate in curve if rate >= best)
-        return self._turns.pop(0) if self._turns else None
+        return self._next_again()
 
     def _next(self) -> float | None:
         curve = self.curve
@@ -156,6 +152,22 @@ class Search:
             return None
         self._beyond = False
         return last
+
+    def _next_again(self) -> float | None:
+        """Of the rates from the best on, by what is known now, the lowest of those asked least: the
+        best one's mean may turn out less than a lower one's single run."""
+        curve = self.curve
+        if not capacity(curve):
+            # there is nothing to fall from
+            return None
+        best = max(curve, key=lambda rate: curve[rate]["goodput_rps"])
+        self._best = min(self._best, best)
+        behind = [
+            rate
+            for rate in sorted(curve)
+            if rate >= self._best and len(self._runs[rate]) <= self._again
+        ]
+        return min(behind, key=lambda rate: len(self._runs[rate]), default=None)
 
 
 def summary(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:

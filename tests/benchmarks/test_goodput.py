@@ -113,8 +113,27 @@ def test_rates_from_the_best_on_are_asked_again_one_after_another() -> None:
     assert sorted(twice.curve) == once
     for rate in once:
         assert len(twice.curve[rate]["runs"]) == (3 if rate >= best else 1)
-    # goodput that never falls has nothing to be compared with
-    assert all(len(run["runs"]) == 1 for run in searched(2, 0.8).curve.values())
+    # goodput that never falls: the highest may have been lucky
+    never = searched(2, 0.8).curve
+    assert [len(run["runs"]) for _, run in sorted(never.items())] == [1] * (len(never) - 1) + [3]
+
+
+def test_where_the_best_rate_was_lucky_those_below_it_are_asked_again_too() -> None:
+    search = Search(4.0, least=0.1, most=3, beyond=True, again=2)
+    asked: list[float] = []
+    while (rate := search.next()) is not None:
+        lucky = rate not in asked
+        asked.append(rate)
+        goodput = min(rate, 5.0) + (rate > 5.0 and lucky)
+        (run,) = curve((rate, goodput / rate)).values()
+        search.add(rate, run | {"goodput_rps": goodput})
+    rates = sorted(search.curve)
+    runs = {rate: len(search.curve[rate]["runs"]) for rate in rates}
+    assert rates[0] == 4.0 and runs[4.0] == 1, "below all that were the best"
+    assert set(runs.values()) == {1, 3}
+    assert [runs[rate] for rate in rates] == sorted(runs.values())
+    again = asked[len(rates) :]
+    assert again == sorted(again[: len(again) // 2]) * 2, "one after another"
 
 
 def test_runs_of_one_rate_are_taken_together() -> None:

@@ -301,6 +301,28 @@ def test_where_one_in_a_hurry_makes_way_no_room_is_kept_for_it() -> None:
     assert machine.plans[-1].num_tokens == 32
 
 
+def test_where_one_made_way_for_one_in_a_hurry_nobody_is_let_in_in_that_step() -> None:
+    # 4 blocks for one of them in the end, 10 or 11 for the other
+    machine = Machine(num_blocks=13, block_size=16, future_memory_check=False)
+    slo = Slo(slo_class="batch", best_effort=True)
+    large = make_request("large", 130, NUM_TOKENS, arrival=machine.now, slo=slo)
+    machine.add(large)
+    machine.step()
+    streaming(machine, 1, 1.0)
+    while machine.scheduler.kv.pool.num_free:
+        machine.step()
+    assert hurried(machine) == {"batch0"}
+    machine.add(make_request("small", 20, 2, arrival=machine.now, slo=slo))
+    names: list[str] = []
+    while not large.num_preemptions:
+        assert "small" not in names and "batch0" not in machine.finished
+        machine.step()
+        names = [row.request_id for row in machine.plans[-1].rows]
+    assert names == ["batch0"]
+    machine.step()
+    assert [row.request_id for row in machine.plans[-1].rows] == ["batch0", "small"]
+
+
 def test_having_a_row_is_not_being_passed_over() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)

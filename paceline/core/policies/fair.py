@@ -19,6 +19,9 @@ PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 # whose tokens are counted, at most, beside those that wait
 _MAX_TENANTS: Final = 10_000
+# largest steps whose tokens a light tenant can save up: now and then its requests come close
+# together, and the fifth would wait for a flood's, though it asks for far less than its share
+_SAVED_STEPS: Final = 4.0
 # tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
 # tenant's own requests alone are left out for one another, so others' are judged as well later
 _MAX_LOOKS: Final = 64
@@ -31,9 +34,9 @@ class FairPolicy(FcfsPolicy):
     A tenant that comes back from idle is lifted to a level that rises with what is served
     (``_Turns``), or to the least counter of those that wait if that is more. The least alone would
     not do: while tenants that ask once and never again keep coming, it stays where it is, and who
-    was served once waits above it for ever. A light one is lifted less high, by what one step may
-    compute: so much, and no more, can be saved up, so that the second request of one that asks for
-    little need not wait because the first was large. Those that come back one after another are
+    was served once waits above it for ever. A light one is lifted less high, by what a few steps
+    may compute: so much, and no more, can be saved up, so that the second request of one that asks
+    for little need not wait because the first was large. Those that come back one after another are
     lifted alike and go in order of arrival, not each below the one before it. Two tenants that both
     always have requests waiting then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
@@ -59,7 +62,8 @@ class FairPolicy(FcfsPolicy):
         return super().key(request) - early
 
     def make_queue(self) -> WaitingQueue:
-        turns = _Turns(PROMPT_WEIGHT * self._context.config.max_num_batched_tokens)
+        step = self._context.config.max_num_batched_tokens
+        turns = _Turns(PROMPT_WEIGHT * _SAVED_STEPS * step)
         self._turns.append(turns)
         return turns.queue
 
