@@ -12,10 +12,10 @@ lasts, and others go on coming until they have ended: short runs on an idle serv
 much work it can put off. The first rates are multiples of the rate at which our own server works a
 burst off; then each engine is asked for more or less until its capacity lies between two rates that
 are near each other, and ours and the baseline at last for twice that. The servers take turns,
-frozen while it is not theirs. Ours is then asked twice more for its rate of most goodput and all
-above it, so that these are compared over few minutes; a rate's figures are the means of its runs.
-``loop_ms`` is what a loop of fixed work took just before a run: how much the machine's own speed
-changes.
+frozen while it is not theirs. Ours is then asked twice more for the lowest rate that ever had most
+goodput and all above it: two thirds of what is compared there comes from runs one after another.
+A rate's figures are the means of its runs. ``loop_ms`` is what a loop of fixed work took just
+before a run: how much the machine's own speed changes.
 
 * ``paceline``: ``paceline serve`` as it comes; requests name their class.
 * ``fcfs-best-fixed``: the same engine, first come first served, whatever is adaptive turned off,

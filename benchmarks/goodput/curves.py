@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 ATTAINMENT = 0.9
-# by rate, what ``figures`` says of it
+# by rate, what its runs come to (``together``)
 Curve = dict[float, dict[str, Any]]
 # of capacity; the last rate asked
 BEYOND = 2.0
@@ -88,8 +88,8 @@ def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class Search:
     """Which rates to ask of one engine: up or down until its capacity lies between two near ones,
     then BEYOND times that. What is left beyond capacity compares runs that are many minutes apart,
-    and a machine's speed changes meanwhile: the rate of most goodput and those above it are asked
-    again, one after another, as often as ``again`` says.
+    and a machine's speed changes meanwhile: the lowest rate that ever had most goodput and those
+    above it are asked again, one after another, as often as ``again`` says.
 
     Args:
         start: the first.
@@ -103,9 +103,7 @@ class Search:
         self, start: float, *, least: float, most: int, beyond: bool, again: int = 0
     ) -> None:
         self._runs: dict[float, list[dict[str, Any]]] = {}
-        # but for what is asked again
-        self._done = False
-        # rate of most goodput, at the least of what it was taken for
+        # the lowest rate that ever had most goodput
         self._best = math.inf
         self._again = again
         self._start = start
@@ -124,12 +122,9 @@ class Search:
 
     def next(self) -> float | None:
         """The next rate; None: it is done. ``add`` comes before the next call."""
-        if not self._done:
-            rate = self._next()
-            if rate is not None:
-                return round(rate, 3)
-            self._done = True
-        return self._next_again()
+        # what is asked again may leave no rate within, and then lower ones are looked for
+        rate = self._next()
+        return self._next_again() if rate is None else round(rate, 3)
 
     def _next(self) -> float | None:
         curve = self.curve
@@ -154,8 +149,8 @@ class Search:
         return last
 
     def _next_again(self) -> float | None:
-        """Of the rates from the best on, by what is known now, the lowest of those asked least: the
-        best one's mean may turn out less than a lower one's single run."""
+        """Of the rates from the best on the lowest of those asked least; the best one's mean may
+        turn out less than a lower one's single run, and then that one is among them too."""
         curve = self.curve
         if not capacity(curve):
             # there is nothing to fall from

@@ -48,6 +48,8 @@ def main() -> int:
     servers: dict[str, Server] = {}
     try:
         for name, _, flags in (variant.partition("=") for variant in args.variants):
+            if name in servers:
+                parser.error(f"two variants are called {name!r}")
             extra = ("--scheduling-policy", "fair") if args.what == "tenants" else ()
             ours = Ours(name, places, (*class_flags(), *extra, *flags.split()))
             log = places.folder("logs") / f"turns-{name}.log"
@@ -61,7 +63,8 @@ def main() -> int:
             found: dict[str, tuple[list[Timing], list[Timing]]] = {}
             for turn in range(args.turns):
                 pair = make(args.unit, SECONDS, vocab, turn)
-                for name, server in servers.items():
+                # the first of two is not the first of the next two
+                for name, server in list(servers.items())[:: -1 if turn % 2 else 1]:
                     answers = beside(server, pair, f"{turn} {name}")
                     show(f"turn {turn}, {name}", answers)
                     alone, crowded = found.setdefault(name, ([], []))
@@ -81,7 +84,7 @@ def show(name: str, answers: tuple[list[Timing], list[Timing]]) -> None:
     for share in (0.5, 0.9, 0.99):
         alone, crowded = (ttft(timings, share) for timings in answers)
         shares.append(
-            f"p{100 * share:.0f} {1e3 * alone:.0f} {1e3 * crowded:.0f} {crowded / alone:.2f}x"
+            f"p{100 * share:.0f} {1e3 * alone:.0f} {1e3 * crowded:.0f} ms {crowded / alone:.2f}x"
         )
     print(f"{name} ({len(answers[0])} requests, loop {loop_ms()} ms):", *shares, flush=True)
 

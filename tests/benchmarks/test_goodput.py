@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
@@ -118,22 +119,40 @@ def test_rates_from_the_best_on_are_asked_again_one_after_another() -> None:
     assert [len(run["runs"]) for _, run in sorted(never.items())] == [1] * (len(never) - 1) + [3]
 
 
-def test_where_the_best_rate_was_lucky_those_below_it_are_asked_again_too() -> None:
-    search = Search(4.0, least=0.1, most=3, beyond=True, again=2)
-    asked: list[float] = []
+def asked(search: Search, runs: Callable[[float, bool], float]) -> list[float]:
+    """The rates a search asks, where goodput is that of a rate, and whether it is its first run."""
+    rates: list[float] = []
     while (rate := search.next()) is not None:
-        lucky = rate not in asked
-        asked.append(rate)
-        goodput = min(rate, 5.0) + (rate > 5.0 and lucky)
+        goodput = runs(rate, rate not in rates)
         (run,) = curve((rate, goodput / rate)).values()
         search.add(rate, run | {"goodput_rps": goodput})
-    rates = sorted(search.curve)
-    runs = {rate: len(search.curve[rate]["runs"]) for rate in rates}
-    assert rates[0] == 4.0 and runs[4.0] == 1, "below all that were the best"
-    assert set(runs.values()) == {1, 3}
-    assert [runs[rate] for rate in rates] == sorted(runs.values())
-    again = asked[len(rates) :]
-    assert again == sorted(again[: len(again) // 2]) * 2, "one after another"
+        rates.append(rate)
+        assert len(rates) < 40, "it does not end"
+    return rates
+
+
+def test_where_the_best_rate_was_lucky_those_below_it_are_asked_again_too() -> None:
+    def goodput(rate: float, first: bool) -> float:
+        if rate < 8.0:
+            return min(rate, 5.0)
+        return 5.5 if first else 4.0
+
+    search = Search(4.0, least=0.1, most=3, beyond=True, again=2)
+    asked(search, goodput)
+    runs = [len(run["runs"]) for _, run in sorted(search.curve.items())]
+    assert sorted(search.curve)[::2][:2] == [4.0, 6.0] and max(search.curve) > 8.0
+    # 4.0 and 4.9 never were the best; 6.0 is, once the last is known better
+    assert runs == [1, 1, 3, 3]
+
+
+def test_where_the_lowest_rate_was_lucky_lower_ones_are_looked_for() -> None:
+    def goodput(rate: float, first: bool) -> float:
+        return rate if rate < 3.0 or (first and rate == 4.0) else min(0.8 * rate, 3.0)
+
+    search = Search(4.0, least=0.1, most=4, beyond=True, again=2)
+    rates = asked(search, goodput)
+    assert min(rates) < 3.0 and capacity(search.curve) > 2.0
+    assert len(search.curve[4.0]["runs"]) == 3
 
 
 def test_runs_of_one_rate_are_taken_together() -> None:

@@ -19,8 +19,8 @@ PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 # whose tokens are counted, at most, beside those that wait
 _MAX_TENANTS: Final = 10_000
-# largest steps whose tokens a light tenant can save up: now and then its requests come close
-# together, and the fifth would wait for a flood's, though it asks for far less than its share
+# largest steps whose tokens light tenants can save up: now and then the requests of one come close
+# together, and would wait for a flood's, though it asks for far less than its share
 _SAVED_STEPS: Final = 4.0
 # tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
 # tenant's own requests alone are left out for one another, so others' are judged as well later
@@ -34,11 +34,12 @@ class FairPolicy(FcfsPolicy):
     A tenant that comes back from idle is lifted to a level that rises with what is served
     (``_Turns``), or to the least counter of those that wait if that is more. The least alone would
     not do: while tenants that ask once and never again keep coming, it stays where it is, and who
-    was served once waits above it for ever. A light one is lifted less high, by what a few steps
-    may compute: so much, and no more, can be saved up, so that the second request of one that asks
-    for little need not wait because the first was large. Those that come back one after another are
-    lifted alike and go in order of arrival, not each below the one before it. Two tenants that both
-    always have requests waiting then differ by at most
+    was served once waits above it for ever. A light one is lifted less high: what the largest steps
+    may compute, a few of them, can be saved up, so that the next requests of one that asks for
+    little need not wait because the first was large. That is shared among those who ask, or many
+    light ones, each of whom is before the others for what it saved, would keep those out who wait.
+    Those that come back one after another go in that order, not each below the one before it. Two
+    tenants that both always have requests waiting then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
     one of them had saved up.
 
@@ -126,7 +127,7 @@ class _Turns:
 
     What is served while nobody waits is taken from nobody: then the level is the largest counter
     that there ever was. No tenant enters above that, or further below the level than by what can
-    be saved up.
+    be saved up: ``saved``, divided among those who share.
     """
 
     def __init__(self, saved: float) -> None:
@@ -190,7 +191,9 @@ class _Turns:
         else:
             self._level = max(self._level, least)
         own = self.counter(tenant)
-        saved = self._saved if request.favoured else 0.0
+        saved = 0.0
+        if request.favoured:
+            saved = self._saved / max(1, len(self.queue.tenants) + len(self._ahead))
         counter = max(own, min(self._level - saved, self._largest))
         self._counters[tenant] = counter
         self._lent[tenant] = max(own, self._level) - counter
