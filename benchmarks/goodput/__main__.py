@@ -25,10 +25,11 @@ before a run: how much the machine's own speed changes.
 Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide). The overload fraction is the least goodput at the rates from that of most goodput on, over
-the most. Flood: p99 TTFT of an interactive stream beside a flood of batch work of more than the
-server can do, over the same alone, in turns of new lengths and prompts. Fairness: the same of
-a light tenant beside one that floods, under the fair policy. Pressure: the scheduler over the null
-backend at 30 % of the memory that its requests need; wasted tokens are those computed twice.
+the most; the baseline's is of single runs. Flood: percentiles of TTFT of an interactive stream
+beside a flood of batch work of more than the server can do, over the same alone, in turns of new
+lengths and prompts. Fairness: the same of a light tenant beside one that floods, under the fair
+policy. Pressure: the scheduler over the null backend at 30 % of the memory that its requests need;
+wasted tokens are those computed twice.
 
 Prints tables and, last, one JSON line. QUICK=1 takes two rates an engine, and shorter runs, which
 flatter whoever puts work off.
@@ -84,7 +85,7 @@ STARTS = {
 LEAST = 0.03
 # rates asked to find a capacity, at most; twice as many where all of these were beyond it
 MOST = 1 if QUICK else 4
-# how many times more our own rates from that of most goodput on are asked
+# so many times more our own rates from that of most goodput on are asked
 AGAIN = 0 if QUICK else 2
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each
@@ -112,9 +113,19 @@ def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
     return max(kept, key=lambda budget: (kept[budget], -budget))
 
 
+def at_rate(
+    server: Server, kind: str, rate: float, vocab: int, seed: int, *, classes: bool
+) -> dict[str, Any]:
+    """What comes of this rate, and how quick the machine was just before."""
+    span = SPANS[kind]
+    loads = steady(rate, CV[kind], span, vocab, seed=seed)
+    quick = loop_ms()
+    answers = play(server, loads, classes=classes, ends=span.before + span.judged + span.after)
+    return figures(loads, answers, span.judged) | {"loop_ms": quick}
+
+
 def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dict[str, Search]:
     """Find each engine's capacity, in turns."""
-    span = SPANS[kind]
     searches = {
         name: Search(
             round(STARTS[kind][name] * unit, 3),
@@ -128,11 +139,7 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
     turn = 0
     while rates := {n: rate for n, s in searches.items() if (rate := s.next()) is not None}:
         for name, rate in rates.items():
-            loads = steady(rate, CV[kind], span, vocab, seed=turn)
-            ends = span.before + span.judged + span.after
-            quick = loop_ms()
-            answers = play(servers[name], loads, classes=name == "paceline", ends=ends)
-            run = figures(loads, answers, span.judged) | {"loop_ms": quick}
+            run = at_rate(servers[name], kind, rate, vocab, turn, classes=name == "paceline")
             searches[name].add(rate, run)
             print(f"{kind:8} {rate:6.2f}/s  {name:16} {run}", flush=True)
         turn += 1
@@ -219,13 +226,19 @@ def compared(who: str, server: Server, pair: Callable[[int], Pair]) -> dict[floa
         answers = beside(server, pair(turn), str(turn))
         alone += answers[0]
         crowded += answers[1]
-    ratios: dict[float, float] = {}
+    return ratios(who, alone, crowded)
+
+
+def ratios(who: str, alone: list[Timing], crowded: list[Timing]) -> dict[float, float]:
+    """By percentile, printed too."""
+    found: dict[float, float] = {}
     for share in (0.5, 0.9, 0.99):
         without, along = ttft(alone, share), ttft(crowded, share)
-        ratios[share] = round(along / without, 3)
+        found[share] = round(along / without, 3)
         print(f"{who} p{100 * share:.0f} TTFT {1e3 * without:.0f} ms alone, {1e3 * along:.0f} ms "
-              f"beside others: {ratios[share]:.2f}x ({len(alone)} requests)")  # fmt: skip
-    return ratios
+              f"beside others: {found[share]:.2f}x ({len(alone)} requests)")  # fmt: skip
+    sys.stdout.flush()
+    return found
 
 
 if __name__ == "__main__":

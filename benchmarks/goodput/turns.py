@@ -15,24 +15,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 
-from benchmarks.goodput.__main__ import CV, SPANS
+from benchmarks.goodput.__main__ import CV, SECONDS, at_rate, ratios
 from benchmarks.goodput.engines import Ours, class_flags, our_places
-from benchmarks.goodput.loads import (
-    beside,
-    figures,
-    flood,
-    loop_ms,
-    play,
-    steady,
-    tenants,
-    ttft,
-)
+from benchmarks.goodput.loads import beside, flood, loop_ms, tenants
 from benchmarks.peers.__main__ import free_port
 from benchmarks.peers.http_client import Timing
 from benchmarks.peers.online import Server
-
-SECONDS = 25.0
 
 
 def main() -> int:
@@ -56,8 +46,10 @@ def main() -> int:
             servers[name] = Server(ours, free_port(), log, vocab)
             servers[name].freeze()
         if args.what == "rates":
-            asked = [float(rate) for rate in args.rates.split(",")]
-            rates(servers, args.kind, asked, args.turns, vocab)
+            for turn, rate in product(range(args.turns), map(float, args.rates.split(","))):
+                for name, server in servers.items():
+                    run = at_rate(server, args.kind, rate, vocab, 100 + turn, classes=True)
+                    print(f"{args.kind} {rate:6.2f}/s {name} {run}", flush=True)
         else:
             make = flood if args.what == "flood" else tenants
             found: dict[str, tuple[list[Timing], list[Timing]]] = {}
@@ -66,42 +58,16 @@ def main() -> int:
                 # the first of two is not the first of the next two
                 for name, server in list(servers.items())[:: -1 if turn % 2 else 1]:
                     answers = beside(server, pair, f"{turn} {name}")
-                    show(f"turn {turn}, {name}", answers)
+                    ratios(f"turn {turn}, {name}: loop {loop_ms()} ms,", *answers)
                     alone, crowded = found.setdefault(name, ([], []))
                     alone += answers[0]
                     crowded += answers[1]
             for name, answers in found.items():
-                show(f"all turns, {name}", answers)
+                ratios(f"all turns, {name}:", *answers)
     finally:
         for server in servers.values():
             server.close()
     return 0
-
-
-def show(name: str, answers: tuple[list[Timing], list[Timing]]) -> None:
-    """TTFT alone and beside others, in milliseconds."""
-    shares = []
-    for share in (0.5, 0.9, 0.99):
-        alone, crowded = (ttft(timings, share) for timings in answers)
-        shares.append(
-            f"p{100 * share:.0f} {1e3 * alone:.0f} {1e3 * crowded:.0f} ms {crowded / alone:.2f}x"
-        )
-    print(f"{name} ({len(answers[0])} requests, loop {loop_ms()} ms):", *shares, flush=True)
-
-
-def rates(
-    servers: dict[str, Server], kind: str, asked: list[float], turns: int, vocab: int
-) -> None:
-    span = SPANS[kind]
-    ends = span.before + span.judged + span.after
-    for turn in range(turns):
-        for rate in asked:
-            for name, server in servers.items():
-                loads = steady(rate, CV[kind], span, vocab, seed=100 + turn)
-                quick = loop_ms()
-                answers = play(server, loads, classes=True, ends=ends)
-                run = figures(loads, answers, span.judged)
-                print(f"{kind} {rate:6.2f}/s {name} loop {quick} ms {run}", flush=True)
 
 
 if __name__ == "__main__":
