@@ -27,7 +27,7 @@ from paceline.core.outputs import StepResult
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
+from paceline.core.predict.step_time import StepShape
 from paceline.engine.garbage import collected_seldom
 
 RUNNING = 256

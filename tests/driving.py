@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.backends.null import NullBackend
-from paceline.core.admission import Expired
+from paceline.core.pacing.door import Expired
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
+from paceline.core.predict.step_time import StepShape
 
 
 def make_request(

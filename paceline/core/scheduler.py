@@ -27,35 +27,35 @@ from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
 
-from paceline.core.admission import Admission, Expired, check_door
-from paceline.core.census import ClassUse, take_census
+from paceline.core.pacing.door import Admission, Expired, check_door
+from paceline.core.stats import ClassUse, take_census
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.draft import Draft
-from paceline.core.flight import StepsInFlight
-from paceline.core.forecast import FirstTokenForecast
-from paceline.core.forks import Forks
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.lengths import LengthHistory
-from paceline.core.news import update_of
+from paceline.core.step.builder import Draft
+from paceline.core.step.in_flight import StepsInFlight
+from paceline.core.memory.outlook import FirstTokenForecast
+from paceline.core.queues.forks import Forks
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.predict.output_length import LengthHistory
+from paceline.core.step.news import update_of
 from paceline.core.outputs import (
     RequestUpdate,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
 )
-from paceline.core.planner import Planner
+from paceline.core.step.planner import Planner
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
-from paceline.core.pressure import Pressure, PressureValve
-from paceline.core.prospects import Prospects
+from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.pacing.first_token import Prospects
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.results import Results
-from paceline.core.shares import TenantShares
-from paceline.core.step_time import StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
-from paceline.core.waiting import WaitingRoom
-from paceline.core.waits import REASONS, Reason
-from paceline.core.work import WorkEstimator
+from paceline.core.step.update import Results
+from paceline.core.pacing.tenants import TenantShares
+from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.pacing.budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.wait_clocks import REASONS, Reason
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["Scheduler"]
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from paceline.core.admission import Expired
+from paceline.core.pacing.door import Expired
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError

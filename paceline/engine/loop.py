@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from paceline.core.census import ClassUse
+from paceline.core.stats import ClassUse
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.core.census import ClassUse
+from paceline.core.stats import ClassUse
 from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.request import SamplingParams
 from paceline.core.slo import NO_SLO, Slo

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from paceline.core.errors import EngineDeadError, RequestError
-from paceline.core.kv_cache import blocks_for
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request, SamplingParams
 from paceline.core.scheduler import Scheduler

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, QueueFullError
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape
+from paceline.core.predict.step_time import StepShape
 from tests.driving import Driver, make_request
 
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.policies import POLICIES
 from paceline.core.request import Band
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape
+from paceline.core.predict.step_time import StepShape
 from tests.core.machine import Machine, seconds
 from tests.driving import Driver, make_request
 

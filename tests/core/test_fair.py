@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.core.policies import POLICIES, FairPolicy
 from paceline.core.policies.fair import _SAVED_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT
-from paceline.core.queues import RequestQueue, WaitingQueue
+from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Band
 from paceline.core.slo import Slo
 from tests.core.machine import Machine

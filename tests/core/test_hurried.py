@@ -6,8 +6,8 @@ import pytest
 
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
-from paceline.core.survey import Survey
+from paceline.core.predict.step_time import StepShape
+from paceline.core.pacing.view import Survey
 from tests.core.machine import Machine, seconds
 from tests.driving import make_request
 

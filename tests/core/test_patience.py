@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.patience import Patience
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.pacing.ageing import Patience
 from paceline.core.policies import POLICIES
-from paceline.core.queues import FairQueue, RequestQueue
+from paceline.core.queues.request_queue import FairQueue, RequestQueue
 from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.survey import Survey
-from paceline.core.waiting import WaitingRoom
+from paceline.core.pacing.view import Survey
+from paceline.core.queues.waiting import WaitingRoom
 from tests.core.machine import Machine
 from tests.driving import make_request
 

@@ -10,14 +10,14 @@ import pytest
 
 from paceline.backends.null import expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.lengths import LengthHistory
-from paceline.core.preemption import Preemption
-from paceline.core.pressure import Pressure
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.predict.output_length import LengthHistory
+from paceline.core.memory.preemption import Preemption
+from paceline.core.memory.pressure import Pressure
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.predict.work import WorkEstimator
 from tests.driving import Driver, make_request
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import QueueFullError
-from paceline.core.pressure import Pressure, PressureValve
+from paceline.core.memory.pressure import Pressure, PressureValve
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
 

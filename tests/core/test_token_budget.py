@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from paceline.core.draft import Draft
-from paceline.core.lengths import LengthHistory
+from paceline.core.step.builder import Draft
+from paceline.core.predict.output_length import LengthHistory
 from paceline.core.outputs import StepResult
 from paceline.core.request import Request, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import AdaptiveTokenBudget, Allowance
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.pacing.budget import AdaptiveTokenBudget, Allowance
+from paceline.core.predict.work import WorkEstimator
 from tests.driving import Driver, make_request
 
 

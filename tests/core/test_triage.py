@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.request import Request
 from paceline.core.slo import Slo
-from paceline.core.triage import triage
+from paceline.core.pacing.triage import triage
 from tests.driving import Driver, make_request
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.slo import Slo
-from paceline.core.waits import REASONS, Reason, WaitClocks
+from paceline.core.queues.wait_clocks import REASONS, Reason, WaitClocks
 from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 

@@ -18,7 +18,7 @@ import pytest
 
 from paceline.core.errors import QueueFullError
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
+from paceline.core.predict.step_time import StepShape
 from tests.driving import Driver, make_request
 
 GOLDEN = Path(__file__).with_name("golden.json")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.queues import WaitingQueue
+from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["PolicyContext", "SchedulingPolicy"]
 

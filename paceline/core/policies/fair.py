@@ -10,7 +10,7 @@ from typing import Final
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
-from paceline.core.queues import FairQueue, WaitingQueue
+from paceline.core.queues.request_queue import FairQueue, WaitingQueue
 from paceline.core.request import Band, Request
 
 __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from paceline.core.policies.base import PolicyContext
-from paceline.core.queues import RequestQueue, WaitingQueue
+from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request
 
 __all__ = ["FcfsPolicy"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.policies.fcfs import FcfsPolicy
-from paceline.core.queues import WaitingQueue
+from paceline.core.queues.request_queue import WaitingQueue
 
 __all__ = ["PhaseAlignedPolicy"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO
-from paceline.core.step_time import StepShape
+from paceline.core.predict.step_time import StepShape
 
 __all__ = ["Survey"]
 

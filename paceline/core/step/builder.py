@@ -7,8 +7,8 @@ from typing import Final
 
 from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.token_budget import Allowance
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.pacing.budget import Allowance
 
 __all__ = ["TILE", "Draft"]
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 
 from paceline.core.config import CacheConfig
-from paceline.core.draft import Draft
-from paceline.core.forks import Forks
-from paceline.core.kv_cache import KVCacheManager
+from paceline.core.step.builder import Draft
+from paceline.core.queues.forks import Forks
+from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.outputs import ScheduledRow
 from paceline.core.policies import SchedulingPolicy
-from paceline.core.preemption import Preemption
+from paceline.core.memory.preemption import Preemption
 from paceline.core.request import Band, Request
-from paceline.core.running import Running
-from paceline.core.step_time import StepTimeModel
-from paceline.core.waiting import WaitingRoom
+from paceline.core.queues.running import Running
+from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.queues.waiting import WaitingRoom
 
 __all__ = ["Rows"]
 

@@ -22,8 +22,8 @@ from itertools import chain
 from typing import Final
 
 from paceline.core.request import Request, RequestStatus
-from paceline.core.survey import Survey
-from paceline.core.waiting import WaitingRoom
+from paceline.core.pacing.view import Survey
+from paceline.core.queues.waiting import WaitingRoom
 
 __all__ = ["Patience"]
 

@@ -9,9 +9,9 @@ from bisect import insort
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.preemption import Preemption
+from paceline.core.memory.preemption import Preemption
 from paceline.core.request import Request, RequestStatus
-from paceline.core.waiting import WaitingRoom
+from paceline.core.queues.waiting import WaitingRoom
 
 __all__ = ["Running"]
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 
 __all__ = ["StepsInFlight"]
 

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
-from paceline.core.pace import least_target
+from paceline.core.pacing.tpot_guard import least_target
 from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import PACE_SHARE, TokenBudget
-from paceline.core.triage import all_in_time, triage
-from paceline.core.waiting import WaitingRoom
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.pacing.budget import PACE_SHARE, TokenBudget
+from paceline.core.pacing.triage import all_in_time, triage
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["Deadlines"]
 

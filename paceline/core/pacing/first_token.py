@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.forecast import FirstTokenForecast
+from paceline.core.memory.outlook import FirstTokenForecast
 from paceline.core.request import Request
-from paceline.core.running import Running
-from paceline.core.waiting import WaitingRoom
-from paceline.core.waits import Reason
+from paceline.core.queues.running import Running
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.wait_clocks import Reason
 
 __all__ = ["Prospects"]
 

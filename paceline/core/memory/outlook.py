@@ -12,8 +12,8 @@ from itertools import accumulate, count
 from operator import attrgetter, mul, sub
 
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["FirstTokenForecast", "MemoryOutlook", "future_peak"]
 

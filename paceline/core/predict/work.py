@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from paceline.core.lengths import LengthHistory
+from paceline.core.predict.output_length import LengthHistory
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 
 __all__ = ["WorkEstimator"]
 

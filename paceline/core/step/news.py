@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason, Request
-from paceline.core.waits import REASONS
+from paceline.core.queues.wait_clocks import REASONS
 
 __all__ = ["append_all", "update_of"]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.kv_cache import KVCacheManager, blocks_for
+from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
 from paceline.core.request import Request
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["Preemption"]
 

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
-from paceline.core.kv_cache import blocks_for, fits
-from paceline.core.pressure import Pressure
+from paceline.core.memory.kv_cache import blocks_for, fits
+from paceline.core.memory.pressure import Pressure
 from paceline.core.request import Request, RequestStatus
 
 __all__ = ["Admission", "Expired", "check_door"]

@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["PACE_SHARE", "AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
 

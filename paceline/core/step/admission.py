@@ -14,24 +14,24 @@ from collections.abc import Sequence
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.displacement import choose_displaced
-from paceline.core.draft import TILE, Draft
-from paceline.core.forecast import MemoryOutlook
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.lateness import Lateness
+from paceline.core.step.displacement import choose_displaced
+from paceline.core.step.builder import TILE, Draft
+from paceline.core.memory.outlook import MemoryOutlook
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.pacing.feasibility import Lateness
 from paceline.core.outputs import NewRequest
-from paceline.core.pace import PaceGuard
+from paceline.core.pacing.tpot_guard import PaceGuard
 from paceline.core.policies import SchedulingPolicy
-from paceline.core.pressure import Pressure
+from paceline.core.memory.pressure import Pressure
 from paceline.core.request import Band, Request
-from paceline.core.rows import Rows
-from paceline.core.running import Running
-from paceline.core.step_time import StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import TokenBudget
-from paceline.core.waiting import WaitingRoom
-from paceline.core.waits import Reason
-from paceline.core.work import WorkEstimator
+from paceline.core.step.rows import Rows
+from paceline.core.queues.running import Running
+from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.pacing.budget import TokenBudget
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["Intake"]
 

@@ -10,26 +10,26 @@ This module does not know how requests come and end, nor what a step brings.
 
 from __future__ import annotations
 
-from paceline.core.best_effort import BestEffort
+from paceline.core.step.best_effort import BestEffort
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.draft import Draft
-from paceline.core.forks import Forks
-from paceline.core.intake import Intake
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.lateness import Lateness
-from paceline.core.patience import Patience
+from paceline.core.step.builder import Draft
+from paceline.core.queues.forks import Forks
+from paceline.core.step.admission import Intake
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.pacing.feasibility import Lateness
+from paceline.core.pacing.ageing import Patience
 from paceline.core.policies import SchedulingPolicy
-from paceline.core.preemption import Preemption
-from paceline.core.pressure import Pressure
+from paceline.core.memory.preemption import Preemption
+from paceline.core.memory.pressure import Pressure
 from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.rows import Rows
-from paceline.core.running import Running
-from paceline.core.step_time import StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import TokenBudget
-from paceline.core.waiting import WaitingRoom
-from paceline.core.waits import Reason
-from paceline.core.work import WorkEstimator
+from paceline.core.step.rows import Rows
+from paceline.core.queues.running import Running
+from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.pacing.budget import TokenBudget
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["Planner"]
 

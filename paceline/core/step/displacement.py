@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from paceline.core.kv_cache import KVCacheManager
+from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.request import Request
 
 __all__ = ["choose_displaced"]

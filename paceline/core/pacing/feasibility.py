@@ -20,15 +20,15 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.deadlines import Deadlines
+from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import Request, RequestStatus
-from paceline.core.step_time import StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import TokenBudget
-from paceline.core.triage import triage
-from paceline.core.waiting import WaitingRoom
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.pacing.view import Survey
+from paceline.core.pacing.budget import TokenBudget
+from paceline.core.pacing.triage import triage
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.predict.work import WorkEstimator
 
 __all__ = ["Lateness"]
 

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Final
 
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.survey import Survey
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.pacing.view import Survey
 
 __all__ = ["PaceGuard", "least_target"]
 

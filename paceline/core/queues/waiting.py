@@ -12,10 +12,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.kv_cache import KVCacheManager, blocks_for
-from paceline.core.queues import WaitingQueue
+from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
+from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.waits import WaitClocks
+from paceline.core.queues.wait_clocks import WaitClocks
 
 __all__ = ["WaitingRoom"]
 

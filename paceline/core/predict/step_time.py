@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from operator import mul
 from typing import Final, NamedTuple
 
-from paceline.core.hinge import Hinge
+from paceline.core.predict.memory_bound import Hinge
 from paceline.core.outputs import ScheduledRow
 
 __all__ = ["StepShape", "StepTimeModel"]

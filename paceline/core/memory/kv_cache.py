@@ -24,7 +24,7 @@ from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
-from paceline.core.block_pool import BlockPool
+from paceline.core.memory.block_pool import BlockPool
 from paceline.core.config import CacheConfig
 from paceline.core.outputs import BlockCopy, BlockSwap
 from paceline.core.request import Request

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.draft import Draft
-from paceline.core.intake import Intake
-from paceline.core.pressure import Pressure
+from paceline.core.step.builder import Draft
+from paceline.core.step.admission import Intake
+from paceline.core.memory.pressure import Pressure
 from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.rows import Rows
-from paceline.core.running import Running
-from paceline.core.survey import Survey
-from paceline.core.waiting import WaitingRoom
-from paceline.core.waits import Reason
+from paceline.core.step.rows import Rows
+from paceline.core.queues.running import Running
+from paceline.core.pacing.view import Survey
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.wait_clocks import Reason
 
 __all__ = ["BestEffort"]
 

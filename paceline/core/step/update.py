@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from paceline.core.news import append_all, update_of
+from paceline.core.step.news import append_all, update_of
 from paceline.core.outputs import RequestUpdate, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.policies import FcfsPolicy, SchedulingPolicy
-from paceline.core.prospects import Prospects
+from paceline.core.pacing.first_token import Prospects
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.running import Running
+from paceline.core.queues.running import Running
 
 __all__ = ["Results"]
 
