@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.core.request import FinishReason, SamplingParams
+from paceline.core.request import FinishReason
+from paceline.core.sampling_params import SamplingParams
 
 __all__ = [
     "BlockCopy",

@@ -27,35 +27,36 @@ from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
 
-from paceline.core.pacing.door import Admission, Expired, check_door
-from paceline.core.stats import ClassUse, take_census
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.step.builder import Draft
-from paceline.core.step.in_flight import StepsInFlight
-from paceline.core.memory.outlook import FirstTokenForecast
-from paceline.core.queues.forks import Forks
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.predict.output_length import LengthHistory
-from paceline.core.step.news import update_of
+from paceline.core.memory.outlook import FirstTokenForecast
+from paceline.core.memory.pressure import Pressure, PressureValve
 from paceline.core.outputs import (
     RequestUpdate,
     SchedulerOutput,
     SchedulerStats,
     StepResult,
 )
-from paceline.core.step.planner import Planner
-from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
-from paceline.core.memory.pressure import Pressure, PressureValve
-from paceline.core.pacing.first_token import Prospects
-from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.step.update import Results
-from paceline.core.pacing.tenants import TenantShares
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.pacing.view import Survey
 from paceline.core.pacing.budget import AdaptiveTokenBudget, FixedTokenBudget, TokenBudget
-from paceline.core.queues.waiting import WaitingRoom
-from paceline.core.queues.wait_clocks import REASONS, Reason
+from paceline.core.pacing.door import Admission, Expired, check_door
+from paceline.core.pacing.first_token import Prospects
+from paceline.core.pacing.tenants import TenantShares
+from paceline.core.pacing.view import Survey
+from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
+from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.queues.forks import Forks
+from paceline.core.queues.wait_clocks import REASONS, Reason
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.stats import ClassUse, take_census
+from paceline.core.step.builder import Draft
+from paceline.core.step.in_flight import StepsInFlight
+from paceline.core.step.news import update_of
+from paceline.core.step.planner import Planner
+from paceline.core.step.update import Results
+from paceline.core.tier import Move
 
 __all__ = ["Scheduler"]
 
@@ -96,7 +97,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._shares = TenantShares()
         # without a reason to tell tenants apart, however many there are make one row
-        group = attrgetter("tenant") if self.policy.keeps_tenants_apart else lambda _: ""
+        group = attrgetter("asked.tenant") if self.policy.keeps_tenants_apart else lambda _: ""
         self._waiting = WaitingRoom(self.policy.make_queue, self.kv, self.policy.later, group)
         self._forks = Forks()
         self._planner = Planner(
@@ -138,37 +139,38 @@ class Scheduler:
             QueueFullError: it cannot be served soon, see ``Admission.check``.
         """
         check_door(request, self._requests, self.config, self.cache)
-        request.favoured = self.policy.keeps_tenants_apart and self._shares.is_light(request.tenant)
-        if request.fork_of is None:
+        if self.policy.keeps_tenants_apart and self._shares.is_light(request.asked.tenant):
+            request.move(Move.FAVOUR)
+        if request.asked.fork_of is None:
             waiting = len(self._waiting) + len(self._forks)
-            if not self._admission.is_full(waiting, request.num_forks):
+            if not self._admission.is_full(waiting, request.asked.num_forks):
                 self.kv.hash_prompt(request)
                 request.num_new_tokens -= self.kv.num_found(request)
             self._prospects.note(request)
             own = 0
             if (
                 self.policy.keeps_tenants_apart
-                and self._admission.is_crowded(waiting, request.num_forks)
-                and self._shares.has_others(request.tenant)
+                and self._admission.is_crowded(waiting, request.asked.num_forks)
+                and self._shares.has_others(request.asked.tenant)
             ):
-                own = self._num_waiting_of(request.tenant) + request.num_forks
+                own = self._num_waiting_of(request.asked.tenant) + request.asked.num_forks
             self._admission.check(
                 waiting,
-                request.predicted_ttft,
+                request.history.predicted_ttft,
                 self.valve.level,
                 own,
-                num_forks=request.num_forks,
+                num_forks=request.asked.num_forks,
             )
         request.order = (self.policy.key(request), self._num_added)
         self._num_added += 1
-        if request.fork_of is None:
+        if request.asked.fork_of is None:
             self._admission.limit(request)
         self._requests[request.request_id] = request
-        self._shares.came(request.tenant)
-        if request.fork_of is None:
+        self._shares.came(request.asked.tenant)
+        if request.asked.fork_of is None:
             self._waiting.arrive(request)
             return
-        parent = self._requests[request.fork_of]
+        parent = self._requests[request.asked.fork_of]
         if (
             parent.status is RequestStatus.RUNNING
             and parent.num_computed_tokens >= parent.num_prompt_tokens
@@ -179,7 +181,7 @@ class Scheduler:
             self._forks.add(parent, request)
 
     def _num_waiting_of(self, tenant: str) -> int:
-        running = sum([r.tenant == tenant for r in self._running.requests])
+        running = sum([r.asked.tenant == tenant for r in self._running.requests])
         return self._shares.unfinished(tenant) - running
 
     def abort(
@@ -320,13 +322,13 @@ class Scheduler:
         request.finish_reason = reason
         failed = reason is FinishReason.ERROR or reason is FinishReason.ABORT
         if failed and request.first_scheduled_time is not None:
-            computed = max(request.num_computed_tokens, request.num_lost_tokens)
-            self._num_discarded_tokens += max(0, computed - request.num_found_tokens)
+            computed = max(request.num_computed_tokens, request.history.num_lost_tokens)
+            self._num_discarded_tokens += max(0, computed - request.history.num_found_tokens)
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(request.label, request.num_tokens - request.num_prompt_tokens)
         del self._requests[request.request_id]
-        self._shares.went(request.tenant)
+        self._shares.went(request.asked.tenant)
         if not self._requests:
             self._rest()
 
@@ -393,12 +395,12 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens
         for request in [*self._waiting, *forks]:
             assert request.status is RequestStatus.WAITING
-            assert not request.block_ids or request.fork_of or request.num_swapped_tokens
+            assert not request.block_ids or request.asked.fork_of or request.num_swapped_tokens
         for request in known:
             flying = self._steps.num_rows(request)
             assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
             assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
         for fork in forks:
-            assert fork.fork_of in self._requests, "a fork waits for nobody"
+            assert fork.asked.fork_of in self._requests, "a fork waits for nobody"
         self._waiting.check_integrity()
         self.kv.check_integrity(known)

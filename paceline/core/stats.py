@@ -29,7 +29,7 @@ def take_census(running: Iterable[Request], waiting: Iterable[Request]) -> tuple
     counts: dict[str, list[int]] = {}
     for place, requests in enumerate((running, waiting)):
         for request in requests:
-            use = counts.setdefault(request.slo.slo_class, [0, 0, 0])
+            use = counts.setdefault(request.asked.slo.slo_class, [0, 0, 0])
             use[place] += 1
             use[2] += len(request.block_ids)
     return tuple(ClassUse(name, *counts[name]) for name in sorted(counts))

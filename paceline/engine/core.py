@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from paceline.core.pacing.door import Expired
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
@@ -23,6 +22,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
+from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.engine.recorder import Recorder

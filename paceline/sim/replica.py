@@ -28,7 +28,8 @@ from operator import itemgetter
 from paceline.core.errors import EngineDeadError, RequestError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.core.request import Request, SamplingParams
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.sim.arrival import Arrival, Served
@@ -190,13 +191,15 @@ class Replica:
         prompt = self._prompts.tokens(arrival, job.number)
         try:
             request = Request(
-                request_id=request_id,
-                prompt_token_ids=[*prompt, _TOKEN[0]] if job.received else prompt,
-                sampling=_sampling(output, most),
-                arrival_time=arrival.at,
-                priority=arrival.priority,
-                slo=slo_of(arrival),
-                tenant=arrival.tenant,
+                RequestSpec(
+                    request_id=request_id,
+                    prompt_token_ids=[*prompt, _TOKEN[0]] if job.received else prompt,
+                    sampling=_sampling(output, most),
+                    arrival_time=arrival.at,
+                    priority=arrival.priority,
+                    slo=slo_of(arrival),
+                    tenant=arrival.tenant,
+                )
             )
             self.scheduler.add_request(request)
         except RequestError:
@@ -286,7 +289,7 @@ class Replica:
             None if first is None else first + self._outbound,
             None if last is None else last + self._outbound,
             request.num_tokens - request.num_prompt_tokens,
-            request.num_cached_tokens,
+            request.history.num_cached_tokens,
             request.num_preemptions,
             refused,
         )

@@ -12,8 +12,8 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.pacing.tenants import TenantShares
-from paceline.core.slo import Slo
 from paceline.core.predict.step_time import StepShape
+from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator

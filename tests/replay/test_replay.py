@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import QueueFullError
-from paceline.core.slo import NO_SLO, Slo
 from paceline.core.predict.step_time import StepShape
-from tests.driving import Driver, make_request
+from paceline.core.slo import NO_SLO, Slo
+from tests.driving import Driver, ask, make_request
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
@@ -105,9 +105,9 @@ def decision_log(case: dict[str, Any]) -> tuple[int, str]:
                 name, prompt, rng.randint(1, 40), arrival=driver.now, priority=rng.randrange(3)
             )
             if slos is not None:
-                parent.slo = rng.choice(slos)
+                ask(parent, slo=rng.choice(slos))
             if tenants is not None:
-                parent.tenant = rng.choice(tenants)
+                ask(parent, tenant=rng.choice(tenants))
             try:
                 driver.add(parent)
             except QueueFullError:

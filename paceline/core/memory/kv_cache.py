@@ -24,8 +24,8 @@ from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
-from paceline.core.memory.block_pool import BlockPool
 from paceline.core.config import CacheConfig
+from paceline.core.memory.block_pool import BlockPool
 from paceline.core.outputs import BlockCopy, BlockSwap
 from paceline.core.request import Request
 
@@ -121,10 +121,10 @@ class KVCacheManager:
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
-                request.num_cached_tokens = request.num_computed_tokens
+                request.history.num_cached_tokens = request.num_computed_tokens
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
-        request.num_restored_tokens += request.num_swapped_tokens
+        request.history.num_restored_tokens += request.num_swapped_tokens
         self._forget_fetched(request)
         self._forget_host(request)
         return True
@@ -335,7 +335,7 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes = request.block_hashes
-        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(request.asked.cache_salt)
         size = self.block_size
         for start in range(len(hashes) * size, count * size, size):
             parent = hash_block(parent, request.token_slice(start, start + size))

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from operator import attrgetter, mul, sub
 
-from paceline.core.request import Request
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.request import Request
 
 __all__ = ["FirstTokenForecast", "MemoryOutlook", "future_peak"]
 

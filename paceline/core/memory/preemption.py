@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
-from paceline.core.request import Request
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.request import Request
 
 __all__ = ["Preemption"]
 
@@ -70,7 +70,7 @@ class Preemption:
 
     def release(self, request: Request) -> None:
         """Take all blocks; keep a copy in host memory if that is worth it."""
-        request.num_lost_tokens = request.num_computed_tokens
+        request.history.num_lost_tokens = request.num_computed_tokens
         if self._worth_swapping(request):
             self._kv.swap_out(request)
         self._kv.free(request)

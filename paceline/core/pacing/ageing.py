@@ -17,13 +17,13 @@ This module does not know why nobody let it in.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import Final
 
-from paceline.core.request import Request, RequestStatus
 from paceline.core.pacing.view import Survey
 from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.tier import Move
 
 __all__ = ["Patience"]
 
@@ -66,8 +66,7 @@ class Patience:
         self._first = first
         if first.seconds_first >= self._seconds:
             self._waiting.remove(first)
-            first.slo = replace(first.slo, best_effort=False, ttft=None, tpot=None, deadline=None)
-            first.promoted = True
+            first.move(Move.AGE)
             self._waiting.push(first)
             self._promoted = first
             self._advance(first)
@@ -85,9 +84,9 @@ class Patience:
 
     def _is_held_up(self, first: Request, survey: Survey) -> bool:
         """Whether anybody runs or waits who has more to lose."""
-        band = first.band
+        band = first.tier
         return (
             bool(survey.ordinary)
             or self._waiting.any_before(band)
-            or any(r.band < band for r in chain(survey.hurried, survey.best_effort))
+            or any(r.tier < band for r in chain(survey.hurried, survey.best_effort))
         )

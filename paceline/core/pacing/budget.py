@@ -27,10 +27,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paceline.core.request import Request
-from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.pacing.view import Survey
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.request import Request
+from paceline.core.tier import Tier
 
 __all__ = ["PACE_SHARE", "AdaptiveTokenBudget", "Allowance", "FixedTokenBudget", "TokenBudget"]
 
@@ -184,7 +185,7 @@ class AdaptiveTokenBudget:
         saved = self._credit + share * own
         if saved > most:
             # or one with many keys could never be paid for
-            rows = (r.num_computed_tokens for r in running.best_effort if r.slo.background)
+            rows = (r.num_computed_tokens for r in running.best_effort if r.tier is Tier.BACKGROUND)
             most = max(most, self._model.row_seconds(max(rows, default=0)))
         self._credit = min(saved, most)
         return allowance._replace(background=own + max(0.0, self._credit))
@@ -239,7 +240,7 @@ class AdaptiveTokenBudget:
         who are not far ahead of their schedule yet, are looked at first."""
         least = math.inf
         for request in reversed(paced):
-            tpot, first_token = request.slo.tpot, request.first_token_time
+            tpot, first_token = request.targets.tpot, request.first_token_time
             assert tpot is not None and first_token is not None, "it is paced"
             done = request.num_tokens - request.num_prompt_tokens + request.num_pending_tokens
             if first_token + done * (PACE_SHARE * tpot) - now < least:
@@ -251,7 +252,7 @@ class AdaptiveTokenBudget:
         one that is behind, a share of the time until its last one is, so that it catches up while
         it lasts and not at once. One that cannot catch up has missed: it is kept at its pace, and
         others need not miss for it."""
-        tpot, first_token = request.slo.tpot, request.first_token_time
+        tpot, first_token = request.targets.tpot, request.first_token_time
         assert tpot is not None and first_token is not None, "it is paced"
         pace = PACE_SHARE * tpot
         num_output = request.num_tokens - request.num_prompt_tokens

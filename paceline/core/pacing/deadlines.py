@@ -19,14 +19,15 @@ from collections.abc import Callable
 from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
-from paceline.core.pacing.tpot_guard import least_target
-from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.pacing.view import Survey
 from paceline.core.pacing.budget import PACE_SHARE, TokenBudget
+from paceline.core.pacing.tpot_guard import least_target
 from paceline.core.pacing.triage import all_in_time, triage
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.pacing.view import Survey
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.tier import Tier
 
 __all__ = ["Deadlines"]
 
@@ -92,10 +93,10 @@ class Deadlines:
 
     def is_hopeless(self, request: Request, now: float) -> bool:
         """Whether a best-effort request would miss its deadline if nothing else were computed."""
-        deadline = request.slo.deadline
-        if deadline is None or request.relegated or not self._step_time.ready:
+        deadline = request.targets.deadline
+        if deadline is None or request.tier is Tier.RELEGATED or not self._step_time.ready:
             return False
-        latest = request.arrival_time + deadline - self._left(request) * self._step_seconds(1)
+        latest = request.asked.arrival_time + deadline - self._left(request) * self._step_seconds(1)
         if request.num_uncomputed_tokens <= 1:
             return now > latest
         if now + self._work.prompt_seconds(request.num_uncomputed_tokens) <= latest:
@@ -117,9 +118,9 @@ class Deadlines:
         if self._steps_until_look > 0:
             return _NOBODY
         running = [
-            (request.arrival_time + request.slo.deadline, request.order[1], request)
+            (request.asked.arrival_time + request.targets.deadline, request.order[1], request)
             for request in survey.best_effort
-            if request.slo.deadline is not None and request.band is Band.PROMISED
+            if request.targets.deadline is not None and request.tier is Tier.PROMISED
         ]
         left_before = self._that_may_come_back(now)
         if not running and not self._waiting.promised and not left_before:
@@ -198,7 +199,7 @@ class Deadlines:
             request
             for request in self._pressed
             if request.status is RequestStatus.RUNNING
-            and request.slo.best_effort
+            and request.best_effort
             and request.num_uncomputed_tokens <= 1
         ]
         if not those:
@@ -224,24 +225,24 @@ class Deadlines:
         least = least_target(self._step_time)
         if survey.tightest >= least:
             return survey.tightest
-        targets = (request.slo.tpot or 0.0 for request in survey.paced)
+        targets = (request.targets.tpot or 0.0 for request in survey.paced)
         return min((target for target in targets if target >= least), default=math.inf)
 
     def _that_may_come_back(self, now: float) -> list[tuple[float, int, Request]]:
         """Those left out that still wait in that band, as ``promised`` has the others."""
         found = []
         for name, (_, request) in list(self._left_out.items()):
-            deadline = request.slo.deadline
+            deadline = request.targets.deadline
             if (
                 deadline is None
-                or now > request.arrival_time + deadline
+                or now > request.asked.arrival_time + deadline
                 or request.status is not RequestStatus.WAITING
-                or request.band is not Band.RELEGATED
+                or request.tier is not Tier.RELEGATED
                 or request.num_pending_tokens
             ):
                 del self._left_out[name]
             else:
-                found.append((request.arrival_time + deadline, request.order[1], request))
+                found.append((request.asked.arrival_time + deadline, request.order[1], request))
         return found
 
     def _left(self, request: Request) -> int:

@@ -136,10 +136,10 @@ class Admission:
     def limit(self, request: Request) -> None:
         """Watch over how long a queued request, whose order is known, waits to be started."""
         number = request.order[1]
-        limits = (request.slo.queue_ttl, self._config.queue_timeout_s)
+        limits = (request.asked.slo.queue_ttl, self._config.queue_timeout_s)
         shortest = min((limit for limit in limits if limit is not None), default=None)
         if shortest is not None:
-            heapq.heappush(self._limits, (request.arrival_time + shortest, number, request))
+            heapq.heappush(self._limits, (request.asked.arrival_time + shortest, number, request))
             if len(self._limits) > self._most:
                 # those that ended keep their prompts alive no longer
                 self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
@@ -157,7 +157,7 @@ class Admission:
         self, request: Request, forks: Iterable[Request], now: float, predicted: float | None
     ) -> Expired:
         """What to tell the caller of one that was not, given how long it would take now."""
-        waited = now - request.arrival_time
+        waited = now - request.asked.arrival_time
         error = self._refusal(
             "expired", f"it waited {waited:.1f} s without being started", predicted
         )
@@ -179,7 +179,7 @@ def check_door(
         NeverFitsError: prompt + max_tokens exceed the context or the whole KV cache.
         InvalidRequestError: empty prompt, duplicate id, unknown ``fork_of``.
     """
-    prompt, output = request.num_prompt_tokens, request.sampling.max_tokens
+    prompt, output = request.num_prompt_tokens, request.asked.sampling.max_tokens
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least 1 token is needed", "prompt")
     if request.request_id in live:
@@ -199,9 +199,9 @@ def check_door(
             f"the whole cache has {cache.num_blocks}",
             "max_tokens",
         )
-    if request.fork_of is not None:
-        parent = live.get(request.fork_of)
-        if parent is None or parent.prompt_token_ids != request.prompt_token_ids:
+    if request.asked.fork_of is not None:
+        parent = live.get(request.asked.fork_of)
+        if parent is None or parent.asked.prompt_token_ids != request.asked.prompt_token_ids:
             raise InvalidRequestError(
-                f"fork_of={request.fork_of!r} names no live request with the same prompt", "n"
+                f"fork_of={request.asked.fork_of!r} names no live request with the same prompt", "n"
             )

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.pacing.deadlines import Deadlines
-from paceline.core.policies import SchedulingPolicy
-from paceline.core.request import Request, RequestStatus
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.pacing.view import Survey
 from paceline.core.pacing.budget import TokenBudget
+from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.pacing.view import Survey
+from paceline.core.policies import SchedulingPolicy
+from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.tier import Move
 
 __all__ = ["Lateness"]
 
@@ -80,20 +80,20 @@ class Lateness:
     def is_late(self, request: Request, now: float) -> bool:
         """Whether not even computing nothing else would meet its TTFT target any more; of a
         best-effort request, its deadline."""
-        slo = request.slo
+        targets = request.targets
         if request.favoured:
             return False
-        if slo.best_effort:
+        if request.best_effort:
             return self._enabled and self._deadlines.is_hopeless(request, now)
         if (
-            slo.ttft is None
+            targets.ttft is None
             or not self._enabled
             or request.first_token_time is not None
             or request.num_pending_tokens
             or not self._step_time.ready
         ):
             return False
-        latest = request.arrival_time + slo.ttft
+        latest = request.asked.arrival_time + targets.ttft
         if now + self._work.prompt_seconds(request.num_uncomputed_tokens) <= latest:
             return False
         # what is cached of its prompt takes no time: looked for only if that matters
@@ -103,7 +103,7 @@ class Lateness:
         """Whether somebody gains if this one, which runs, waits or was taken from the queue, makes
         way: of ordinary requests another one that waits or has a prompt to compute, or best effort
         whose deadlines press. Those that stream are kept at their pace whatever else runs."""
-        if request.slo.best_effort or self._waiting.pressing:
+        if request.best_effort or self._waiting.pressing:
             return True
         wide = self._num_wide - (request.status is RequestStatus.RUNNING)
         ordinary = self._waiting.ordinary
@@ -112,12 +112,8 @@ class Lateness:
     def relegate(self, request: Request) -> None:
         """Make it best effort, or less if it is that, with an order to match; the caller has it in
         no ordered place."""
-        if not request.slo.best_effort:
-            request.slo = replace(request.slo, best_effort=True)
         request.order = (self._policy.later(request.order[0]), request.order[1])
-        request.relegated = True
-        # it may run on as it is
-        request.told = False
+        request.move(Move.DEMOTE)
         self.num_relegated += 1
 
     def relegate_running(self, running: list[Request], wide: Iterable[Request], now: float) -> bool:
@@ -125,11 +121,11 @@ class Lateness:
         others. Returns whether there were any; ``running`` stays in order."""
         found = False
         wide = list(wide)
-        self._num_wide = sum(not request.slo.best_effort for request in wide)
+        self._num_wide = sum(not request.best_effort for request in wide)
         for request in wide:
             if self.is_late(request, now) and self.delays_others(request):
                 found = True
-                self._num_wide -= not request.slo.best_effort
+                self._num_wide -= not request.best_effort
                 running.remove(request)
                 self.relegate(request)
                 insort(running, request, key=_ORDER)
@@ -165,7 +161,7 @@ class Lateness:
                 insort(running, loser, key=_ORDER)
         for key, request in verdict.come_back:
             self._waiting.remove(request)
-            request.relegated = False
+            request.move(Move.RESTORE)
             request.order = key, request.order[1]
             self._waiting.push(request)
         return found
@@ -189,7 +185,7 @@ class Lateness:
         self._since_triage = 0
         per_token = self._budget.seconds_per_token(survey)
         unfinished = sum(
-            request.num_uncomputed_tokens for request in survey.wide if not request.slo.best_effort
+            request.num_uncomputed_tokens for request in survey.wide if not request.best_effort
         )
         self._triaged_at = self._waiting.num_changes
         to_compute = unfinished + self._waiting.num_ordinary_tokens
@@ -202,7 +198,7 @@ class Lateness:
             starts + unfinished * per_token,
             # a fork has its prompt already
             [request.num_lacking_tokens * per_token for request in first],
-            [request.arrival_time + (request.slo.ttft or 0.0) for request in first],
+            [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
             self._group,
         )
         if (

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 from paceline.core.memory.outlook import FirstTokenForecast
-from paceline.core.request import Request
 from paceline.core.queues.running import Running
-from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.queues.wait_clocks import Reason
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request
 
 __all__ = ["Prospects"]
 
@@ -62,7 +62,7 @@ class Prospects:
             free = 0 if full else self._max_num_seqs - len(running)
             self._forecast.look(running, free_places=free, tokens_per_step=self.tokens_per_step)
             self._tokens_running = sum(
-                max(0, r.num_uncomputed_tokens - 1) for r in running if not r.slo.best_effort
+                max(0, r.num_uncomputed_tokens - 1) for r in running if not r.best_effort
             )
         requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
         return self._forecast.seconds(
@@ -73,18 +73,19 @@ class Prospects:
 
     def note(self, request: Request) -> None:
         """Write down with a newcomer what is predicted for it."""
-        request.predicted_ttft = self.predict(request)
-        request.forecast_bias = self._forecast.bias
+        request.history.predicted_ttft = self.predict(request)
+        request.history.forecast_bias = self._forecast.bias
 
     def learn(self, request: Request, now: float) -> None:
         """Its first token has come: take in what became of its forecast, where that was of what
         then happened."""
         if (
-            request.predicted_ttft is not None
-            and not request.slo.best_effort
-            and not request.promoted
+            request.history.predicted_ttft is not None
+            and not request.best_effort
+            and not request.aged
             and not request.num_preemptions
         ):
             self._forecast.learn(
-                request.predicted_ttft / request.forecast_bias, now - request.arrival_time
+                request.history.predicted_ttft / request.history.forecast_bias,
+                now - request.asked.arrival_time,
             )

@@ -14,9 +14,9 @@ import math
 from functools import cached_property
 from typing import Final
 
-from paceline.core.request import Request
-from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.pacing.view import Survey
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
 
 __all__ = ["PaceGuard", "least_target"]
 
@@ -42,13 +42,13 @@ class PaceGuard:
         """It runs too."""
         self._rows += 1
         self._keys += request.num_computed_tokens
-        self._tightest = min(self._tightest, self._within_reach(request.slo.tpot))
+        self._tightest = min(self._tightest, self._within_reach(request.targets.tpot))
 
     def allows(self, request: Request) -> bool:
         """Whether ``request`` may join those running."""
-        if request.slo.best_effort or request.favoured or self._rows == 0 or not self._model.ready:
+        if request.best_effort or request.favoured or self._rows == 0 or not self._model.ready:
             return True
-        tightest = min(self._tightest, self._within_reach(request.slo.tpot))
+        tightest = min(self._tightest, self._within_reach(request.targets.tpot))
         if tightest == math.inf:
             return True
         shape = StepShape(0, 0.0, self._rows + 1, self._keys + request.num_tokens)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO
-from paceline.core.predict.step_time import StepShape
 
 __all__ = ["Survey"]
 
@@ -73,27 +73,27 @@ class Survey:
         targets, paced = survey.targets, survey.paced
         rows = keys = 0
         for request in running:
-            slo = request.slo
+            aims = request.targets
             computed = request.num_computed_tokens
             is_wide = request.num_tokens + request.num_pending_tokens > computed + 1
             if is_wide:
                 wide.append(request)
-            if slo is NO_SLO:
+            if aims is NO_SLO:
                 # as below, without asking for what it does not have
                 ordinary.append(request)
                 if not is_wide:
                     rows += 1
                     keys += computed
                 continue
-            if slo.best_effort:
+            if request.best_effort:
                 best_effort.append(request)
                 continue
             ordinary.append(request)
-            tpot = slo.tpot
+            tpot = aims.tpot
             if tpot is not None:
                 targets.append(tpot)
             if is_wide:
-                survey.urgent = survey.urgent or slo.ttft is not None
+                survey.urgent = survey.urgent or aims.ttft is not None
                 continue
             rows += 1
             keys += computed
@@ -103,7 +103,7 @@ class Survey:
                     survey.tightest = tpot
         survey.narrow_rows, survey.narrow_keys = rows, keys
         survey.num_running = len(ordinary) + len(best_effort)
-        survey.awaited = any(not request.promoted for request in ordinary)
+        survey.awaited = any(not request.aged for request in ordinary)
         return survey
 
     def hurry(self, requests: list[Request]) -> None:

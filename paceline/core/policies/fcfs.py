@@ -35,8 +35,8 @@ class FcfsPolicy:
 
     def _arrival(self, request: Request) -> float:
         """When it came; best-effort requests count as come later: they yield but never starve."""
-        late = self._context.config.best_effort_delay_s if request.slo.best_effort else 0.0
-        return request.arrival_time + late
+        late = self._context.config.best_effort_delay_s if request.best_effort else 0.0
+        return request.asked.arrival_time + late
 
     def later(self, key: float) -> float:
         return key + self._context.config.best_effort_delay_s
@@ -45,14 +45,10 @@ class FcfsPolicy:
         return heapq.merge(*waiting.values(), key=_ORDER)
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
-        return [r for r in candidates if r.slo.best_effort] or candidates
+        return [r for r in candidates if r.best_effort] or candidates
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        return (
-            running.slo.best_effort
-            and not waiting.slo.best_effort
-            and waiting.order < running.order
-        )
+        return running.best_effort and not waiting.best_effort and waiting.order < running.order
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
         return None

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from operator import mul
 from typing import Final, NamedTuple
 
-from paceline.core.predict.memory_bound import Hinge
 from paceline.core.outputs import ScheduledRow
+from paceline.core.predict.memory_bound import Hinge
 
 __all__ = ["StepShape", "StepTimeModel"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 from paceline.core.predict.output_length import LengthHistory
-from paceline.core.request import Request
 from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
 
 __all__ = ["WorkEstimator"]
 
@@ -27,17 +27,19 @@ class WorkEstimator:
     def output_tokens(self, request: Request, q: float = 0.5) -> int:
         """The q-quantile of the final number of output tokens."""
         num_output = request.num_tokens - request.num_prompt_tokens
-        return self._lengths.predict(request.label, num_output, request.sampling.max_tokens, q)
+        return self._lengths.predict(
+            request.label, num_output, request.asked.sampling.max_tokens, q
+        )
 
     def expected_tokens(self, request: Request, q: float) -> int:
         """The same, less careful where nothing is known (``LengthHistory.expect``)."""
         num_output = request.num_tokens - request.num_prompt_tokens
-        return self._lengths.expect(request.label, num_output, request.sampling.max_tokens, q)
+        return self._lengths.expect(request.label, num_output, request.asked.sampling.max_tokens, q)
 
     def surely_left(self, request: Request, q: float) -> int:
         """Output tokens still to come by a q-quantile; one where nothing is known."""
         num_output = request.num_tokens - request.num_prompt_tokens
-        known = self._lengths.known(request.label, num_output, request.sampling.max_tokens, q)
+        known = self._lengths.known(request.label, num_output, request.asked.sampling.max_tokens, q)
         return 1 if known is None else known - num_output
 
     def surely_left_each(self, requests: Iterable[Request], q: float) -> list[int]:

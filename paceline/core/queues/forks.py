@@ -46,9 +46,9 @@ class Forks:
 
     def remove(self, child: Request) -> None:
         """Take one out that ended while it waited."""
-        assert child.fork_of is not None
-        siblings = self._by_parent[child.fork_of]
+        assert child.asked.fork_of is not None
+        siblings = self._by_parent[child.asked.fork_of]
         siblings.remove(child)
         self._size -= 1
         if not siblings:
-            del self._by_parent[child.fork_of]
+            del self._by_parent[child.asked.fork_of]

@@ -160,22 +160,22 @@ class FairQueue:
         return self._tenants.keys()
 
     def __contains__(self, request: Request) -> bool:
-        queue = self._tenants.get(request.tenant)
+        queue = self._tenants.get(request.asked.tenant)
         return (queue is not None and request in queue) or request in self._promoted
 
     def push(self, request: Request) -> None:
-        if request.promoted:
+        if request.aged:
             self._promoted.push(request)
             return
-        queue = self._tenants.get(request.tenant)
+        queue = self._tenants.get(request.asked.tenant)
         if queue is None:
             first = self._peek_tenants()
-            self._on_return(request, None if first is None else self._counter(first.tenant))
-            queue = self._tenants[request.tenant] = RequestQueue()
+            self._on_return(request, None if first is None else self._counter(first.asked.tenant))
+            queue = self._tenants[request.asked.tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
         if queue.peek() is request:
-            self._enter(request.tenant)
+            self._enter(request.asked.tenant)
 
     def peek(self) -> Request | None:
         return self._promoted.peek() or self._peek_tenants()
@@ -235,18 +235,18 @@ class FairQueue:
         request = self._peek_tenants()
         if request is not None:
             heapq.heappop(self._heap)
-            self._tenants[request.tenant].pop()
-            self._left(request.tenant)
+            self._tenants[request.asked.tenant].pop()
+            self._left(request.asked.tenant)
         return request
 
     def remove(self, request: Request) -> None:
         if request in self._promoted:
             self._promoted.remove(request)
             return
-        queue = self._tenants[request.tenant]
+        queue = self._tenants[request.asked.tenant]
         was_head = queue.peek() is request
         queue.remove(request)
-        self._left(request.tenant, changed=was_head)
+        self._left(request.asked.tenant, changed=was_head)
 
     def _left(self, tenant: str, *, changed: bool = True) -> None:
         self._size -= 1

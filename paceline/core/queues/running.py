@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import Final
 
 from paceline.core.memory.preemption import Preemption
-from paceline.core.request import Request, RequestStatus
 from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
 
 __all__ = ["Running"]
 
@@ -33,7 +33,7 @@ class Running:
     def start(self, request: Request) -> None:
         """It was admitted and has its blocks."""
         request.status = RequestStatus.RUNNING
-        request.told = False
+        request.history.told = False
         insort(self.requests, request, key=_ORDER)
 
     def preempt(self, request: Request, now: float) -> None:

@@ -14,8 +14,9 @@ from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
 from paceline.core.queues.request_queue import WaitingQueue
-from paceline.core.request import Band, Request, RequestStatus
 from paceline.core.queues.wait_clocks import WaitClocks
+from paceline.core.request import Request, RequestStatus
+from paceline.core.tier import Tier
 
 __all__ = ["WaitingRoom"]
 
@@ -28,22 +29,22 @@ _LOOK_AHEAD: Final = 16
 def _is_targeted(request: Request) -> bool:
     # all of it stays as it is while a request waits
     return (
-        request.slo.ttft is not None
-        and not request.slo.best_effort
+        request.targets.ttft is not None
+        and not request.best_effort
         and request.first_scheduled_time is None
     )
 
 
 def _first_token_due(request: Request) -> float:
-    return request.arrival_time + (request.slo.ttft or 0.0)
+    return request.asked.arrival_time + (request.targets.ttft or 0.0)
 
 
-def _promise(request: Request, band: Band) -> tuple[float, int, Request] | None:
+def _promise(request: Request, band: Tier) -> tuple[float, int, Request] | None:
     # unlike any other: requests themselves are never compared
-    deadline = request.slo.deadline
-    if deadline is None or band is not Band.PROMISED:
+    deadline = request.targets.deadline
+    if deadline is None or band is not Tier.PROMISED:
         return None
-    return request.arrival_time + deadline, request.order[1], request
+    return request.asked.arrival_time + deadline, request.order[1], request
 
 
 class WaitingRoom:
@@ -64,7 +65,7 @@ class WaitingRoom:
         group: Callable[[Request], str] = lambda _: "",
     ) -> None:
         # by band
-        self._queues = tuple(make_queue() for _ in Band)
+        self._queues = tuple(make_queue() for _ in Tier)
         self._later = later
         self.group = group
         # best-effort requests with a deadline would miss it if order alone decided between them and
@@ -87,10 +88,10 @@ class WaitingRoom:
         # members of the band PROMISED with a deadline, the earliest first: (deadline, order of
         # arrival, request)
         self.promised: list[tuple[float, int, Request]] = []
-        self._num_tokens = [0] * len(Band)
+        self._num_tokens = [0] * len(Tier)
         # of favoured ones, by band: how many, and their prompt tokens
-        self._num_favoured = [0] * len(Band)
-        self._favoured_tokens = [0] * len(Band)
+        self._num_favoured = [0] * len(Tier)
+        self._favoured_tokens = [0] * len(Tier)
         self._size = 0
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class WaitingRoom:
         return chain(*self._queues)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._queues[request.band]
+        return request in self._queues[request.tier]
 
     @property
     def ordinary(self) -> WaitingQueue:
@@ -109,13 +110,13 @@ class WaitingRoom:
 
     def arrive(self, request: Request) -> None:
         """A request begins to wait between two plans: until the next one for that alone."""
-        self.enter(request, request.arrival_time)
+        self.enter(request, request.asked.arrival_time)
         self._newcomers.append(request)
 
     def enter(self, request: Request, now: float) -> None:
         """A request begins to wait while a plan is made."""
-        request.waiting_since = now
-        request.waits_before = self.clocks.reading()
+        request.history.waiting_since = now
+        request.history.waits_before = self.clocks.reading()
         self.push(request)
 
     def begin_plan(self, now: float) -> None:
@@ -124,7 +125,7 @@ class WaitingRoom:
         if self._newcomers:
             reading = self.clocks.reading()
             for request in self._newcomers:
-                request.waits_before = reading
+                request.history.waits_before = reading
             self._newcomers.clear()
 
     def rest(self) -> None:
@@ -134,15 +135,15 @@ class WaitingRoom:
 
     def leave(self, request: Request, now: float) -> None:
         """A popped request was admitted: add up what it waited for."""
-        waited = max(0.0, now - request.waiting_since)
-        spent = self.clocks.since(request.waits_before, waited)
-        if request.waits:
-            spent = [old + new for old, new in zip(request.waits, spent, strict=True)]
-        request.waits = spent
+        waited = max(0.0, now - request.history.waiting_since)
+        spent = self.clocks.since(request.history.waits_before, waited)
+        if request.history.waits:
+            spent = [old + new for old, new in zip(request.history.waits, spent, strict=True)]
+        request.history.waits = spent
 
     def push(self, request: Request) -> None:
         """Put a request at its place; one that was taken goes on waiting."""
-        band = request.band
+        band = request.tier
         self._size += 1
         self._num_tokens[band] += request.num_new_tokens
         if request.favoured:
@@ -184,23 +185,23 @@ class WaitingRoom:
         heads = [queue.peek() for queue in self._queues[1:]]
         return min((head for head in heads if head is not None), key=_ORDER, default=None)
 
-    def any_before(self, band: Band) -> bool:
+    def any_before(self, band: Tier) -> bool:
         """Whether somebody waits in an earlier band."""
         return any(map(len, self._queues[:band]))
 
     def take(self, head: Request) -> None:
         """Take out what ``peek`` or ``first`` has just shown."""
-        taken = self._queues[head.band].pop()
+        taken = self._queues[head.tier].pop()
         assert taken is head, "somebody else came first"
         self._uncount(head)
 
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands. It may come back in another band."""
-        self._queues[request.band].remove(request)
+        self._queues[request.tier].remove(request)
         self._uncount(request)
 
     def _uncount(self, request: Request) -> None:
-        band = request.band
+        band = request.tier
         self._size -= 1
         self._num_tokens[band] -= request.num_new_tokens
         if request.favoured:
@@ -232,14 +233,14 @@ class WaitingRoom:
     @property
     def num_ordinary_tokens(self) -> int:
         """``num_new_tokens`` of those that are not best effort."""
-        return self._num_tokens[Band.ORDINARY]
+        return self._num_tokens[Tier.ORDINARY]
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, new prompt tokens) taken to be served before a newcomer: all of them, less
         best effort unless it is that itself. Before a favoured one only those that are favoured
         too: the others wait for it."""
-        band = request.band
-        bands = Band.BACKGROUND if Band.ORDINARY < band < Band.BACKGROUND else band + 1
+        band = request.tier
+        bands = Tier.BACKGROUND if Tier.ORDINARY < band < Tier.BACKGROUND else band + 1
         if request.favoured:
             return sum(self._num_favoured[:bands]), sum(self._favoured_tokens[:bands])
         return sum(map(len, self._queues[:bands])), sum(self._num_tokens[:bands])
@@ -323,7 +324,7 @@ class WaitingRoom:
     def _fetched(self) -> list[Request]:
         """Members whose blocks were fetched ahead, in order."""
         fetched = [r for r in self._holders.values() if r.was_fetched]
-        return sorted(fetched, key=lambda r: (r.band, r.order))
+        return sorted(fetched, key=lambda r: (r.tier, r.order))
 
     def _drop(self, request: Request) -> None:
         self._kv.free(request)
@@ -349,10 +350,10 @@ class WaitingRoom:
         for group, own in self._targeted.items():
             assert own and all(self.group(request) == group for request in own)
             assert own == sorted(own, key=_ORDER)
-        promises = [_promise(request, request.band) for request in members]
+        promises = [_promise(request, request.tier) for request in members]
         assert sorted(filter(None, promises)) == self.promised
         for band, queue in enumerate(self._queues):
-            assert all(request.band == band for request in queue)
+            assert all(request.tier == band for request in queue)
             assert sum(request.num_new_tokens for request in queue) == self._num_tokens[band]
             favoured = [request.num_new_tokens for request in queue if request.favoured]
             assert len(favoured) == self._num_favoured[band]

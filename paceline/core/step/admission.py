@@ -14,24 +14,25 @@ from collections.abc import Sequence
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.step.displacement import choose_displaced
-from paceline.core.step.builder import TILE, Draft
-from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.pacing.feasibility import Lateness
-from paceline.core.outputs import NewRequest
-from paceline.core.pacing.tpot_guard import PaceGuard
-from paceline.core.policies import SchedulingPolicy
+from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.pressure import Pressure
-from paceline.core.request import Band, Request
-from paceline.core.step.rows import Rows
-from paceline.core.queues.running import Running
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.pacing.view import Survey
+from paceline.core.outputs import NewRequest
 from paceline.core.pacing.budget import TokenBudget
-from paceline.core.queues.waiting import WaitingRoom
-from paceline.core.queues.wait_clocks import Reason
+from paceline.core.pacing.feasibility import Lateness
+from paceline.core.pacing.tpot_guard import PaceGuard
+from paceline.core.pacing.view import Survey
+from paceline.core.policies import SchedulingPolicy
+from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.queues.running import Running
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request
+from paceline.core.step.builder import TILE, Draft
+from paceline.core.step.displacement import choose_displaced
+from paceline.core.step.rows import Rows
+from paceline.core.tier import Tier
 
 __all__ = ["Intake"]
 
@@ -113,7 +114,7 @@ class Intake:
             head is None
             or head.num_pending_tokens
             # it would not be let in whoever made way
-            or (head.slo.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT)
+            or (head.best_effort and pressure >= Pressure.HOLD_BEST_EFFORT)
         ):
             return 0
         late = self._lateness.is_late(head, now)
@@ -138,7 +139,7 @@ class Intake:
 
     def _displaces_though_late(self, head: Request, running: Request) -> bool:
         """Whose first token is late whatever happens delays nobody but best effort for it."""
-        return running.slo.best_effort and self._policy.displaces(head, running)
+        return running.best_effort and self._policy.displaces(head, running)
 
     def _lasts_without(self, head: Request, gone: Sequence[Request], freed: int) -> bool:
         """Whether memory is predicted to last with ``head`` and without some of those that run, who
@@ -148,7 +149,7 @@ class Intake:
             return True
         names = {request.request_id for request in gone}
         rest = [r for r in running if r.request_id not in names]
-        outlook = self._outlook_of(rest, head.slo.best_effort, freed)
+        outlook = self._outlook_of(rest, head.best_effort, freed)
         # what they alone hold of its prompt comes free with them
         num_shared = self._kv.num_in_use(head, gone)
         if not outlook.admits(head, num_shared):
@@ -158,17 +159,17 @@ class Intake:
         outlook.hold(self._cache.num_blocks - num_free)
         return outlook.admits(head, num_shared)
 
-    def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Band) -> Reason | None:
+    def let_in(self, draft: Draft, now: float, pressure: Pressure, last: Tier) -> Reason | None:
         """Admit in order until something is short, and return what: ordinary requests, or of best
         effort, up to the first beyond band ``last``."""
-        best_effort = last is not Band.ORDINARY
+        best_effort = last is not Tier.ORDINARY
         passed: list[Request] = []
         head: Request | None = None
         tried = num_late = 0
         outlook: MemoryOutlook | None = None
         held_by: Reason | None = None
         while (request := self._next(draft, pressure, best_effort, passed)) is not None:
-            if best_effort and request.band > last:
+            if best_effort and request.tier > last:
                 break
             if draft.budget <= 0 or (num_late >= _MAX_RELEGATED and draft.rows):
                 held_by = held_by or Reason.BUDGET
@@ -179,7 +180,7 @@ class Intake:
             if len(self._running.requests) >= self._config.max_num_seqs:
                 held_by = held_by or Reason.SLOTS
                 break
-            if request.slo.best_effort and self._running.requests:
+            if request.best_effort and self._running.requests:
                 if pressure >= Pressure.HOLD_BEST_EFFORT:
                     held_by = held_by or Reason.PRESSURE
                     break
@@ -207,7 +208,7 @@ class Intake:
             obstacle = self._obstacle(request, outlook, num_shared)
             if obstacle is not None:
                 passed.append(request)
-                if request.slo.best_effort and not best_effort:
+                if request.best_effort and not best_effort:
                     # its turn had come, but it holds nobody up
                     continue
                 held_by = held_by or obstacle
@@ -246,7 +247,7 @@ class Intake:
             and head is not self._made_way_for
             and patient.order < head.order
             and pressure < Pressure.HOLD_BEST_EFFORT
-            and not any(request.slo.best_effort for request in passed)
+            and not any(request.best_effort for request in passed)
             and draft.has_room(patient, TILE, self._step_time, self.most_seconds(draft))
         ):
             return patient
@@ -283,7 +284,7 @@ class Intake:
         # what was fetched ahead is nobody's yet
         freed += self._kv.num_fetched_blocks
         return MemoryOutlook(
-            [r for r in running if best_effort or not r.slo.best_effort],
+            [r for r in running if best_effort or not r.best_effort],
             self._work,
             num_blocks=num_blocks,
             num_held_blocks=num_blocks - self._kv.pool.num_free - freed,
@@ -310,7 +311,7 @@ class Intake:
     def _admit(self, draft: Draft, request: Request, now: float) -> None:
         num_tokens = min(request.num_tokens - request.num_computed_tokens, draft.budget)
         before = draft.shape
-        if request.slo.best_effort:
+        if request.best_effort:
             fitting = draft.fitting(request, self._step_time, self.most_seconds(draft))
             num_tokens = min(num_tokens, fitting)
         extension = self._kv.extend(request, num_tokens)
@@ -318,34 +319,34 @@ class Intake:
         if extension.copy is not None:
             draft.copies.append(extension.copy)
         request.times_bypassed = 0
-        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        recomputed = max(0, request.history.num_lost_tokens - request.num_computed_tokens)
         if not request.num_preemptions:
             # nobody is charged twice for a prompt, however much of it a preemption lost
             self._policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
-        request.num_lost_tokens = 0
-        request.num_recomputed_tokens += recomputed
+        request.history.num_lost_tokens = 0
+        request.history.num_recomputed_tokens += recomputed
         self.num_recomputed_tokens += recomputed
         self._waiting.leave(request, now)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            request.num_found_tokens = request.num_computed_tokens
+            request.history.num_found_tokens = request.num_computed_tokens
         self._running.start(request)
-        if not request.slo.best_effort:
+        if not request.best_effort:
             self._guard.add(request)
-            hurries = request.slo.ttft is not None and self._step_time.ready
+            hurries = request.targets.ttft is not None and self._step_time.ready
             if hurries and self._config.adaptive_token_budget:
                 # its prompt is not kept waiting for best-effort rows, as of those that run
                 draft.seconds = 0.0
         draft.new.append(
             NewRequest(
                 request_id=request.request_id,
-                token_ids=(*request.prompt_token_ids, *request.output_token_ids),
+                token_ids=(*request.asked.prompt_token_ids, *request.output_token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.sampling,
+                sampling=request.asked.sampling,
                 block_ids=tuple(request.block_ids),
             )
         )
         self._rows.add(draft, request, num_tokens, ())
-        if request.slo.best_effort:
+        if request.best_effort:
             predict = self._step_time.predict
             draft.best_effort_cost += predict(draft.shape) - predict(before)

@@ -1,7 +1,7 @@
 """Best-effort requests: after everybody else, with what is left, band by band.
 
 Both those that run and those that wait, in this order, so that nobody who has nothing to lose comes
-before somebody who has (``Band``).
+before somebody who has (``Tier``).
 
 This module does not know what ordinary requests got, or why.
 """
@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.step.builder import Draft
-from paceline.core.step.admission import Intake
 from paceline.core.memory.pressure import Pressure
-from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.step.rows import Rows
-from paceline.core.queues.running import Running
 from paceline.core.pacing.view import Survey
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.running import Running
 from paceline.core.queues.wait_clocks import Reason
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.step.admission import Intake
+from paceline.core.step.builder import Draft
+from paceline.core.step.rows import Rows
+from paceline.core.tier import Tier
 
 __all__ = ["BestEffort"]
 
 # bands, lowest and highest: who gets rows and is let in together, in order
-_BANDS: Final = ((Band.PROMISED, Band.RELEGATED), (Band.BACKGROUND, Band.BACKGROUND))
+_BANDS: Final = ((Tier.PROMISED, Tier.RELEGATED), (Tier.BACKGROUND, Tier.BACKGROUND))
 # the same while deadlines press
-_PRESSED: Final = tuple((band, band) for band in Band if band is not Band.ORDINARY)
+_PRESSED: Final = tuple((band, band) for band in Tier if band is not Tier.ORDINARY)
 
 
 class BestEffort:
@@ -40,7 +41,7 @@ class BestEffort:
     def make_way(self, survey: Survey, now: float) -> Request:
         """Memory is nearly full and others run: the last of those with least to lose goes."""
         those = survey.best_effort or survey.hurried
-        victim = max(those, key=lambda r: (r.band, r.order))
+        victim = max(those, key=lambda r: (r.tier, r.order))
         self._running.preempt(victim, now)
         return victim
 
@@ -56,7 +57,7 @@ class BestEffort:
         nobody can be. Returns what holds the head of the queue up."""
         draft.seconds = min(draft.seconds, self._intake.most_seconds(draft))
         # those that ran before: whoever was let in just now has a row
-        rest = [(request.band, request) for request in survey.best_effort]
+        rest = [(request.tier, request) for request in survey.best_effort]
         for low, high in _PRESSED if self._waiting.pressing else _BANDS:
             rest = [entry for entry in rest if entry[1].status is RequestStatus.RUNNING]
             those = [request for band, request in rest if low <= band <= high]
@@ -65,7 +66,7 @@ class BestEffort:
             if held_by is None and late and self._running.requests:
                 held_by = Reason.MEMORY
             head = self._waiting.peek(best_effort=True)
-            if held_by is None and head is not None and head.band <= high:
+            if held_by is None and head is not None and head.tier <= high:
                 draft.budget -= left
                 held_by = self._intake.let_in(draft, now, pressure, high)
                 draft.budget += left

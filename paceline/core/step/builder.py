@@ -6,9 +6,10 @@ import math
 from typing import Final
 
 from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
-from paceline.core.request import Request
-from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.pacing.budget import Allowance
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
+from paceline.core.tier import Tier
 
 __all__ = ["TILE", "Draft"]
 
@@ -102,7 +103,7 @@ class Draft:
         if samples:
             request.num_pending_tokens += 1
         if num_tokens > 1:
-            request.num_chunks += 1
+            request.history.num_chunks += 1
             self.wide_tokens += num_tokens
             self.wide_keys += num_tokens * (start + num_tokens / 2)
         else:
@@ -118,7 +119,7 @@ class Draft:
 
     def limit(self, request: Request) -> float:
         """Predicted seconds of the step beyond which a best-effort request stays out."""
-        if self.background_seconds < self.seconds and request.slo.background:
+        if self.background_seconds < self.seconds and request.tier is Tier.BACKGROUND:
             return self.background_seconds
         return self.seconds
 
@@ -167,7 +168,7 @@ class Draft:
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
-        saves = request.slo.background and self.background_seconds < math.inf
+        saves = request.tier is Tier.BACKGROUND and self.background_seconds < math.inf
         patience = _MAX_SAVING_STEPS if saves else _MAX_SKIPPED_STEPS
         wide = request.num_uncomputed_tokens > 1
         cost = TILE if wide else 1

@@ -33,9 +33,9 @@ def choose_displaced(
     losers = [request for request in reversed(running) if displaces(head, request)]
     shortfall = kv.shortfall(head, beside_others=True)
     slots = max_num_seqs - len(running)
-    if slots > 0 and shortfall == 0 and not head.slo.best_effort:
+    if slots > 0 and shortfall == 0 and not head.best_effort:
         # nothing but predicted memory can be short, which counts on best effort making way later
-        losers = [request for request in losers if not request.slo.best_effort]
+        losers = [request for request in losers if not request.best_effort]
     # asked in every step in which somebody waits: who would not be let in whoever made way is found
     # out first, before blocks are counted
     if not losers or not lasts(losers, sum(len(request.block_ids) for request in losers)):

@@ -12,8 +12,8 @@ from collections import deque
 from typing import Final
 
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.core.request import Request
 from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
 
 __all__ = ["StepsInFlight"]
 

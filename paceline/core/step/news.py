@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
-from paceline.core.request import FinishReason, Request
 from paceline.core.queues.wait_clocks import REASONS
+from paceline.core.request import FinishReason, Request
 
 __all__ = ["append_all", "update_of"]
 
@@ -41,7 +41,7 @@ def update_of(
             logprobs,
             request.finish_reason,
             request.stop_reason,
-            request.num_cached_tokens,
+            request.history.num_cached_tokens,
             request.first_scheduled_time or 0.0,
             request.num_preemptions,
             error,
@@ -54,13 +54,13 @@ def _timeline_of(request: Request) -> Timeline:
     return Timeline(
         waited=tuple(
             (reason, seconds)
-            for reason, seconds in zip(REASONS, request.waits, strict=False)
+            for reason, seconds in zip(REASONS, request.history.waits, strict=False)
             if seconds > 0.0
         ),
-        num_chunks=request.num_chunks,
+        num_chunks=request.history.num_chunks,
         num_preemptions=request.num_preemptions,
-        num_recomputed_tokens=request.num_recomputed_tokens,
-        num_swapped_tokens=request.num_restored_tokens,
-        relegated=request.relegated,
-        predicted_ttft=request.predicted_ttft,
+        num_recomputed_tokens=request.history.num_recomputed_tokens,
+        num_swapped_tokens=request.history.num_restored_tokens,
+        relegated=request.history.demoted,
+        predicted_ttft=request.history.predicted_ttft,
     )

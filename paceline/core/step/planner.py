@@ -10,26 +10,27 @@ This module does not know how requests come and end, nor what a step brings.
 
 from __future__ import annotations
 
-from paceline.core.step.best_effort import BestEffort
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.step.builder import Draft
-from paceline.core.queues.forks import Forks
-from paceline.core.step.admission import Intake
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.pacing.feasibility import Lateness
-from paceline.core.pacing.ageing import Patience
-from paceline.core.policies import SchedulingPolicy
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import Pressure
-from paceline.core.request import Band, Request, RequestStatus
-from paceline.core.step.rows import Rows
-from paceline.core.queues.running import Running
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.pacing.view import Survey
+from paceline.core.pacing.ageing import Patience
 from paceline.core.pacing.budget import TokenBudget
-from paceline.core.queues.waiting import WaitingRoom
-from paceline.core.queues.wait_clocks import Reason
+from paceline.core.pacing.feasibility import Lateness
+from paceline.core.pacing.view import Survey
+from paceline.core.policies import SchedulingPolicy
+from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.predict.work import WorkEstimator
+from paceline.core.queues.forks import Forks
+from paceline.core.queues.running import Running
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.step.admission import Intake
+from paceline.core.step.best_effort import BestEffort
+from paceline.core.step.builder import Draft
+from paceline.core.step.rows import Rows
+from paceline.core.tier import Tier
 
 __all__ = ["Planner"]
 
@@ -147,7 +148,7 @@ class Planner:
         num_hurried = len(draft.rows) - num_ordinary
         if held_by is None and self._waiting:
             draft.budget -= others
-            held_by = self.intake.let_in(draft, now, pressure, Band.ORDINARY)
+            held_by = self.intake.let_in(draft, now, pressure, Tier.ORDINARY)
             draft.budget += others
         if held_by is None and preempted:
             held_by = Reason.MEMORY
@@ -197,6 +198,6 @@ class Planner:
         """No wide row could be had after all (memory): do not waste the step."""
         draft.narrow = True
         running = self.running.requests
-        rest = [r for r in running if r.slo.best_effort]
-        self._rows.extend(draft, [r for r in running if not r.slo.best_effort], len(rest), now)
-        self._rows.extend(draft, [r for r in running if r.slo.best_effort], 0, now, limited=True)
+        rest = [r for r in running if r.best_effort]
+        self._rows.extend(draft, [r for r in running if not r.best_effort], len(rest), now)
+        self._rows.extend(draft, [r for r in running if r.best_effort], 0, now, limited=True)

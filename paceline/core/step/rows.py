@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 
 from paceline.core.config import CacheConfig
-from paceline.core.step.builder import Draft
-from paceline.core.queues.forks import Forks
 from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.preemption import Preemption
 from paceline.core.outputs import ScheduledRow
 from paceline.core.policies import SchedulingPolicy
-from paceline.core.memory.preemption import Preemption
-from paceline.core.request import Band, Request
-from paceline.core.queues.running import Running
 from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.queues.forks import Forks
+from paceline.core.queues.running import Running
 from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request
+from paceline.core.step.builder import Draft
+from paceline.core.tier import Tier
 
 __all__ = ["Rows"]
 
@@ -162,22 +163,22 @@ class Rows:
         """Who gives blocks up for ``running[index]``: nobody who has a row already, and of
         ``running`` nobody who comes before it."""
         candidates = running[index:]
-        band = running[index].band
-        if band is not Band.BACKGROUND:
+        band = running[index].tier
+        if band is not Tier.BACKGROUND:
             taken = {request.request_id for request in [*draft.requests, *running]}
             rest = [r for r in self._running.requests if r.request_id not in taken]
-            if band is Band.ORDINARY or limited:
-                candidates += [r for r in rest if r.band > band]
+            if band is Tier.ORDINARY or limited:
+                candidates += [r for r in rest if r.tier > band]
             else:
                 # in a hurry: nearly all others of best effort have more time
-                candidates = [r for r in rest if r.slo.best_effort] or candidates
+                candidates = [r for r in rest if r.best_effort] or candidates
         return self._preemption.victim(candidates, self._policy.expendable)
 
     def add(
         self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
     ) -> None:
         """A row of the next ``num_tokens`` tokens, whose blocks it has."""
-        pays = draft.background_seconds < math.inf and request.slo.background
+        pays = draft.background_seconds < math.inf and request.tier is Tier.BACKGROUND
         before = self._step_time.predict(draft.shape) if pays else 0.0
         draft.add(request, num_tokens, new_block_ids)
         if pays:

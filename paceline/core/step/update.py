@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from paceline.core.step.news import append_all, update_of
 from paceline.core.outputs import RequestUpdate, ScheduledRow, SchedulerOutput, StepResult
-from paceline.core.policies import FcfsPolicy, SchedulingPolicy
 from paceline.core.pacing.first_token import Prospects
-from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.policies import FcfsPolicy, SchedulingPolicy
 from paceline.core.queues.running import Running
+from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.step.news import append_all, update_of
 
 __all__ = ["Results"]
 
@@ -86,7 +86,7 @@ class Results:
                 len(token_ids) == 1
                 and total < request.max_total_tokens
                 and token_ids[0] not in request.stop_ids
-                and request.told
+                and request.history.told
             ):
                 # nearly all, by the shortest way: the other branch would do the same
                 request.output_token_ids.append(token_ids[0])
@@ -101,14 +101,17 @@ class Results:
                 spent += [request] * len(token_ids)
                 if reason is not None:
                     last = request.output_token_ids[-1]
-                    if reason is FinishReason.STOP and last not in request.sampling.eos_token_ids:
+                    if (
+                        reason is FinishReason.STOP
+                        and last not in request.asked.sampling.eos_token_ids
+                    ):
                         request.stop_reason = last
                     self._finish(request, reason, prune=False)
                     ended = True
                     append(update_of(request, token_ids, row_logprobs))
                     continue
-                if not request.told:
-                    request.told = True
+                if not request.history.told:
+                    request.history.told = True
                     if tell_all:
                         append(update_of(request, token_ids, row_logprobs, tells=True))
                     continue
@@ -121,7 +124,7 @@ class Results:
                 row_logprobs,
                 None,
                 None,
-                request.num_cached_tokens,
+                request.history.num_cached_tokens,
                 request.first_scheduled_time,
                 request.num_preemptions,
                 None,
