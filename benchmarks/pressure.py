@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.outputs import SchedulerStats
 from paceline.core.policies import FcfsPolicy, PolicyContext
-from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.predict.work import WorkEstimator
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
+from paceline.core.stats import SchedulerStats
 
 __all__ = ["wasted_tokens"]
 

@@ -10,7 +10,7 @@
 
 *Demote*: a target can no longer be met, so the request yields to those whose targets can.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
-*Age*: a best-effort request has waited too long; it becomes ordinary work without targets, for good.
+*Age*: a best-effort request has waited too long: it is ordinary work without targets, for good.
 *Favour*: the tenant has far less than an equal share when the request arrives.
 
 This module does not know requests, queues or when a move is due.

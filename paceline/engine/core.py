@@ -18,13 +18,13 @@ from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.outputs import (
     RequestUpdate,
     SchedulerOutput,
-    SchedulerStats,
     StepResult,
     TokenLogprobs,
 )
 from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
+from paceline.core.stats import SchedulerStats
 from paceline.engine.recorder import Recorder
 
 __all__ = ["EngineCore"]

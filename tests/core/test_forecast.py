@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.memory.outlook import FirstTokenForecast, MemoryOutlook, future_peak
-from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.predict.work import WorkEstimator
 from paceline.core.request import Request
 from tests.driving import make_request
 

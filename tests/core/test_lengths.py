@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.predict.work import WorkEstimator
 from paceline.core.slo import Slo
 from tests.driving import make_request
 

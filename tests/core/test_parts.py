@@ -12,10 +12,10 @@ from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for, fits, hash_block, root_hash
 from paceline.core.policies import PolicyContext, make_policy
-from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.predict.work import WorkEstimator
-from paceline.core.queues.request_queue import FairQueue, RequestQueue
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.sampling_params import SamplingParams
 from tests.driving import make_request
 

@@ -10,7 +10,8 @@ from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.pacing.ageing import Patience
 from paceline.core.pacing.view import Survey
 from paceline.core.policies import POLICIES
-from paceline.core.queues.request_queue import FairQueue, RequestQueue
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo

@@ -13,9 +13,8 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import Pressure
-from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.predict.work import WorkEstimator
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request

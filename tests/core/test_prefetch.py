@@ -10,7 +10,8 @@ import pytest
 
 from paceline.backends.null import expected_tokens
 from paceline.core.memory.pressure import Pressure, PressureValve
-from paceline.core.queues.request_queue import FairQueue, RequestQueue
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request, RequestStatus
 from tests.driving import Driver, make_request
 

@@ -12,9 +12,8 @@ import pytest
 from paceline.core.outputs import StepResult
 from paceline.core.pacing.budget import AdaptiveTokenBudget, Allowance
 from paceline.core.pacing.view import Survey
-from paceline.core.predict.output_length import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.predict.work import WorkEstimator
 from paceline.core.request import Request, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo

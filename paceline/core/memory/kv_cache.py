@@ -27,7 +27,7 @@ from typing import NamedTuple
 from paceline.core.config import CacheConfig
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.outputs import BlockCopy, BlockSwap
-from paceline.core.request import Request
+from paceline.core.request import Request, RequestStatus
 
 __all__ = ["Extension", "KVCacheManager", "blocks_for", "fits", "hash_block"]
 
@@ -151,6 +151,12 @@ class KVCacheManager:
             return request.num_tokens - request.num_computed_tokens
         cached = len(self.starting_blocks(request)) * self.block_size
         return request.num_tokens - max(cached, request.num_swapped_tokens)
+
+    def num_to_compute(self, request: Request) -> int:
+        """Tokens that a running request lacks, or that a waiting one would lack once admitted."""
+        if request.status is RequestStatus.RUNNING:
+            return request.num_uncomputed_tokens
+        return self.num_lacking(request)
 
     def num_missing(self, request: Request) -> int:
         """Blocks that a running request lacks for its tokens, known or pending."""

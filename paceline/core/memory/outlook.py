@@ -1,6 +1,6 @@
-"""Looking ahead: will memory last, and when would a new request see its first token?
+"""Looking ahead: will memory last until those that run have ended?
 
-This module does not decide; ``scheduler`` and ``admission`` do.
+This module does not decide; ``step.admission`` does.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from operator import attrgetter, mul, sub
 
-from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.predict.work import WorkEstimator
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.request import Request
 
-__all__ = ["FirstTokenForecast", "MemoryOutlook", "future_peak"]
+__all__ = ["MemoryOutlook", "Outlooks", "future_peak"]
 
 # of running requests' predicted lengths: on the safe side of the middle
 _LENGTH_QUANTILE = 0.7
@@ -52,7 +52,7 @@ class MemoryOutlook:
 
     Args:
         running: requests that run; the list may change, but not before the outlook is dropped.
-        num_held_blocks: blocks in use, by whomsoever.
+        num_held_blocks: blocks in use.
     """
 
     def __init__(
@@ -144,85 +144,22 @@ class MemoryOutlook:
         return num_output - request.predicted_output, now - now % self._block_size
 
 
-class FirstTokenForecast:
-    """Predicts the time to first token of a request that would be queued now.
+class Outlooks:
+    """Makes an outlook of running requests as memory is now."""
 
-    What it waits for is prompt tokens computed before its own, and a place that a running request
-    gives back when it ends. The ratio of what came to what was said is learned, so a bias of the
-    model corrects itself.
-    """
-
-    def __init__(self, step_time: StepTimeModel, work: WorkEstimator) -> None:
-        self._step_time = step_time
+    def __init__(self, kv: KVCacheManager, work: WorkEstimator) -> None:
+        self._kv = kv
         self._work = work
-        # what came by what was said, lately
-        self.bias = 1.0
-        self._base = StepShape()
-        self._running: Sequence[Request] = ()
-        # output tokens that those running will still have, fewest first; None until asked for
-        self._left: list[int] | None = None
-        self._free_places = 0
-        self._tokens_per_step = 1
 
-    @property
-    def ready(self) -> bool:
-        """Whether enough was measured to say anything."""
-        return self._step_time.ready
-
-    def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
-        """Take in what runs. Good until the next step or end of a request.
-
-        Args:
-            free_places: requests that could run beside it now.
-            tokens_per_step: prompt tokens a step takes beside the running rows.
-        """
-        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
-        self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
-        self._running = running
-        self._left = None
-        self._free_places = free_places
-        self._tokens_per_step = max(2, tokens_per_step)
-
-    def seconds(
-        self, num_new_tokens: int, *, tokens_ahead: int, requests_ahead: int
-    ) -> float | None:
-        """Seconds from now to the first token; None while nothing was measured.
-
-        Args:
-            num_new_tokens: of the request, prompt tokens that are not cached.
-            tokens_ahead: prompt tokens of running and waiting requests to be computed before.
-            requests_ahead: waiting requests that will be admitted before.
-        """
-        predict = self._step_time.predict
-        if not self.ready:
-            return None
-        base, step = self._base, self._tokens_per_step
-        idle_step = predict(base)
-        full_step = predict(base.plus(0, step))
-        ahead = tokens_ahead / step * full_step
-        own = -(-num_new_tokens // step)
-        rest = num_new_tokens - (own - 1) * step
-        prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
-        wait = 0.0
-        missing = requests_ahead + 1 - self._free_places
-        left = self._tokens_left() if missing > 0 else []
-        if left:
-            # those that will run then end too: rounds of the same lengths
-            rounds, index = divmod(missing - 1, len(left))
-            wait = (left[index] + rounds * sum(left) / len(left)) * max(idle_step, 1e-9)
-        return self.bias * (max(ahead, wait) + prompt)
-
-    def _tokens_left(self) -> list[int]:
-        if self._left is None:
-            self._left = sorted(
-                self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens)
-                for r in self._running
-            )
-        return self._left
-
-    def learn(self, raw: float, actual: float) -> None:
-        """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""
-        if raw > 0.0:
-            # bounded against outliers
-            ratio = min(4.0, max(0.25, actual / raw))
-            self.bias += 0.05 * (ratio - self.bias)
+    def of(self, running: Sequence[Request], num_freed_blocks: int = 0) -> MemoryOutlook:
+        """The outlook once so many blocks have come free."""
+        kv = self._kv
+        # blocks fetched ahead can be taken back at once
+        num_free = kv.pool.num_free + kv.num_fetched_blocks + num_freed_blocks
+        return MemoryOutlook(
+            running,
+            self._work,
+            num_blocks=kv.pool.num_blocks,
+            num_held_blocks=kv.pool.num_blocks - num_free,
+            block_size=kv.block_size,
+        )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
-from paceline.core.predict.work import WorkEstimator
+from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.request import Request
 
 __all__ = ["Preemption"]

@@ -1,16 +1,17 @@
-"""The door: what is refused before it is queued, and what is dropped before it is started.
+"""The door: requests refused before they are queued, and dropped before they are started.
 
-``check_door`` refuses what can never be served. ``Admission`` refuses, with an honest time to come
-back, what cannot be served soon: the queue is full, the memory-pressure valve is wide open, or the
-first token is predicted to take longer than the server allows. What waited past its own limit is
-handed out by ``expired``.
+``check_door`` refuses what can never be served. ``Door`` refuses, with an honest time to come back,
+what cannot be served soon: the queue is full, the memory-pressure valve is wide open, or the first
+token is predicted to take longer than the server allows. It hands out requests that waited past
+their own limit.
 
-This module does not know the order of the queue or what runs.
+This module does not know the order of the queue.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
@@ -18,13 +19,17 @@ from typing import Final, NamedTuple
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.memory.kv_cache import blocks_for, fits
-from paceline.core.memory.pressure import Pressure
+from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.pacing.first_token import ArrivalForecast
+from paceline.core.pacing.tenants import TenantShares
 from paceline.core.request import Request, RequestStatus
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Move
 
-__all__ = ["Admission", "Expired", "check_door"]
+__all__ = ["Door", "Expired", "QueueLimits", "check_door"]
 
 # advised wait where nothing was measured yet
-_RETRY_SECONDS = 1.0
+_RETRY_SECONDS: Final = 1.0
 # waiting requests of one tenant for every place that is left in the queue, at most
 _PER_PLACE: Final = 7
 # limits on waiting until those of requests that do not wait any more are dropped, at least
@@ -40,8 +45,64 @@ class Expired(NamedTuple):
     fork_ids: tuple[str, ...] = ()
 
 
-class Admission:
-    """Refusals for now, and limits on waiting. One per scheduler."""
+class Door:
+    """Lets requests in, or not. One per scheduler.
+
+    Args:
+        tenants: None where they are not kept apart.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        valve: PressureValve,
+        tenants: TenantShares | None,
+    ) -> None:
+        self._state = state
+        self._valve = valve
+        self._tenants = tenants
+        self.forecast = ArrivalForecast(state)
+        self.limits = QueueLimits(state.config)
+
+    def check(self, request: Request, live: Mapping[str, Request]) -> None:
+        """Return if the request may be queued; what is known of it then is written down in it.
+
+        Raises:
+            NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
+            QueueFullError: it cannot be served soon, see ``QueueLimits.check``.
+        """
+        state, limits, tenants = self._state, self.limits, self._tenants
+        check_door(request, live, state.config, state.cache)
+        tenant, num_forks = request.asked.tenant, request.asked.num_forks
+        if tenants is not None and tenants.is_light(tenant):
+            request.move(Move.FAVOUR)
+        if request.asked.fork_of is not None:
+            # the queue had places for all forks when their parent came
+            return
+        waiting = len(state.waiting) + len(state.forks)
+        if not limits.is_full(waiting, num_forks):
+            state.kv.hash_prompt(request)
+            request.num_new_tokens -= state.kv.num_found(request)
+        self.forecast.note(request)
+        own = 0
+        if (
+            tenants is not None
+            and limits.is_crowded(waiting, num_forks)
+            and tenants.has_others(tenant)
+        ):
+            running = sum(r.asked.tenant == tenant for r in state.running.requests)
+            own = tenants.unfinished(tenant) - running + num_forks
+        limits.check(
+            waiting, request.history.predicted_ttft, self._valve.level, own, num_forks=num_forks
+        )
+
+    def expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
+        """What to tell the caller of a request that was dropped, which is queued no more."""
+        return self.limits.expiry(request, forks, now, self.forecast.predict(request))
+
+
+class QueueLimits:
+    """Refusals for now, and limits on waiting."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -53,13 +114,13 @@ class Admission:
         self.refused: Counter[str] = Counter()
 
     def is_full(self, num_waiting: int, num_forks: int = 0) -> bool:
-        """Whether ``check`` refuses whoever comes with so many forks. Nobody is refused for a queue
-        in which nobody waits: one with more forks than there are places would never be served."""
+        """Whether ``check`` refuses a request with so many forks. None is refused for an empty
+        queue: one with more forks than there are places would never be served."""
         limit = self._config.max_num_waiting
         return limit is not None and num_waiting > 0 and num_waiting + num_forks >= limit
 
     def is_crowded(self, num_waiting: int, num_forks: int = 0) -> bool:
-        """Whether it matters for ``check`` whose requests wait."""
+        """Whether it matters for ``check`` which tenants' requests wait."""
         limit = self._config.max_num_waiting
         taken = num_waiting + num_forks
         return limit is not None and num_waiting > 0 and taken >= _PER_PLACE * (limit - taken)
@@ -77,15 +138,15 @@ class Admission:
 
         Where tenants are kept apart and there are several, one of them may have no more requests in
         the queue than ``_PER_PLACE`` times the places that are left: a flood takes seven eighths of
-        all, and whoever comes then finds a place. A second flood takes seven eighths of what the
+        all, and other tenants find a place. A second flood takes seven eighths of what the
         first has left, and so on: several can fill the queue. It is the dynamic threshold of shared
-        packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998); nobody who waits is dropped
+        packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998); no waiting request is dropped
         for it, and it needs no number of tenants.
 
         Args:
             num_waiting: requests that wait already.
             num_own: those of them and of the forks that are the newcomer's tenant's; 0 where
-                tenants are not kept apart or nobody else asks.
+                tenants are not kept apart or no other one asks.
             num_forks: of the newcomer, which want places as well.
             predicted: seconds to the first token of this one; None: not known.
             pressure: the valve's level.
@@ -145,6 +206,15 @@ class Admission:
                 self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
                 heapq.heapify(self._limits)
                 self._most = max(_FEW, 2 * len(self._limits))
+
+    @property
+    def next_expiry(self) -> float:
+        """When ``expired`` has something to say at the earliest."""
+        return self._limits[0][0] if self._limits else math.inf
+
+    def rest(self) -> None:
+        """The last request has ended."""
+        self._limits.clear()
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose time to be started is over; the caller skips those that were."""

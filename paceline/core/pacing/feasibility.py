@@ -1,181 +1,170 @@
-"""Requests that cannot have their first token in time: found, and made to give way.
+"""Which requests cannot have their first token in time, and yield for that.
 
-They become best effort: still served, when nobody else needs the step. A favoured request never
-does, or a light tenant's late one would wait for all of a flood; nor one that delays nobody but
-best effort with time to spare, beside which it would be computed in small pieces for nothing: it
-keeps its place, and best effort, but nobody else, may be displaced for it. Two ways to find them:
-one whose prompt alone takes longer than is left is late whatever happens; and of those that wait,
+They are demoted: still served, when no other request needs the step. Two ways to find them: a
+request whose prompt alone takes longer than is left is late in any case; and of those that wait,
 the fewest whose leaving out lets the others be on time (``triage``). Best-effort requests with a
-deadline that they cannot meet fall back one band more (``deadlines``).
+deadline that they cannot meet are demoted as well (``deadlines``).
+
+Not demoted are favoured requests, or a light tenant's late one would wait for all of a flood; and
+requests that delay only best effort with time to spare, beside which they would be computed in
+small pieces for nothing: such a request keeps its place and displaces only best-effort work.
 
 This module does not know what else fills a step.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable
 from itertools import islice
-from operator import attrgetter
 from typing import Final
 
-from paceline.core.pacing.budget import TokenBudget
+from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
-from paceline.core.pacing.view import Survey
-from paceline.core.policies import SchedulingPolicy
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.predict.work import WorkEstimator
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.pacing.view import RunningView
 from paceline.core.request import Request, RequestStatus
-from paceline.core.tier import Move
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Move, Tier
 
-__all__ = ["Lateness"]
+__all__ = ["Feasibility"]
 
-_ORDER: Final = attrgetter("order")
 # of those waiting, looked at by one triage: the work of so many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
 
 
-class Lateness:
-    """Owned by the planner.
+class Feasibility:
+    """Finds late requests and demotes them.
 
     Args:
-        enabled: False: nobody is ever late.
+        deadlines: of best-effort requests.
     """
 
-    def __init__(
-        self,
-        *,
-        enabled: bool,
-        policy: SchedulingPolicy,
-        waiting: WaitingRoom,
-        step_time: StepTimeModel,
-        work: WorkEstimator,
-        budget: TokenBudget,
-    ) -> None:
-        self._enabled = enabled
-        self._policy = policy
-        self._waiting = waiting
-        self._step_time = step_time
-        self._work = work
+    def __init__(self, state: SchedulerState, budget: StepBudget, deadlines: Deadlines) -> None:
+        self._enabled = state.config.relegate_late
+        self._later = state.policy.later
+        self._service_order = state.policy.service_order
+        self._waiting = state.waiting
+        self._running = state.running
+        self._step_time = state.step_time
+        self._work = state.work
+        self._kv = state.kv
         self._budget = budget
-        # whose requests may be left out for one another
-        self._group = waiting.group
-        self._deadlines = Deadlines(
-            waiting=waiting,
-            step_time=step_time,
-            work=work,
-            budget=budget,
-            group=self._group,
-        )
-        self.num_relegated = 0
+        self._deadlines = deadlines
+        self.num_demoted = 0
         # of the ordinary requests that run, those that have tokens to compute before they go on
         self._num_wide = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
 
+    @property
+    def pressing(self) -> bool:
+        """Whether best-effort requests would miss their deadlines if order alone decided between
+        them and those that have missed theirs."""
+        return self._deadlines.verdict.pressing
+
+    def rest(self) -> None:
+        """The last request has ended."""
+        self._deadlines.rest()
+        self._num_wide = 0
+
+    # ------------------------------------------------------------------ one request
+
     def is_late(self, request: Request, now: float) -> bool:
         """Whether not even computing nothing else would meet its TTFT target any more; of a
         best-effort request, its deadline."""
-        targets = request.targets
-        if request.favoured:
+        if request.favoured or not self._enabled:
             return False
-        if request.best_effort:
-            return self._enabled and self._deadlines.is_hopeless(request, now)
+        if request.tier is not Tier.ORDINARY:
+            return self._deadlines.is_hopeless(request, now)
+        ttft = request.targets.ttft
         if (
-            targets.ttft is None
-            or not self._enabled
+            ttft is None
             or request.first_token_time is not None
             or request.num_pending_tokens
             or not self._step_time.ready
         ):
             return False
-        latest = request.asked.arrival_time + targets.ttft
+        latest = request.asked.arrival_time + ttft
         if now + self._work.prompt_seconds(request.num_uncomputed_tokens) <= latest:
             return False
         # what is cached of its prompt takes no time: looked for only if that matters
-        return now + self._work.prompt_seconds(self._waiting.num_lacking(request)) > latest
+        return now + self._work.prompt_seconds(self._kv.num_to_compute(request)) > latest
 
     def delays_others(self, request: Request) -> bool:
-        """Whether somebody gains if this one, which runs, waits or was taken from the queue, makes
-        way: of ordinary requests another one that waits or has a prompt to compute, or best effort
-        whose deadlines press. Those that stream are kept at their pace whatever else runs."""
-        if request.best_effort or self._waiting.pressing:
+        """Whether another request gains if this one, which runs, waits or was taken from the queue,
+        makes way: an ordinary one that waits or has a prompt to compute, or best effort whose
+        deadlines press. Those that stream are kept at their pace whatever else runs."""
+        if request.tier is not Tier.ORDINARY or self.pressing:
             return True
         wide = self._num_wide - (request.status is RequestStatus.RUNNING)
         ordinary = self._waiting.ordinary
         return wide > 0 or len(ordinary) > (request in ordinary)
 
-    def relegate(self, request: Request) -> None:
-        """Make it best effort, or less if it is that, with an order to match; the caller has it in
-        no ordered place."""
-        request.order = (self._policy.later(request.order[0]), request.order[1])
+    def demote(self, request: Request) -> None:
+        """Move the request, which is in no ordered place, to the tier of those that are late, with
+        an order to match."""
+        request.order = (self._later(request.order[0]), request.order[1])
         request.move(Move.DEMOTE)
-        self.num_relegated += 1
+        self.num_demoted += 1
 
-    def relegate_running(self, running: list[Request], wide: Iterable[Request], now: float) -> bool:
-        """Those of ``wide``, which run, whose first token is late whatever happens make way for the
-        others. Returns whether there were any; ``running`` stays in order."""
+    # ------------------------------------------------------------------ all of them
+
+    def settle(self, starts: float) -> RunningView:
+        """Move late requests to their tiers, if a step that begins at ``starts`` is next, and
+        return the running requests as they then are."""
+        running = self._running.requests
+        view = RunningView.of(running)
+        moved = self._demote_running(view, starts)
+        if self._enabled:
+            moved = self._keep_deadlines(view, starts) or moved
+        if moved:
+            view = RunningView.of(running)
+        return self.hurry(view)
+
+    def hurry(self, view: RunningView) -> RunningView:
+        """Tell best-effort requests apart that must not sit this step out."""
+        return view.hurry(self._deadlines.must_run(view)) if self._enabled else view
+
+    def _demote_running(self, view: RunningView, now: float) -> bool:
+        """Running requests whose first token is late in any case yield to the others. Returns
+        whether there were any."""
         found = False
-        wide = list(wide)
-        self._num_wide = sum(not request.best_effort for request in wide)
-        for request in wide:
+        self._num_wide = sum(request.tier is Tier.ORDINARY for request in view.wide)
+        for request in view.wide:
             if self.is_late(request, now) and self.delays_others(request):
                 found = True
-                self._num_wide -= not request.best_effort
-                running.remove(request)
-                self.relegate(request)
-                insort(running, request, key=_ORDER)
+                self._num_wide -= request.tier is Tier.ORDINARY
+                self._running.move(request, self.demote)
         return found
 
-    def rest(self) -> None:
-        """Nobody is left, and it may be long until a step is planned again."""
-        self._deadlines.rest()
-
-    def hurry(self, survey: Survey) -> None:
-        """Tell best-effort requests apart that are not to sit this step out."""
-        if self._enabled:
-            survey.hurry(self._deadlines.hurried(survey))
-
-    def keep_deadlines(self, running: list[Request], survey: Survey, starts: float) -> bool:
-        """Let those best-effort requests go that cannot all be done in time, and take those back
-        that can after all. Returns whether any of ``running`` were let go; it stays in order."""
+    def _keep_deadlines(self, view: RunningView, starts: float) -> bool:
+        """Demote best-effort requests that cannot all be done in time, and restore those that can
+        after all. Returns whether any that run were demoted."""
         found = False
-        if not self._enabled:
-            return found
-        verdict = self._deadlines.look(survey, starts)
-        for loser in verdict.leave:
+        change = self._deadlines.look(view, starts)
+        for loser in change.leave:
             if loser.favoured:
                 continue
             if loser in self._waiting:
-                self._waiting.remove(loser)
-                self.relegate(loser)
-                self._waiting.push(loser)
+                self._waiting.move(loser, self.demote)
             else:
                 found = True
-                running.remove(loser)
-                self.relegate(loser)
-                insort(running, loser, key=_ORDER)
-        for key, request in verdict.come_back:
+                self._running.move(loser, self.demote)
+        for key, request in change.come_back:
             self._waiting.remove(request)
             request.move(Move.RESTORE)
             request.order = key, request.order[1]
             self._waiting.push(request)
         return found
 
-    def others_take(self, starts: float, seconds: float) -> None:
-        """A step that begins at ``starts`` is predicted to last so long without best effort."""
-        self._deadlines.others_take(starts, seconds)
-
-    def triage(self, survey: Survey, starts: float) -> None:
-        """Let those go who cannot all be on time, if a step that begins at ``starts`` is next."""
+    def triage(self, view: RunningView, starts: float) -> None:
+        """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
+        is next."""
         waiting = self._waiting.targeted
         if not waiting or not self._enabled or not self._step_time.ready:
             return
-        # predictions move slowly: look again when somebody came or went, or every so often
+        # predictions move slowly: look again when a request came or went, or every so often
         self._since_triage += 1
         if (
             self._triaged_at == self._waiting.num_changes
@@ -183,34 +172,28 @@ class Lateness:
         ):
             return
         self._since_triage = 0
-        per_token = self._budget.seconds_per_token(survey)
+        per_token = self._budget.seconds_per_token(view)
         unfinished = sum(
-            request.num_uncomputed_tokens for request in survey.wide if not request.best_effort
+            request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         self._triaged_at = self._waiting.num_changes
         to_compute = unfinished + self._waiting.num_ordinary_tokens
         if starts + to_compute * per_token <= self._waiting.earliest_due:
-            # nobody will be late, in whatever order
+            # no request will be late, in whatever order
             return
-        first = list(islice(self._policy.service_order(waiting), _MAX_TRIAGED))
+        first = list(islice(self._service_order(waiting), _MAX_TRIAGED))
         losers = triage(
             first,
             starts + unfinished * per_token,
             # a fork has its prompt already
             [request.num_lacking_tokens * per_token for request in first],
             [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
-            self._group,
+            self._waiting.group,
         )
-        if (
-            len(losers) == len(self._waiting.ordinary)
-            and not unfinished
-            and not self._waiting.pressing
-        ):
-            # nobody can be on time, so the first makes way for nobody
+        if len(losers) == len(self._waiting.ordinary) and not unfinished and not self.pressing:
+            # none can be on time, so the first yields to none
             losers.remove(first[0])
         for loser in losers:
             if not loser.favoured:
-                self._waiting.remove(loser)
-                self.relegate(loser)
-                self._waiting.push(loser)
+                self._waiting.move(loser, self.demote)
         self._triaged_at = self._waiting.num_changes

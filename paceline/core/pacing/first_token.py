@@ -1,55 +1,137 @@
-"""When a newcomer would see its first token, and what became of what was said.
+"""When a request that arrives now would see its first token, and what became of what was said.
 
-Asked at the door, between steps, and often: what runs is looked at once a step.
+Asked at the door, between steps, and often: running requests are looked at once a step.
 
-This module does not decide what becomes of the newcomer.
+This module does not decide what becomes of the request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.memory.outlook import FirstTokenForecast
-from paceline.core.queues.running import Running
+from paceline.core.predict.output_length import WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
 
-__all__ = ["Prospects"]
+__all__ = ["ArrivalForecast", "FirstTokenForecast"]
 
-# what holds requests up until one that runs ends
+# what holds requests up until a running one ends
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
 
 
-class Prospects:
-    """Owned by the scheduler.
+class FirstTokenForecast:
+    """Predicts the time to first token of a request that would be queued now.
 
-    Args:
-        max_num_seqs: requests running at once at most.
-        tokens_per_step: prompt tokens of a step, before there was one.
+    What it waits for is prompt tokens computed before its own, and a place that a running request
+    gives back when it ends. The ratio of what came to what was said is learned, so a bias of the
+    model corrects itself.
     """
 
-    def __init__(
-        self,
-        forecast: FirstTokenForecast,
-        waiting: WaitingRoom,
-        running: Running,
-        *,
-        max_num_seqs: int,
-        tokens_per_step: int,
-    ) -> None:
-        self._forecast = forecast
-        self._waiting = waiting
+    def __init__(self, step_time: StepTimeModel, work: WorkEstimator) -> None:
+        self._step_time = step_time
+        self._work = work
+        # what came by what was said, lately
+        self.bias = 1.0
+        self._base = StepShape()
+        self._running: Sequence[Request] = ()
+        # output tokens that those running will still have, fewest first; None until asked for
+        self._left: list[int] | None = None
+        self._free_places = 0
+        self._tokens_per_step = 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough was measured to say anything."""
+        return self._step_time.ready
+
+    def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
+        """Take in what runs. Good until the next step or end of a request.
+
+        Args:
+            free_places: requests that could run beside it now.
+            tokens_per_step: prompt tokens a step takes beside the running rows.
+        """
+        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
+        self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
         self._running = running
-        self._max_num_seqs = max_num_seqs
+        self._left = None
+        self._free_places = free_places
+        self._tokens_per_step = max(2, tokens_per_step)
+
+    def seconds(
+        self, num_new_tokens: int, *, tokens_ahead: int, requests_ahead: int
+    ) -> float | None:
+        """Seconds from now to the first token; None while nothing was measured.
+
+        Args:
+            num_new_tokens: of the request, prompt tokens that are not cached.
+            tokens_ahead: prompt tokens of running and waiting requests to be computed before.
+            requests_ahead: waiting requests that will be admitted before.
+        """
+        predict = self._step_time.predict
+        if not self.ready:
+            return None
+        base, step = self._base, self._tokens_per_step
+        idle_step = predict(base)
+        full_step = predict(base.plus(0, step))
+        ahead = tokens_ahead / step * full_step
+        own = -(-num_new_tokens // step)
+        rest = num_new_tokens - (own - 1) * step
+        prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
+        wait = 0.0
+        missing = requests_ahead + 1 - self._free_places
+        left = self._tokens_left() if missing > 0 else []
+        if left:
+            # those that will run then end too: rounds of the same lengths
+            rounds, index = divmod(missing - 1, len(left))
+            wait = (left[index] + rounds * sum(left) / len(left)) * max(idle_step, 1e-9)
+        return self.bias * (max(ahead, wait) + prompt)
+
+    def _tokens_left(self) -> list[int]:
+        if self._left is None:
+            self._left = sorted(
+                self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens)
+                for r in self._running
+            )
+        return self._left
+
+    def learn(self, raw: float, actual: float) -> None:
+        """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""
+        if raw > 0.0:
+            # bounded against outliers
+            ratio = min(4.0, max(0.25, actual / raw))
+            self.bias += 0.05 * (ratio - self.bias)
+
+
+class ArrivalForecast:
+    """The forecast of a scheduler's requests. Owned by the door."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._forecast = FirstTokenForecast(state.step_time, state.work)
+        self._waiting = state.waiting
+        self._running = state.running.requests
+        self._max_num_seqs = state.config.max_num_seqs
         # what held the head of the queue up in the last step, and its prompt tokens
-        self.held_by: Reason | None = None
-        self.tokens_per_step = tokens_per_step
+        self._held_by: Reason | None = None
+        self._tokens_per_step = state.config.max_num_batched_tokens
         # prompt tokens running requests lacked at the last look; None: look again
         self._tokens_running: int | None = None
 
+    def planned(self, held_by: Reason | None, tokens_per_step: int) -> None:
+        """A step was planned, for so many prompt tokens."""
+        self._held_by = held_by
+        self._tokens_per_step = tokens_per_step
+
+    def rest(self) -> None:
+        """The last request has ended."""
+        self._held_by = None
+
     def forget(self) -> None:
-        """A step was planned, its result came, or a request ended: what was seen is out of date."""
+        """A step has rows, its result came, or a request ended: the last look is out of date."""
         self._tokens_running = None
 
     def predict(self, request: Request) -> float | None:
@@ -57,12 +139,12 @@ class Prospects:
         if not self._forecast.ready:
             return None
         if self._tokens_running is None:
-            running = self._running.requests
-            full = bool(len(self._waiting)) and self.held_by in _FULL
+            running = self._running
+            full = bool(len(self._waiting)) and self._held_by in _FULL
             free = 0 if full else self._max_num_seqs - len(running)
-            self._forecast.look(running, free_places=free, tokens_per_step=self.tokens_per_step)
+            self._forecast.look(running, free_places=free, tokens_per_step=self._tokens_per_step)
             self._tokens_running = sum(
-                max(0, r.num_uncomputed_tokens - 1) for r in running if not r.best_effort
+                max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
             )
         requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
         return self._forecast.seconds(
@@ -77,15 +159,15 @@ class Prospects:
         request.history.forecast_bias = self._forecast.bias
 
     def learn(self, request: Request, now: float) -> None:
-        """Its first token has come: take in what became of its forecast, where that was of what
-        then happened."""
+        """Its first token has come: take in what became of its forecast, unless the request was
+        moved or preempted since."""
+        history = request.history
         if (
-            request.history.predicted_ttft is not None
-            and not request.best_effort
+            history.predicted_ttft is not None
+            and request.tier is Tier.ORDINARY
             and not request.aged
             and not request.num_preemptions
         ):
             self._forecast.learn(
-                request.history.predicted_ttft / request.history.forecast_bias,
-                now - request.asked.arrival_time,
+                history.predicted_ttft / history.forecast_bias, now - request.asked.arrival_time
             )

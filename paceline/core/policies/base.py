@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.predict.work import WorkEstimator
+from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
 

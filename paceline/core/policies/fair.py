@@ -10,7 +10,8 @@ from typing import Final
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
-from paceline.core.queues.request_queue import FairQueue, WaitingQueue
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
 from paceline.core.tier import Tier
 

@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from paceline.core.policies.base import PolicyContext
+from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request
 
-__all__ = ["FcfsPolicy"]
+__all__ = ["FcfsPolicy", "overrides"]
 
 _ORDER = attrgetter("order")
 
@@ -60,3 +60,8 @@ class FcfsPolicy:
         # for those made from this one that count tokens one by one
         for request in requests:
             self.served(request, 0, 1)
+
+
+def overrides(policy: SchedulingPolicy, *names: str) -> bool:
+    """Whether a policy has one of these methods of its own, rather than that of ``FcfsPolicy``."""
+    return any(getattr(type(policy), n, None) is not getattr(FcfsPolicy, n) for n in names)

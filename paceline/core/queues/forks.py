@@ -17,38 +17,36 @@ class Forks:
     """Unready forks by their parent's id."""
 
     def __init__(self) -> None:
-        self._by_parent: dict[str, list[Request]] = {}
+        # to look at: empty in most steps, which costs a plain step no call
+        self.by_parent: dict[str, list[Request]] = {}
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def __bool__(self) -> bool:
-        return bool(self._by_parent)
-
     def __iter__(self) -> Iterator[Request]:
-        for children in self._by_parent.values():
+        for children in self.by_parent.values():
             yield from children
 
     def add(self, parent: Request, child: Request) -> None:
-        self._by_parent.setdefault(parent.request_id, []).append(child)
+        self.by_parent.setdefault(parent.request_id, []).append(child)
         self._size += 1
 
     def take(self, parent: Request) -> list[Request]:
-        """Take out all that wait for ``parent``; empty when nobody does."""
-        children = self._by_parent.pop(parent.request_id, [])
+        """Take out all that wait for ``parent``; empty when none does."""
+        children = self.by_parent.pop(parent.request_id, [])
         self._size -= len(children)
         return children
 
     def of(self, parent: Request) -> tuple[Request, ...]:
         """Those that wait for ``parent``."""
-        return tuple(self._by_parent.get(parent.request_id, ()))
+        return tuple(self.by_parent.get(parent.request_id, ()))
 
     def remove(self, child: Request) -> None:
         """Take one out that ended while it waited."""
         assert child.asked.fork_of is not None
-        siblings = self._by_parent[child.asked.fork_of]
+        siblings = self.by_parent[child.asked.fork_of]
         siblings.remove(child)
         self._size -= 1
         if not siblings:
-            del self._by_parent[child.asked.fork_of]
+            del self.by_parent[child.asked.fork_of]

@@ -1,11 +1,12 @@
-"""Who runs, in order, and what happens to one that has to stop.
+"""Running requests, in order, and what happens to one that has to stop.
 
-This module does not know who should run, or why somebody has to stop.
+This module does not know which requests should run, or why one has to stop.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Final
 
@@ -13,25 +14,25 @@ from paceline.core.memory.preemption import Preemption
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request, RequestStatus
 
-__all__ = ["Running"]
+__all__ = ["RunningList"]
 
 _ORDER: Final = attrgetter("order")
 
 
-class Running:
-    """Shared by all who plan a step."""
+class RunningList:
+    """The only place where requests begin to run, are preempted, and stop."""
 
     def __init__(self, preemption: Preemption, waiting: WaitingRoom) -> None:
-        self._preemption = preemption
+        self.preemption = preemption
         self._waiting = waiting
         # sorted by order; the list stays the same one
         self.requests: list[Request] = []
         # requests whose backend state is to be dropped by the next plan
-        self.released: list[str] = []
+        self._released: list[str] = []
         self.num_preemptions = 0
 
     def start(self, request: Request) -> None:
-        """It was admitted and has its blocks."""
+        """The request was admitted and has its blocks."""
         request.status = RequestStatus.RUNNING
         request.history.told = False
         insort(self.requests, request, key=_ORDER)
@@ -39,14 +40,32 @@ class Running:
     def preempt(self, request: Request, now: float) -> None:
         """Take a running request's blocks; it waits again at its place in the order."""
         self.num_preemptions += 1
-        self._preemption.release(request)
+        self.preemption.release(request)
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.requests.remove(request)
-        self.released.append(request.request_id)
+        self._released.append(request.request_id)
         self._waiting.enter(request, now)
 
+    def stop(self, request: Request, *, prune: bool) -> None:
+        """The request ends; without ``prune`` it stays in the list until ``prune`` is called."""
+        self._released.append(request.request_id)
+        if prune:
+            self.requests.remove(request)
+
     def prune(self) -> None:
-        """Forget those that have ended."""
+        """Forget requests that have ended."""
         running = RequestStatus.RUNNING
         self.requests[:] = [r for r in self.requests if r.status is running]
+
+    def move(self, request: Request, change: Callable[[Request], None]) -> None:
+        """Change a running request's tier or order, and put it at its new place."""
+        self.requests.remove(request)
+        change(request)
+        insort(self.requests, request, key=_ORDER)
+
+    def take_released(self) -> tuple[str, ...]:
+        """Requests whose backend state is to be dropped, once each."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released

@@ -1,4 +1,4 @@
-"""Steps that were planned and whose results are not in: whose they are and when they end.
+"""Steps that were planned and whose results are not in: whose rows they have and when they end.
 
 Steps run one after another, in the order in which they were planned.
 
@@ -22,7 +22,7 @@ _EARLY: Final = 0.1
 
 
 class StepsInFlight:
-    """Owned by the scheduler. What steps took teaches the step-time model.
+    """What steps took teaches the step-time model.
 
     Args:
         lead_s: so long before a step's likely end the next one is to be planned.
@@ -56,9 +56,15 @@ class StepsInFlight:
         surely = min(1.0, self._step_time.quantile(_EARLY))
         return self._busy_until - (1.0 - surely) * seconds - self._lead_s
 
-    def push(self, step_id: int, requests: list[Request], shape: StepShape, starts: float) -> None:
+    def push(
+        self,
+        step_id: int,
+        requests: list[Request],
+        shape: StepShape,
+        starts: float,
+        seconds: float,
+    ) -> None:
         """A step was planned; ``requests`` has one entry for each of its rows."""
-        seconds = self._step_time.predict(shape)
         self._steps.append((step_id, requests, shape, seconds))
         self._busy_until = starts + seconds
 

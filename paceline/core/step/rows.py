@@ -1,192 +1,206 @@
-"""Rows for those that run: a token each, and what is left for whoever is further behind.
+"""Rows for running requests: a token each, and what is left for those that are further behind.
 
-This module does not know who is let in, or in which order groups of requests are served.
+This module does not know which requests are admitted, or in which order tiers are served.
 """
 
 from __future__ import annotations
 
-import math
-
-from paceline.core.config import CacheConfig
-from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.preemption import Preemption
+from paceline.core.memory.kv_cache import Extension
 from paceline.core.outputs import ScheduledRow
-from paceline.core.policies import SchedulingPolicy
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.queues.forks import Forks
-from paceline.core.queues.running import Running
-from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
-from paceline.core.step.builder import Draft
+from paceline.core.step.builder import StepBuilder
+from paceline.core.step.limits import StepLimits
+from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = ["Rows"]
 
-# see draft.py
+# see builder.py
 _new = tuple.__new__
 
 
 class Rows:
-    """Writes rows into drafts. Owned by the planner, with whom it shares what it is given."""
+    """Writes rows into steps."""
 
-    def __init__(
-        self,
-        cache: CacheConfig,
-        *,
-        kv: KVCacheManager,
-        policy: SchedulingPolicy,
-        waiting: WaitingRoom,
-        running: Running,
-        forks: Forks,
-        step_time: StepTimeModel,
-        preemption: Preemption,
-    ) -> None:
-        self._cache = cache
-        self._kv = kv
-        self._policy = policy
-        self._waiting = waiting
-        self._running = running
-        self._forks = forks
-        self._step_time = step_time
-        self._preemption = preemption
+    def __init__(self, state: SchedulerState) -> None:
+        self._kv = state.kv
+        self._running = state.running
+        self._forks = state.forks
+        self._offload = state.waiting.offload
+        self._expendable = state.policy.expendable
+        self._mixes = state.policy.mixes
+        self._block_size = state.cache.block_size
+        self._caches = state.cache.enable_prefix_caching
 
     def extend(
         self,
-        draft: Draft,
+        step: StepBuilder,
+        limits: StepLimits,
         running: list[Request],
-        others: int,
+        later: int,
         now: float,
         *,
-        limited: bool = False,
+        limited: bool,
     ) -> bool:
-        """Rows for ``running``, in order, leaving a token for each of ``others``. Whoever has to
-        give way is taken out of the list. Returns whether anybody had to.
+        """Rows for ``running``, in order, leaving a token for each of ``later`` others. Requests
+        that have to give way are taken out of the list. Returns whether any had to.
 
-        ``running`` are all of best effort or none of them is; ``limited``: they get rows as far as
-        these do not make the step too long for others.
+        Args:
+            running: of best effort all, or none.
+            limited: they get rows only as far as ``limits`` has room for best effort.
         """
         preempted = False
-        block_size = self._cache.block_size
-        rows, requests = draft.rows, draft.requests
-        pool = self._kv.pool
-        plain = self._policy.mixes and not self._forks
-        # some have to pay for their rows
-        plain = plain and not (limited and draft.background_seconds < math.inf)
-        # whether there is room for a row has to be found out one by one
-        asked = limited and draft.seconds < math.inf
-        caching = self._cache.enable_prefix_caching
-        # such plain rows that the draft does not count yet, and the keys before them
-        handed_out = handed_keys = 0
+        asks = limited and limits.asks
+        plain = self._mixes and not self._forks.by_parent and not (limited and limits.meters)
         index = 0
         while index < len(running):
+            if plain:
+                index = self._plain_rows(step, limits if asks else None, running, index)
+                if index == len(running):
+                    break
             request = running[index]
+            behind = request.num_uncomputed_tokens
+            if (
+                # nothing left to compute, or only to wait for the last token
+                behind == 0
+                or request.num_computed_tokens + behind >= request.max_total_tokens
+                or not self._takes(step, limits if limited else None, request, behind)
+            ):
+                index += 1
+                continue
+            num_tokens = behind
+            if behind > 1:
+                reserved = len(running) - index - 1 + later
+                num_tokens = max(1, min(behind, step.budget - reserved))
+                if limited:
+                    num_tokens = min(num_tokens, limits.chunk(step, request, admission=False))
+            extension = self._kv.extend(request, num_tokens)
+            if extension is None:
+                preempted = True
+                extension = self._make_room(step, running, index, num_tokens, now, limited)
+                if extension is None:
+                    # the request itself gave way
+                    continue
+            if extension.copy is not None:
+                step.copies.append(extension.copy)
+            self.add(step, limits, request, num_tokens, extension.new_block_ids)
+            index += 1
+        return preempted
+
+    def _plain_rows(
+        self, step: StepBuilder, limits: StepLimits | None, running: list[Request], index: int
+    ) -> int:
+        """Rows of one token for the requests from ``index`` on, by the shortest way, up to the
+        first that needs more than that; ``extend`` would do the same for each. Most rows of most
+        steps are such. Returns where it stopped.
+
+        Args:
+            limits: asked before each row; None: every request gets one.
+        """
+        rows, requests = step.rows, step.requests
+        pool, block_size, caches = self._kv.pool, self._block_size, self._caches
+        first, num_keys, skipped = index, 0, 0
+        for request in running[index:] if index else running:
             computed = request.num_computed_tokens
             pending = request.num_pending_tokens
             total = request.num_tokens + pending
             held = len(request.block_ids) * block_size
             if (
-                plain
-                and total - computed == 1
-                and total < request.max_total_tokens
-                and not request.shares_tail
-                and (computed < held or pool.num_free)
-            ):
-                # what most rows of most steps are, by the shortest way: the rest of this loop would
-                # do the same
-                if asked:
-                    draft.count_plain(handed_out, handed_keys)
-                    handed_out = handed_keys = 0
-                    if not draft.spares(request, self._step_time):
-                        index += 1
-                        continue
-                block_ids: tuple[int, ...] = ()
-                if computed == held:
-                    block_ids = tuple(pool.allocate(1))
-                    request.block_ids += block_ids
-                rows.append(_new(ScheduledRow, (request.request_id, computed, 1, block_ids, True)))
-                requests.append(request)
-                handed_out += 1
-                handed_keys += computed
-                request.num_computed_tokens = total
-                request.num_pending_tokens = pending + 1
-                if caching and total // block_size > request.num_hashed_blocks:
-                    self._kv.cache_computed(request)
-                index += 1
-                continue
-            draft.count_plain(handed_out, handed_keys)
-            handed_out = handed_keys = 0
-            if (
-                # nothing left to compute, or only to wait for the last token
-                total == computed
+                total - computed != 1
                 or total >= request.max_total_tokens
-                or not self._takes(draft, request, total - computed, limited)
+                or request.shares_tail
+                or (computed >= held and not pool.num_free)
             ):
-                index += 1
-                continue
-            num_tokens = total - computed
-            if num_tokens > 1:
-                reserved = len(running) - index - 1 + others
-                num_tokens = max(1, min(num_tokens, draft.budget - reserved))
-                if limited:
-                    num_tokens = min(num_tokens, draft.fitting(request, self._step_time))
-            new_block_ids: tuple[int, ...] = ()
-            if request.shares_tail or computed + num_tokens > held:
-                extension = self._kv.extend(request, num_tokens)
-                while extension is None:
-                    preempted = True
-                    if not self._waiting.drop_blocks():
-                        victim = self._victim(draft, running, index, limited)
-                        self._running.preempt(victim, now)
-                        if victim in running:
-                            running.remove(victim)
-                        if victim is request:
-                            break
-                    extension = self._kv.extend(request, num_tokens)
-                if extension is None:
-                    continue
-                new_block_ids = extension.new_block_ids
-                if extension.copy is not None:
-                    draft.copies.append(extension.copy)
-            self.add(draft, request, num_tokens, new_block_ids)
+                break
             index += 1
-        draft.count_plain(handed_out, handed_keys)
-        return preempted
+            if limits is not None:
+                step.count_plain(index - 1 - first - skipped, num_keys)
+                first, num_keys, skipped = index - 1, 0, 0
+                if not limits.takes(step, request):
+                    skipped = 1
+                    continue
+            block_ids: tuple[int, ...] = ()
+            if computed == held:
+                block_ids = tuple(pool.allocate(1))
+                request.block_ids += block_ids
+            rows.append(_new(ScheduledRow, (request.request_id, computed, 1, block_ids, True)))
+            requests.append(request)
+            num_keys += computed
+            request.num_computed_tokens = total
+            request.num_pending_tokens = pending + 1
+            if caches and total // block_size > request.num_hashed_blocks:
+                self._kv.cache_computed(request)
+        step.count_plain(index - first - skipped, num_keys)
+        return index
 
-    def _takes(self, draft: Draft, request: Request, wanted: int, limited: bool) -> bool:
-        """Whether a running request gets a row: always, but for a policy that does not mix and
-        for those that would make the step too long for the others."""
-        if not self._policy.mixes:
-            return draft.narrow if wanted == 1 else draft.wide
-        return not limited or draft.spares(request, self._step_time)
+    def _takes(
+        self, step: StepBuilder, limits: StepLimits | None, request: Request, behind: int
+    ) -> bool:
+        """Whether a running request gets a row: in steps of one kind, those of the kind."""
+        if not self._mixes:
+            return step.narrow if behind == 1 else step.wide
+        return limits is None or limits.takes(step, request)
 
-    def _victim(self, draft: Draft, running: list[Request], index: int, limited: bool) -> Request:
-        """Who gives blocks up for ``running[index]``: nobody who has a row already, and of
-        ``running`` nobody who comes before it."""
+    def _make_room(
+        self,
+        step: StepBuilder,
+        running: list[Request],
+        index: int,
+        num_tokens: int,
+        now: float,
+        limited: bool,
+    ) -> Extension | None:
+        """Blocks for ``num_tokens`` tokens of ``running[index]`` from waiting requests, else from
+        running ones; None: the request itself had to give its own up."""
+        request = running[index]
+        while True:
+            if not self._offload.drop_blocks():
+                victim = self._victim(step, running, index, limited)
+                self._running.preempt(victim, now)
+                if victim in running:
+                    running.remove(victim)
+                if victim is request:
+                    return None
+            extension = self._kv.extend(request, num_tokens)
+            if extension is not None:
+                return extension
+
+    def _victim(
+        self, step: StepBuilder, running: list[Request], index: int, limited: bool
+    ) -> Request:
+        """The request that gives blocks up for ``running[index]``: none that has a row already,
+        and of ``running`` none before it."""
         candidates = running[index:]
-        band = running[index].tier
-        if band is not Tier.BACKGROUND:
-            taken = {request.request_id for request in [*draft.requests, *running]}
+        tier = running[index].tier
+        if tier is not Tier.BACKGROUND:
+            taken = {request.request_id for request in [*step.requests, *running]}
             rest = [r for r in self._running.requests if r.request_id not in taken]
-            if band is Tier.ORDINARY or limited:
-                candidates += [r for r in rest if r.tier > band]
+            if tier is Tier.ORDINARY or limited:
+                candidates += [r for r in rest if r.tier > tier]
             else:
-                # in a hurry: nearly all others of best effort have more time
+                # it must run: nearly all others of best effort have more time
                 candidates = [r for r in rest if r.best_effort] or candidates
-        return self._preemption.victim(candidates, self._policy.expendable)
+        return self._running.preemption.victim(candidates, self._expendable)
 
     def add(
-        self, draft: Draft, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        request: Request,
+        num_tokens: int,
+        new_block_ids: tuple[int, ...],
     ) -> None:
-        """A row of the next ``num_tokens`` tokens, whose blocks it has."""
-        pays = draft.background_seconds < math.inf and request.tier is Tier.BACKGROUND
-        before = self._step_time.predict(draft.shape) if pays else 0.0
-        draft.add(request, num_tokens, new_block_ids)
-        if pays:
-            draft.background_cost += self._step_time.predict(draft.shape) - before
+        """A row of the next ``num_tokens`` tokens, whose blocks the request has."""
+        if limits.meters:
+            before = step.shape
+            step.add(request, num_tokens, new_block_ids)
+            limits.added(step, request, before)
+        else:
+            step.add(request, num_tokens, new_block_ids)
         end = request.num_computed_tokens
-        if end // self._cache.block_size > request.num_hashed_blocks:
+        if end // self._block_size > request.num_hashed_blocks:
             self._kv.cache_computed(request)
-        if self._forks and end >= request.num_prompt_tokens:
+        if self._forks.by_parent and end >= request.num_prompt_tokens:
             for child in self._forks.take(request):
                 self._kv.fork(request, child)
-                draft.forked.append(child)
+                step.forked.append(child)

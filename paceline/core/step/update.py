@@ -1,50 +1,61 @@
-"""What a step sampled: appended to its requests, and told to whoever asked.
+"""What a step sampled: appended to its requests, and sent to their callers.
 
 This module does not know how the step was chosen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.outputs import RequestUpdate, ScheduledRow, SchedulerOutput, StepResult
-from paceline.core.pacing.first_token import Prospects
-from paceline.core.policies import FcfsPolicy, SchedulingPolicy
-from paceline.core.queues.running import Running
+from paceline.core.outputs import (
+    RequestUpdate,
+    ScheduledRow,
+    SchedulerOutput,
+    StepResult,
+    Timeline,
+    TokenLogprobs,
+)
+from paceline.core.policies import SchedulingPolicy, overrides
+from paceline.core.queues.running import RunningList
+from paceline.core.queues.wait_clocks import REASONS
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.step.news import append_all, update_of
 
-__all__ = ["Results"]
+__all__ = ["Updates", "update_of"]
 
-# see news.py
+# a NamedTuple made by tuple's constructor costs half of one made by its own
 _new = tuple.__new__
 _SAMPLES = ScheduledRow._fields.index("samples")
+
+# of one row, None where it asked for none
+_Logprobs = tuple[TokenLogprobs, ...] | None
 
 
 class _Finish(Protocol):
     def __call__(self, request: Request, reason: FinishReason, *, prune: bool) -> None: ...
 
 
-class Results:
-    """Owned by the scheduler.
+class Updates:
+    """Takes results in.
 
     Args:
-        prospects: told when first tokens come.
-        finish: ends a request; without ``prune`` it stays among those that run for now.
+        first_token: called when a request's first token has come.
+        finish: ends a request; without ``prune`` it stays among the running ones for now.
     """
 
     def __init__(
-        self, policy: SchedulingPolicy, running: Running, prospects: Prospects, finish: _Finish
+        self,
+        policy: SchedulingPolicy,
+        running: RunningList,
+        first_token: Callable[[Request, float], None],
+        finish: _Finish,
     ) -> None:
         self._running = running
-        self._prospects = prospects
+        self._first_token = first_token
         self._finish = finish
         self._sampled = policy.sampled
         # most policies do not count what was served
-        self._listens = any(
-            getattr(type(policy), name, None) is not getattr(FcfsPolicy, name)
-            for name in ("served", "sampled")
-        )
+        self._counts = overrides(policy, "served", "sampled")
 
     def take_in(
         self,
@@ -59,13 +70,11 @@ class Results:
         failed = dict(result.errors)
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
-        listens = self._listens
         # the requests of all new tokens, for the policy to count
-        spent: list[Request] = []
-        ended = False
-        # looked up once: this loop turns once for every token
+        counted: list[Request] = []
         finished, samples_at = RequestStatus.FINISHED, _SAMPLES
-        append = updates.append
+        ended = False
+        # this loop turns once for every token
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
@@ -74,65 +83,130 @@ class Results:
                 request.num_pending_tokens -= 1
             if request.status is finished:
                 continue
-            if failed and row.request_id in failed:
-                self._finish(request, FinishReason.ERROR, prune=False)
-                updates.append(update_of(request, (), None, failed[row.request_id]))
-                ended = True
-                continue
-            if not samples:
-                continue
             total = request.num_tokens + 1
             if (
-                len(token_ids) == 1
+                samples
+                and len(token_ids) == 1
                 and total < request.max_total_tokens
                 and token_ids[0] not in request.stop_ids
                 and request.history.told
+                and not failed
             ):
-                # nearly all, by the shortest way: the other branch would do the same
+                # nearly all, by the shortest way: ``_append`` would do the same
                 request.output_token_ids.append(token_ids[0])
                 request.num_tokens = total
-                if listens:
-                    spent.append(request)
-            else:
-                if request.first_token_time is None:
-                    request.first_token_time = now
-                    self._prospects.learn(request, now)
-                token_ids, reason = append_all(request, token_ids)
-                spent += [request] * len(token_ids)
-                if reason is not None:
-                    last = request.output_token_ids[-1]
-                    if (
-                        reason is FinishReason.STOP
-                        and last not in request.asked.sampling.eos_token_ids
-                    ):
-                        request.stop_reason = last
-                    self._finish(request, reason, prune=False)
-                    ended = True
-                    append(update_of(request, token_ids, row_logprobs))
-                    continue
-                if not request.history.told:
-                    request.history.told = True
-                    if tell_all:
-                        append(update_of(request, token_ids, row_logprobs, tells=True))
-                    continue
-            if not tell_all:
+                if self._counts:
+                    counted.append(request)
+                if tell_all:
+                    updates.append(_plain_update(request, token_ids, row_logprobs))
                 continue
-            # what update_of would make, without the call
-            news = (
-                request.request_id,
-                token_ids,
-                row_logprobs,
-                None,
-                None,
-                request.history.num_cached_tokens,
-                request.first_scheduled_time,
-                request.num_preemptions,
-                None,
-                None,
-            )
-            append(_new(RequestUpdate, news))
-        if listens and spent:
-            self._sampled(spent)
+            error = failed.get(row.request_id)
+            if error is not None:
+                self._finish(request, FinishReason.ERROR, prune=False)
+                updates.append(update_of(request, (), None, error))
+            elif samples:
+                token_ids, update = self._append(request, token_ids, row_logprobs, now, tell_all)
+                counted += [request] * len(token_ids)
+                if update is not None:
+                    updates.append(update)
+            ended = ended or request.finish_reason is not None
+        if self._counts and counted:
+            self._sampled(counted)
         if ended:
             self._running.prune()
         return tuple(updates)
+
+    def _append(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: _Logprobs,
+        now: float,
+        tell_all: bool,
+    ) -> tuple[tuple[int, ...], RequestUpdate | None]:
+        """Append tokens until one ends the output. Returns those that count, and the update."""
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self._first_token(request, now)
+        reason: FinishReason | None = None
+        for count, token_id in enumerate(token_ids, 1):
+            reason = request.append_output(token_id)
+            if reason is not None:
+                token_ids = token_ids[:count]
+                break
+        if reason is not None:
+            last = request.output_token_ids[-1]
+            if reason is FinishReason.STOP and last not in request.asked.sampling.eos_token_ids:
+                request.stop_reason = last
+            self._finish(request, reason, prune=False)
+            return token_ids, update_of(request, token_ids, logprobs)
+        tells = not request.history.told
+        request.history.told = True
+        if not tell_all:
+            return token_ids, None
+        return token_ids, update_of(request, token_ids, logprobs, tells=tells)
+
+
+def _plain_update(
+    request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs
+) -> RequestUpdate:
+    """What ``update_of`` makes of a request that goes on and has been told of."""
+    return _new(
+        RequestUpdate,
+        (
+            request.request_id,
+            token_ids,
+            logprobs,
+            None,
+            None,
+            request.history.num_cached_tokens,
+            request.first_scheduled_time,
+            request.num_preemptions,
+            None,
+            None,
+        ),
+    )
+
+
+def update_of(
+    request: Request,
+    token_ids: tuple[int, ...],
+    logprobs: _Logprobs,
+    error: str | None = None,
+    *,
+    tells: bool = False,
+) -> RequestUpdate:
+    """The news of a request with these new tokens; its timeline with the last, and with those
+    that tell it."""
+    return _new(
+        RequestUpdate,
+        (
+            request.request_id,
+            token_ids,
+            logprobs,
+            request.finish_reason,
+            request.stop_reason,
+            request.history.num_cached_tokens,
+            request.first_scheduled_time or 0.0,
+            request.num_preemptions,
+            error,
+            _timeline_of(request) if tells or request.finish_reason is not None else None,
+        ),
+    )
+
+
+def _timeline_of(request: Request) -> Timeline:
+    history = request.history
+    return Timeline(
+        waited=tuple(
+            (reason, seconds)
+            for reason, seconds in zip(REASONS, history.waits, strict=False)
+            if seconds > 0.0
+        ),
+        num_chunks=history.num_chunks,
+        num_preemptions=request.num_preemptions,
+        num_recomputed_tokens=history.num_recomputed_tokens,
+        num_swapped_tokens=history.num_restored_tokens,
+        relegated=history.demoted,
+        predicted_ttft=history.predicted_ttft,
+    )
