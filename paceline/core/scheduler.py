@@ -224,11 +224,6 @@ class Scheduler:
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
         limits = self._pacing.limits(now, starts, held=held)
-        if self._pacing is self._plain and self.config.relegate_late:
-            d = self._paced.feasibility._deadlines
-            d._steps_until_look -= 1
-            if d._steps_until_look <= 0:
-                d.verdict = type(d.verdict)(False, ())
         step = StepBuilder(limits.tokens)
         held_by = self._planner.fill(step, limits, now, held=held)
         held_by = self._held_by = held_by if len(self._waiting) else None

@@ -97,7 +97,9 @@ class Deadlines:
 
     def rest(self) -> None:
         """The last request has ended."""
-        self.verdict = Verdict(self.verdict.pressing, ())
+        self.verdict = _CALM
+        self._steps_until_look = 0
+        self._left_out.clear()
 
     def is_hopeless(self, request: Request, now: float) -> bool:
         """Whether a best-effort request would miss its deadline if nothing else were computed."""
