@@ -251,14 +251,6 @@ class Request:
         found = self.num_computed_tokens or self.num_prompt_tokens - self.num_new_tokens
         return self.num_tokens + self.num_pending_tokens - found
 
-    def append_output(self, token_id: int) -> FinishReason | None:
-        """Add one sampled token. Returns why the output ends with it, or None if it goes on."""
-        self.output_token_ids.append(token_id)
-        self.num_tokens += 1
-        if token_id in self.stop_ids and self.num_output_tokens >= self.asked.sampling.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
-
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Known tokens ``[start, stop)`` of prompt + output."""
         prompt, prompt_token_ids = self.num_prompt_tokens, self.asked.prompt_token_ids

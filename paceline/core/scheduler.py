@@ -40,7 +40,6 @@ from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.predict.chunk import ChunkSize
-from paceline.core.predict.load import RecentLoad
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.queues.forks import Forks
@@ -53,11 +52,10 @@ from paceline.core.step.admission import Admission
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.in_flight import StepsInFlight
-from paceline.core.step.limits import Pacing
-from paceline.core.step.plain import Plain
+from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
-from paceline.core.step.state import SchedulerState
+from paceline.core.step.state import LastPlan, SchedulerState
 from paceline.core.step.update import Updates, update_of
 
 __all__ = ["Scheduler"]
@@ -99,15 +97,13 @@ class Scheduler:
         self._plain = Plain(state, chunk, displacement, self.valve)
         self._paced = Paced(state, chunk, self.valve, self._admission, displacement, self._tenants)
         self._pacing: Pacing = self._plain
-        self._steps = StepsInFlight(self.step_time, config.plan_lead_s)
-        self._updates = Updates(self.policy, self._running, self._door.forecast.learn, self._finish)
+        self._steps, self._last = state.steps, state.last
+        self._updates = Updates(self.policy, self._running, state.last, self._finish)
         self._requests: dict[str, Request] = {}
         # requests dropped before they were started, until they are asked for
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
-        # what holds the head of the queue up, as of the last plan
-        self._held_by: Reason | None = None
         self._num_added = 0
         self._num_steps = 0
         self._num_discarded_tokens = 0
@@ -121,18 +117,19 @@ class Scheduler:
         # where tenants are not kept apart, all requests make one row
         group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
         waiting = WaitingRoom(policy.make_queue, policy.later, Offload(kv), group)
-        running = RunningList(Preemption(config, cache, kv, work), waiting)
+        preemption = Preemption(config, cache, kv, work)
         return SchedulerState(
             config=config,
             cache=cache,
             policy=policy,
             step_time=self.step_time,
             work=work,
-            load=RecentLoad(),
             kv=kv,
             waiting=waiting,
             forks=Forks(),
-            running=running,
+            running=RunningList(preemption, waiting, cache.block_size),
+            steps=StepsInFlight(self.step_time, config.plan_lead_s),
+            last=LastPlan(config.max_num_batched_tokens),
         )
 
     # ------------------------------------------------------------------ events in
@@ -219,20 +216,19 @@ class Scheduler:
         self._waiting.begin_plan(now)
         if now >= self._door.limits.next_expiry:
             self._drop_expired(now)
-        self._relieve(beside_others=bool(running))
+        if self.valve.threshold < 1.0 or self.kv.num_fetched_blocks:
+            self._relieve(beside_others=bool(running))
         starts = self._steps.starts(now)
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
         limits = self._pacing.limits(now, starts, held=held)
         step = StepBuilder(limits.tokens)
         held_by = self._planner.fill(step, limits, now, held=held)
-        held_by = self._held_by = held_by if len(self._waiting) else None
+        held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(held_by, now)
-        self._door.forecast.planned(held_by, limits.chunk_tokens)
-        shape = step.shape
-        seconds = self.step_time.predict(shape) if step.rows else 0.0
-        self._state.load.note(starts, limits.planned(seconds))
+        self._last.held_by, self._last.chunk_tokens = held_by, limits.chunk_tokens
         if not step.rows:
+            self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
         if held_by is not None and held_by is not Reason.PRESSURE:
             self._fetch_ahead(len(running))
@@ -246,8 +242,11 @@ class Scheduler:
             *self.kv.take_swaps(),
         )
         self._num_steps += 1
-        self._steps.push(plan.step_id, step.requests, shape, starts, seconds)
-        self._door.forecast.forget()
+        shape = step.shape
+        seconds = self.step_time.predict(shape)
+        ordinary_seconds = limits.planned(seconds)
+        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, ordinary_seconds)
+        self._last.version += 1
         return plan
 
     def _relieve(self, *, beside_others: bool) -> None:
@@ -279,13 +278,13 @@ class Scheduler:
         Tokens of requests that ended meanwhile are dropped. ``tell_all=False`` returns the news of
         requests that ended alone: a simulator streams tokens to no caller.
         """
-        self._door.forecast.forget()
+        self._last.version += 1
         requests = self._steps.pop(plan, result, now)
         return self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
 
     def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
         """End a request and free its blocks; ``prune`` takes it out of the running list too."""
-        self._door.forecast.forget()
+        self._last.version += 1
         if request.status is RequestStatus.RUNNING:
             self._running.stop(request, prune=prune)
         elif request in self._waiting:
@@ -319,8 +318,7 @@ class Scheduler:
         self._waiting.rest()
         self._paced.rest()
         self._door.limits.rest()
-        self._held_by = None
-        self._door.forecast.rest()
+        self._last.held_by = None
         # requests without targets need no pacing, unless something is kept of all of them
         if self._tenants is None and self.config.background_share is None:
             self._pacing = self._plain
@@ -361,7 +359,7 @@ class Scheduler:
             num_cached_free_blocks=kv.pool.num_cached_free,
             num_host_blocks=self.cache.num_host_blocks,
             num_free_host_blocks=kv.num_free_host_blocks,
-            held_by=None if self._held_by is None else REASONS[self._held_by],
+            held_by=None if self._last.held_by is None else REASONS[self._last.held_by],
         )
 
     def census(self) -> tuple[ClassUse, ...]:
@@ -376,7 +374,7 @@ class Scheduler:
         assert len(known) == len(self._requests), "a request is lost or in two places"
         assert {id(r) for r in known} == {id(r) for r in self._requests.values()}
         assert len(running) <= self.config.max_num_seqs, "too many requests run"
-        assert running == sorted(running, key=lambda r: r.order), "running is out of order"
+        self._running.check_integrity()
         for request in running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens

@@ -51,6 +51,10 @@ class BlockPool:
         """Free blocks that the prefix cache can find."""
         return len(self._findable)
 
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these no request holds."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
@@ -68,17 +72,20 @@ class BlockPool:
             taken.reverse()
         if len(taken) < count:
             if self._num_used < self.num_blocks:
-                self._evict(min(count - len(taken), len(self._findable) - self._max_idle), taken)
+                excess = len(self._findable) - self._max_idle
+                if excess > 0:
+                    self._evict(min(count - len(taken), excess), taken)
                 fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
                 taken += fresh
                 self._num_used += len(fresh)
-            self._evict(count - len(taken), taken)
+            if len(taken) < count:
+                self._evict(count - len(taken), taken)
         for block_id in taken:
             ref_counts[block_id] = 1
         return taken
 
     def _evict(self, count: int, taken: list[int]) -> None:
-        """Move the ``count`` blocks (none if negative) least recently freed to ``taken``."""
+        """Move the ``count`` blocks least recently freed to ``taken``."""
         oldest, hashes, cached = self._findable.popitem, self._hashes, self._cached
         for _ in range(count):
             block_id, _ = oldest(last=False)

@@ -113,21 +113,28 @@ class KVCacheManager:
         if self._shortfall(request, shared, beside_others) > 0:
             return False
         if not request.block_ids:
-            self.pool.acquire(shared)
-            request.block_ids = shared
-            request.num_computed_tokens = len(shared) * self.block_size
-            request.num_hashed_blocks = len(shared)
-            self._restore(request, self._swaps)
+            self._start(request, shared, self._swaps)
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
                 request.history.num_cached_tokens = request.num_computed_tokens
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
-        request.history.num_restored_tokens += request.num_swapped_tokens
-        self._forget_fetched(request)
-        self._forget_host(request)
+        if request.num_swapped_tokens:
+            request.history.num_restored_tokens += request.num_swapped_tokens
+            self._forget_fetched(request)
+            self._forget_host(request)
         return True
+
+    def _start(self, request: Request, shared: list[int], swaps: list[BlockSwap]) -> None:
+        """Give a request that holds no blocks those that are cached, and those on the host."""
+        if shared:
+            self.pool.acquire(shared)
+        request.block_ids = shared
+        request.num_computed_tokens = len(shared) * self.block_size
+        request.num_hashed_blocks = len(shared)
+        if request.num_swapped_tokens:
+            self._restore(request, swaps)
 
     def hash_prompt(self, request: Request) -> None:
         """Hash a new request's prompt for the prefix cache, so that no step has to wait for it."""
@@ -179,11 +186,7 @@ class KVCacheManager:
         shared = self.starting_blocks(request)
         if self._missing(request, shared) + self._watermark_blocks + spared > self.pool.num_free:
             return False
-        self.pool.acquire(shared)
-        request.block_ids = shared
-        request.num_computed_tokens = len(shared) * self.block_size
-        request.num_hashed_blocks = len(shared)
-        self._restore(request, self._prefetches)
+        self._start(request, shared, self._prefetches)
         request.was_fetched = True
         request.num_fetched_blocks = len(request.block_ids) - request.num_hashed_blocks
         self.num_fetched_blocks += request.num_fetched_blocks
@@ -243,8 +246,9 @@ class KVCacheManager:
         """Free blocks that it takes to hold all its known tokens."""
         needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
         needed += request.shares_tail and self._tail_is_shared(request)
-        # a cached block that nobody uses counts as free until it is taken
-        needed += sum(self.pool.ref_count(block_id) == 0 for block_id in shared)
+        if shared:
+            # a cached block that no request uses counts as free until it is taken
+            needed += self.pool.num_idle(shared)
         return needed
 
     def extend(self, request: Request, num_tokens: int) -> Extension | None:

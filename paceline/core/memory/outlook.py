@@ -15,13 +15,18 @@ from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.request import Request
 
-__all__ = ["MemoryOutlook", "Outlooks", "future_peak"]
+__all__ = ["MemoryOutlook", "Outlooks", "capacity", "future_peak"]
 
 # of running requests' predicted lengths: on the safe side of the middle
 _LENGTH_QUANTILE = 0.7
 # of the cache, never promised to anybody
 _RESERVE = 0.03
 _MAX_TOTAL_TOKENS = attrgetter("max_total_tokens")
+
+
+def capacity(num_blocks: int, block_size: int) -> int:
+    """Tokens of the cache that may be promised to requests."""
+    return int((1.0 - _RESERVE) * num_blocks) * block_size
 
 
 def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
@@ -68,7 +73,7 @@ class MemoryOutlook:
         self._work = work
         self._block_size = block_size
         self._held = num_held_blocks * block_size
-        self._capacity = int((1.0 - _RESERVE) * num_blocks) * block_size
+        self._capacity = capacity(num_blocks, block_size)
         # as if every output became as long as it may
         self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
         # (minus tokens to come, tokens now) of each, sorted; None until somebody needs to know

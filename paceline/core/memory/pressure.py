@@ -37,20 +37,20 @@ class PressureValve:
     """Opens at ``threshold`` (a share of the cache in use); at 1.0 it stays closed."""
 
     def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
+        self.threshold = threshold
         self._hysteresis = min(HYSTERESIS, threshold / 2)
         self.level = Pressure.CLOSED
 
     def update(self, usage: float) -> Pressure:
         """Take in the present use, 0 to 1, and return the level."""
-        if self._threshold >= 1.0:
+        if self.threshold >= 1.0:
             return self.level
         level = self.level
         # a threshold near 1 leaves less room: the levels then share what there is
-        step = min(STEP, (1.0 - self._threshold) / Pressure.REFUSE)
-        while level < Pressure.REFUSE and usage >= self._threshold + level * step:
+        step = min(STEP, (1.0 - self.threshold) / Pressure.REFUSE)
+        while level < Pressure.REFUSE and usage >= self.threshold + level * step:
             level = Pressure(level + 1)
-        lowest = self._threshold - self._hysteresis
+        lowest = self.threshold - self._hysteresis
         while level > Pressure.CLOSED and usage < lowest + (level - 1) * step:
             level = Pressure(level - 1)
         self.level = level

@@ -89,7 +89,7 @@ class Deadlines:
         self._work = state.work
         self._kv = state.kv
         self._budget = budget
-        self._load = state.load
+        self._steps = state.steps
         self.verdict = _CALM
         self._steps_until_look = 0
         # requests left out that may come back, with their keys before that
@@ -171,7 +171,7 @@ class Deadlines:
         short = self._step_seconds(max(1, view.num_running))
         filling = self._waiting.num_new_tokens * per_token
         # share of the time to come that ordinary requests are taken to need
-        taken = min(1.0, self._load.share)
+        taken = min(1.0, self._steps.ordinary_share)
         seconds: list[float] = []
         latest: list[float] = []
         lefts = self._work.least_left([request for _, _, request in jobs], _QUANTILE)

@@ -110,6 +110,8 @@ class QueueLimits:
         self._limits: list[tuple[float, int, Request]] = []
         # how many of them there may be until then
         self._most = _FEW
+        # when ``expired`` has something to say at the earliest
+        self.next_expiry = math.inf
         # by QueueFullError.reason
         self.refused: Counter[str] = Counter()
 
@@ -206,22 +208,23 @@ class QueueLimits:
                 self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
                 heapq.heapify(self._limits)
                 self._most = max(_FEW, 2 * len(self._limits))
-
-    @property
-    def next_expiry(self) -> float:
-        """When ``expired`` has something to say at the earliest."""
-        return self._limits[0][0] if self._limits else math.inf
+            self._set_next_expiry()
 
     def rest(self) -> None:
         """The last request has ended."""
         self._limits.clear()
+        self.next_expiry = math.inf
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose time to be started is over; the caller skips those that were."""
         found = []
         while self._limits and self._limits[0][0] <= now:
             found.append(heapq.heappop(self._limits)[2])
+        self._set_next_expiry()
         return found
+
+    def _set_next_expiry(self) -> None:
+        self.next_expiry = self._limits[0][0] if self._limits else math.inf
 
     def expiry(
         self, request: Request, forks: Iterable[Request], now: float, predicted: float | None

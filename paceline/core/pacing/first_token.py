@@ -115,34 +115,24 @@ class ArrivalForecast:
         self._waiting = state.waiting
         self._running = state.running.requests
         self._max_num_seqs = state.config.max_num_seqs
-        # what held the head of the queue up in the last step, and its prompt tokens
-        self._held_by: Reason | None = None
-        self._tokens_per_step = state.config.max_num_batched_tokens
-        # prompt tokens running requests lacked at the last look; None: look again
-        self._tokens_running: int | None = None
-
-    def planned(self, held_by: Reason | None, tokens_per_step: int) -> None:
-        """A step was planned, for so many prompt tokens."""
-        self._held_by = held_by
-        self._tokens_per_step = tokens_per_step
-
-    def rest(self) -> None:
-        """The last request has ended."""
-        self._held_by = None
-
-    def forget(self) -> None:
-        """A step has rows, its result came, or a request ended: the last look is out of date."""
-        self._tokens_running = None
+        self._last = state.last
+        # the plan that was looked at last, and prompt tokens that running requests lacked then
+        self._seen = -1
+        self._tokens_running = 0
 
     def predict(self, request: Request) -> float | None:
         """Seconds to the first token if it were queued now; None while nothing is known."""
+        last = self._last
+        for predicted, bias, actual in last.first_tokens:
+            self._forecast.learn(predicted / bias, actual)
+        last.first_tokens.clear()
         if not self._forecast.ready:
             return None
-        if self._tokens_running is None:
-            running = self._running
-            full = bool(len(self._waiting)) and self._held_by in _FULL
+        if self._seen != last.version:
+            self._seen, running = last.version, self._running
+            full = bool(len(self._waiting)) and last.held_by in _FULL
             free = 0 if full else self._max_num_seqs - len(running)
-            self._forecast.look(running, free_places=free, tokens_per_step=self._tokens_per_step)
+            self._forecast.look(running, free_places=free, tokens_per_step=last.chunk_tokens)
             self._tokens_running = sum(
                 max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
             )
@@ -157,17 +147,3 @@ class ArrivalForecast:
         """Write down with a newcomer what is predicted for it."""
         request.history.predicted_ttft = self.predict(request)
         request.history.forecast_bias = self._forecast.bias
-
-    def learn(self, request: Request, now: float) -> None:
-        """Its first token has come: take in what became of its forecast, unless the request was
-        moved or preempted since."""
-        history = request.history
-        if (
-            history.predicted_ttft is not None
-            and request.tier is Tier.ORDINARY
-            and not request.aged
-            and not request.num_preemptions
-        ):
-            self._forecast.learn(
-                history.predicted_ttft / history.forecast_bias, now - request.asked.arrival_time
-            )

@@ -33,8 +33,7 @@ from paceline.core.predict.chunk import ChunkSize
 from paceline.core.request import Request
 from paceline.core.step.admission import Admission
 from paceline.core.step.displacement import Displacement
-from paceline.core.step.limits import Pass
-from paceline.core.step.plain import cap_chunk
+from paceline.core.step.limits import Pass, cap_chunk
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 

@@ -72,9 +72,9 @@ class ChunkSize:
             return self._most
         if not self._model.ready:
             return self.untrained(len(running))
-        narrow = 0
-        if self._model.free_tokens:
-            narrow = sum(request.num_uncomputed_tokens <= 1 for request in running)
+        if not self._model.free_tokens:
+            return min(self._most, len(running) + max(self.knee(), self.floor))
+        narrow = sum(request.num_uncomputed_tokens <= 1 for request in running)
         return self.total(self.unpaced(len(running), narrow), len(running))
 
     def untrained(self, num_running: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from operator import mul
+from operator import itemgetter, mul
 from typing import Final, NamedTuple
 
 from paceline.core.outputs import ScheduledRow
@@ -33,6 +33,8 @@ _LATER_SWEEPS: Final = 4
 # observations between two fits once there are many
 _REFIT: Final = 32
 _WINDOW: Final = 256
+# of (index, feature)
+_VALUE: Final = itemgetter(1)
 
 
 class StepShape(NamedTuple):
@@ -109,16 +111,11 @@ class StepTimeModel:
         self._sorted_ratios: list[float] = []
         self._hinge = Hinge(_SIZE)
         self.num_observations = 0
-
-    @property
-    def ready(self) -> bool:
-        return self.num_observations >= self._min_observations
-
-    @property
-    def free_tokens(self) -> int:
-        """Up to so many tokens in a step cost next to nothing beside those that are in it anyway;
-        0 where no such size was found (``hinge``). Predictions know nothing of it."""
-        return self._hinge.free_tokens
+        # enough was observed to predict
+        self.ready = min_observations <= 0
+        # up to so many tokens in a step cost next to nothing beside those that are in it anyway; 0
+        # where no such size was found (``memory_bound``). Predictions know nothing of it
+        self.free_tokens = 0
 
     @property
     def wide_per_narrow(self) -> float:
@@ -156,7 +153,7 @@ class StepTimeModel:
         # features of most steps are zero, and zeros need no work then
         self._growth /= self._forgetting
         weight = self._growth / max(seconds, 1e-6) ** 2
-        present = [(i, x) for i, x in enumerate(features) if x]
+        present = list(filter(_VALUE, enumerate(features)))
         for i, x_i in present:
             share = weight * x_i
             self._moment[i] += share * seconds
@@ -165,11 +162,13 @@ class StepTimeModel:
                 row[j] += share * x_j
         self._hinge.observe(present, weight, shape.wide_tokens, shape.narrow_rows, seconds)
         self.num_observations += 1
+        self.ready = self.num_observations >= self._min_observations
         if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
             self._rescale()
             self._solve()
             self._sorted_ratios = sorted(self._ratios)
         self._hinge.look(self.num_observations, self._gram, self._moment)
+        self.free_tokens = self._hinge.free_tokens
         return predicted
 
     def _rescale(self) -> None:

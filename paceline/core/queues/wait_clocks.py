@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from operator import sub
 from typing import Final
 
 __all__ = ["REASONS", "Reason", "WaitClocks"]
@@ -73,7 +74,7 @@ class WaitClocks:
 
         What no clock covers is ``Reason.STEP``; the sum is ``waited``.
         """
-        spent = [now - then for now, then in zip(self._seconds, reading, strict=True)]
+        spent = list(map(sub, self._seconds, reading))
         covered = sum(spent)
         if covered > waited:
             # the clock that ran when the wait began had run before

@@ -65,6 +65,8 @@ class WaitingRoom:
     ) -> None:
         # by tier
         self._queues = tuple(make_queue() for _ in Tier)
+        # the queue of requests that are not best effort, to look at
+        self.ordinary = self._queues[Tier.ORDINARY]
         self._later = later
         self.offload = offload
         self.group = group
@@ -95,11 +97,6 @@ class WaitingRoom:
 
     def __contains__(self, request: Request) -> bool:
         return request in self._queues[request.tier]
-
-    @property
-    def ordinary(self) -> WaitingQueue:
-        """The queue of those that are not best effort, to look at."""
-        return self._queues[0]
 
     # ------------------------------------------------------------------ coming and going
 

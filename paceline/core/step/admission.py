@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.memory.outlook import MemoryOutlook, Outlooks
+from paceline.core.memory.outlook import MemoryOutlook, Outlooks, capacity
 from paceline.core.outputs import NewRequest
+from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.builder import StepBuilder
@@ -29,12 +30,15 @@ class Admission:
 
     def __init__(self, state: SchedulerState, rows: Rows, outlooks: Outlooks) -> None:
         self._config = state.config
-        self._policy = state.policy
+        self._served = state.policy.served
+        self._charges = overrides(state.policy, "served")
         self._kv = state.kv
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
         self._outlooks = outlooks
+        self._block_size = state.cache.block_size
+        self._capacity = capacity(state.cache.num_blocks, state.cache.block_size)
         self.num_recomputed_tokens = 0
 
     def let_in(
@@ -86,6 +90,15 @@ class Admission:
                 return held_by
         return held_by or request
 
+    def _surely_lasts(self, request: Request, last: Tier) -> bool:
+        """Whether memory lasts with this request even if every output becomes as long as it may, or
+        need not; ``MemoryOutlook`` would say the same."""
+        if not self._config.future_memory_check or not self._running.requests:
+            return True
+        most = request.max_total_tokens + self._block_size
+        counted = self._running.most_tokens[: last + 1 if last is Tier.ORDINARY else None]
+        return sum(counted) + most <= self._capacity
+
     def outlook(self, last: Tier) -> MemoryOutlook:
         """Of running requests' memory; best effort makes way, so ordinary requests need not count
         it."""
@@ -123,9 +136,9 @@ class Admission:
         assert extension is not None, "admit() promised the blocks"
         if extension.copy is not None:
             step.copies.append(extension.copy)
-        if not request.num_preemptions:
+        if self._charges and not request.num_preemptions:
             # a preemption may lose tokens of the prompt, but they are charged once
-            self._policy.served(request, request.num_tokens - request.num_computed_tokens, 0)
+            self._served(request, request.num_tokens - request.num_computed_tokens, 0)
         self._note(request, now)
         self._running.start(request)
         step.new.append(

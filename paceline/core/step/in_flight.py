@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import itemgetter
 from typing import Final
 
 from paceline.core.outputs import SchedulerOutput, StepResult
@@ -19,6 +20,9 @@ __all__ = ["StepsInFlight"]
 
 # of a step's time by its prediction: few steps take less
 _EARLY: Final = 0.1
+# seconds over which the share of ordinary requests is taken
+_LATELY: Final = 10.0
+_SECONDS: Final = itemgetter(3)
 
 
 class StepsInFlight:
@@ -35,6 +39,9 @@ class StepsInFlight:
         self._steps: deque[tuple[int, list[Request], StepShape, float]] = deque()
         # when the last of them is predicted to end
         self._busy_until = 0.0
+        # predicted seconds of steps, less best effort, with exponential forgetting, as of a time
+        self._ordinary_seconds = 0.0
+        self._as_of = 0.0
         # tokens of rows of several tokens, and of one, in all steps whose results came
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
@@ -56,6 +63,11 @@ class StepsInFlight:
         surely = min(1.0, self._step_time.quantile(_EARLY))
         return self._busy_until - (1.0 - surely) * seconds - self._lead_s
 
+    @property
+    def ordinary_share(self) -> float:
+        """Of the time lately, what requests that are not best effort needed; may be above 1."""
+        return self._ordinary_seconds / _LATELY
+
     def push(
         self,
         step_id: int,
@@ -63,10 +75,19 @@ class StepsInFlight:
         shape: StepShape,
         starts: float,
         seconds: float,
+        ordinary_seconds: float,
     ) -> None:
-        """A step was planned; ``requests`` has one entry for each of its rows."""
+        """A step was planned; ``requests`` has one entry for each of its rows, which are predicted
+        to take ``seconds``, and without best effort ``ordinary_seconds``."""
         self._steps.append((step_id, requests, shape, seconds))
         self._busy_until = starts + seconds
+        self.note_ordinary(starts, ordinary_seconds)
+
+    def note_ordinary(self, starts: float, seconds: float) -> None:
+        """Rows that are not best effort are predicted to take so long from ``starts`` on."""
+        self._ordinary_seconds *= math.exp(min(0.0, self._as_of - starts) / _LATELY)
+        self._ordinary_seconds += seconds
+        self._as_of = starts
 
     def pop(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """The oldest step's result is in: learn from it, and return whose rows they were."""
@@ -75,7 +96,7 @@ class StepsInFlight:
         self.num_prefill_tokens += shape.wide_tokens
         self.num_decode_tokens += shape.narrow_rows
         # the next one has just begun
-        self._busy_until = now + sum([step[3] for step in self._steps])
+        self._busy_until = now + sum(map(_SECONDS, self._steps))
         if result.elapsed > 0.0:
             ready = self._step_time.ready
             predicted = self._step_time.observe(shape, result.elapsed)

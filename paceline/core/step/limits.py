@@ -1,8 +1,8 @@
 """What one step may do: the seam between the plain step and everything that exists for targets.
 
 A ``Pacing`` makes the limits anew for each step. ``Plain`` is the null object: it serves requests
-without targets, and nothing that exists for targets is on its call path. ``pacing.paced.Paced`` is
-the other one.
+without targets, and nothing that exists for targets is on its call path; it does not know tenants
+or forecasts either. ``pacing.paced.Paced`` is the other one.
 
 ::
 
@@ -18,14 +18,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.policies import overrides
+from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.builder import StepBuilder
+from paceline.core.step.displacement import Displacement
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Pacing", "Pass", "StepLimits"]
+__all__ = ["Pacing", "Pass", "Plain", "StepLimits", "cap_chunk"]
+
+# prompt tokens of a step under memory pressure, at least
+_MIN_CHUNK = 32
 
 
 class Pass(NamedTuple):
@@ -114,7 +121,7 @@ class StepLimits:
         ``before`` is the step without that."""
 
     def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
-        """The first pass is over, ``num_must_run`` of whose rows are best effort that must run."""
+        """The first of several passes is over; ``num_must_run`` of its rows are best effort."""
 
     # ------------------------------------------------------------------ the end
 
@@ -146,3 +153,49 @@ class Pacing(Protocol):
     def rest(self) -> None:
         """The last request has ended: nothing of a request is kept."""
         ...
+
+
+def cap_chunk(tokens: int, num_running: int, pressure: Pressure) -> int:
+    """Tokens of a step under memory pressure: a quarter of the prompt tokens."""
+    if pressure < Pressure.SMALL_CHUNKS:
+        return tokens
+    return min(tokens, num_running + max(_MIN_CHUNK, (tokens - num_running) // 4))
+
+
+class Plain:
+    """The null object of ``Pacing``: steps are no larger than brings throughput, running requests
+    get their tokens first, and waiting ones are admitted in the policy's order."""
+
+    pressing = False
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        chunk: ChunkSize,
+        displacement: Displacement,
+        valve: PressureValve,
+    ) -> None:
+        self._state = state
+        self._chunk = chunk
+        self._valve = valve
+        # without best effort, the other policies displace no request
+        displaces = overrides(state.policy, "displaces")
+        self._displacement = displacement if displaces else None
+
+    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
+        state = self._state
+        running = state.running.requests
+        tokens = self._chunk.plain_tokens(running)
+        limits = StepLimits(state, tokens)
+        limits.chunk_tokens = tokens - len(running)
+        if self._valve.level:
+            limits.tokens = cap_chunk(tokens, len(running), self._valve.level)
+        if self._displacement is not None and not held:
+            head = state.waiting.ordinary.peek()
+            if head is not None:
+                limits.reserved = self._displacement.make_way(head, now, state.policy.displaces)
+        limits.passes = (Pass(list(running), [], Tier.ORDINARY),)
+        return limits
+
+    def rest(self) -> None:
+        """Nothing of a request is kept."""

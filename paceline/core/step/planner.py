@@ -86,7 +86,7 @@ class Planner:
             step.budget += later
         if held_by is None and preempted:
             held_by = Reason.MEMORY
-        if not number:
+        if number == 0 and len(limits.passes) > 1:
             limits.first_pass_done(step, num_must_run)
         return held_by
 

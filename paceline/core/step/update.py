@@ -5,7 +5,7 @@ This module does not know how the step was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import itemgetter
 from typing import Protocol
 
 from paceline.core.outputs import (
@@ -20,12 +20,16 @@ from paceline.core.policies import SchedulingPolicy, overrides
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.step.state import LastPlan
+from paceline.core.tier import Tier
 
 __all__ = ["Updates", "update_of"]
 
 # a NamedTuple made by tuple's constructor costs half of one made by its own
 _new = tuple.__new__
 _SAMPLES = ScheduledRow._fields.index("samples")
+# of (reason, seconds); they are never negative
+_SECONDS = itemgetter(1)
 
 # of one row, None where it asked for none
 _Logprobs = tuple[TokenLogprobs, ...] | None
@@ -39,7 +43,7 @@ class Updates:
     """Takes results in.
 
     Args:
-        first_token: called when a request's first token has come.
+        last: told of first tokens.
         finish: ends a request; without ``prune`` it stays among the running ones for now.
     """
 
@@ -47,11 +51,11 @@ class Updates:
         self,
         policy: SchedulingPolicy,
         running: RunningList,
-        first_token: Callable[[Request, float], None],
+        last: LastPlan,
         finish: _Finish,
     ) -> None:
         self._running = running
-        self._first_token = first_token
+        self._last = last
         self._finish = finish
         self._sampled = policy.sampled
         # most policies do not count what was served
@@ -127,10 +131,14 @@ class Updates:
         """Append tokens until one ends the output. Returns those that count, and the update."""
         if request.first_token_time is None:
             request.first_token_time = now
-            self._first_token(request, now)
+            forecast, bias = request.history.predicted_ttft, request.history.forecast_bias
+            disturbed = request.tier is not Tier.ORDINARY or request.aged or request.num_preemptions
+            if forecast is not None and not disturbed:
+                took = now - request.asked.arrival_time
+                self._last.first_tokens.append((forecast, bias, took))
         reason: FinishReason | None = None
         for count, token_id in enumerate(token_ids, 1):
-            reason = request.append_output(token_id)
+            reason = _append_one(request, token_id)
             if reason is not None:
                 token_ids = token_ids[:count]
                 break
@@ -145,6 +153,16 @@ class Updates:
         if not tell_all:
             return token_ids, None
         return token_ids, update_of(request, token_ids, logprobs, tells=tells)
+
+
+def _append_one(request: Request, token_id: int) -> FinishReason | None:
+    """Add one sampled token. Returns why the output ends with it, or None if it goes on."""
+    request.output_token_ids.append(token_id)
+    request.num_tokens += 1
+    num_output = request.num_tokens - request.num_prompt_tokens
+    if token_id in request.stop_ids and num_output >= request.asked.sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else None
 
 
 def _plain_update(
@@ -198,11 +216,7 @@ def update_of(
 def _timeline_of(request: Request) -> Timeline:
     history = request.history
     return Timeline(
-        waited=tuple(
-            (reason, seconds)
-            for reason, seconds in zip(REASONS, history.waits, strict=False)
-            if seconds > 0.0
-        ),
+        waited=tuple(filter(_SECONDS, zip(REASONS, history.waits, strict=False))),
         num_chunks=history.num_chunks,
         num_preemptions=request.num_preemptions,
         num_recomputed_tokens=history.num_recomputed_tokens,
