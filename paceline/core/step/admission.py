@@ -68,7 +68,7 @@ class Admission:
             if limits.demotes(request, passed):
                 self._waiting.push(request)
                 continue
-            if outlook is None and self._config.future_memory_check and self._running.requests:
+            if outlook is None and not self._surely_lasts(request, last):
                 outlook = self.outlook(last)
             obstacle = self._obstacle(limits, request, outlook)
             if obstacle is None:
