@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
         "seconds": _seconds,
         "targets": (
             {},
-            {"ttft": 30.0, "tpot": 0.2},
+            {"ttft": 30.0},
             {"best_effort": True, "deadline": 90.0},
             {"best_effort": True},
         ),
@@ -114,11 +114,20 @@ CASES: dict[str, dict[str, Any]] = {
         "num_blocks": 900,
         "max_num_batched_tokens": 640,
         "max_num_seqs": 24,
-        "requests": 110,
+        "requests": 160,
         "seconds": _memory_bound,
         "tick": None,
         "arrivals": (0, 0, 1, 1, 3),
         "longest": 150,
+    },
+    # requests that are held back, or those that run would stream too slowly
+    "paced": {
+        "num_blocks": 200,
+        "policy": "deadline",
+        "requests": 50,
+        "seconds": _seconds,
+        "tick": None,
+        "targets": ({"ttft": 30.0, "tpot": 0.2}, {}),
     },
     # more requests and tenants than what is remembered of them
     "flood": {

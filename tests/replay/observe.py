@@ -185,7 +185,7 @@ def expired_names(expired: Any) -> tuple[str, ...]:
 
 
 # words of replay, and the attribute of the core's statistics. Left out is what the rig had told the
-# core: seconds that steps took, and sizes of memory
+# core, seconds that steps took and sizes of memory, and what adds up the rows of plans
 _STATS: Final = {
     "held": "held_by",
     "running": "num_running",
@@ -204,8 +204,6 @@ _STATS: Final = {
     "relegated": "num_relegated",
     "discarded": "num_discarded_tokens",
     "predicted-s": "predicted_step_seconds",
-    "wide-tokens": "num_prefill_tokens",
-    "narrow-tokens": "num_decode_tokens",
 }
 
 
