@@ -243,6 +243,12 @@ def predicted_ttft(request: Any) -> str:
     return repr(request.predicted_ttft)
 
 
+def pressing(scheduler: Any) -> bool:
+    """Whether the plan that was made last was made with deadlines that press."""
+    found: bool = scheduler._waiting.pressing
+    return found
+
+
 # ------------------------------------------------------------------ one spelling of values
 
 

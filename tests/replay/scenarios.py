@@ -37,8 +37,13 @@ _SERVE_TARGETS: tuple[Mapping[str, Any], ...] = (
 
 def play(core: Core, policy: str, seed: int) -> list[str]:
     """What ``core`` decides in the scenario of one seed, as lines."""
+    return play_rig(core, policy, seed).lines
+
+
+def play_rig(core: Core, policy: str, seed: int) -> Rig:
+    """The same, with the scheduler as the scenario leaves it."""
     rng = random.Random(f"{policy} {seed}")
-    return (_wander if seed % 2 else _serve)(core, policy, rng).lines
+    return (_wander if seed % 2 else _serve)(core, policy, rng)
 
 
 def _flags(rng: random.Random, policy: str) -> dict[str, Any]:
