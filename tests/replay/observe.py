@@ -12,6 +12,7 @@ import importlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 
@@ -108,7 +109,7 @@ def request_errors(core: Core) -> type[Exception]:
 def forget_tenants_at(scheduler: Any, most: int) -> None:
     """Let the policy that keeps tenants apart forget some as soon as it knows more than ``most``,
     once, and not only when there are thousands."""
-    for turns in scheduler.policy._turns:
+    for turns in _one_of(scheduler, "policy._turns"):
         turns._most = most
 
 
@@ -234,19 +235,33 @@ def census_line(scheduler: Any) -> str:
 
 def tier(request: Any) -> str:
     """What a live request has to lose by waiting, and what lets it go before others."""
-    flags = [name for name in ("promoted", "favoured") if getattr(request, name)]
-    return " ".join([request.band.name.lower(), *flags])
+    flags = [flag for flag in ("promoted", "favoured") if _one_of(request, flag)]
+    return " ".join([_one_of(request, "tier", "band").name.lower(), *flags])
 
 
 def predicted_ttft(request: Any) -> str:
     """Seconds to the first token as forecast on arrival."""
-    return repr(request.predicted_ttft)
+    return repr(_one_of(request, "predicted_ttft"))
 
 
 def pressing(scheduler: Any) -> bool:
     """Whether the plan that was made last was made with deadlines that press."""
-    found: bool = scheduler._waiting.pressing
+    found: bool = _one_of(scheduler, "_waiting.pressing")
     return found
+
+
+def _one_of(holder: Any, *ways: str) -> Any:
+    """What the first of these ways that exists leads to: names of attributes with dots between.
+
+    Raises:
+        LookupError: none exists: the quantity has moved, and its function here is to be told where.
+    """
+    for way in ways:
+        try:
+            return attrgetter(way)(holder)
+        except AttributeError:
+            continue
+    raise LookupError(f"{type(holder).__name__} has none of {', '.join(ways)}: see observe.py")
 
 
 # ------------------------------------------------------------------ one spelling of values
