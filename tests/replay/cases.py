@@ -111,14 +111,15 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # steps that take as long as reading the weights: the size of chunks is tried around what hides
     "memory-bound": {
-        "num_blocks": 900,
+        "num_blocks": 2000,
         "max_num_batched_tokens": 640,
         "max_num_seqs": 24,
-        "requests": 160,
+        "requests": 60,
         "seconds": _memory_bound,
         "tick": None,
-        "arrivals": (0, 0, 1, 1, 3),
-        "longest": 150,
+        "arrivals": (0, 0, 1),
+        "longest": 500,
+        "targets": ({},),
     },
     # requests that are held back, or those that run would stream too slowly
     "paced": {
@@ -128,6 +129,28 @@ CASES: dict[str, dict[str, Any]] = {
         "seconds": _seconds,
         "tick": None,
         "targets": ({"ttft": 30.0, "tpot": 0.2}, {}),
+    },
+    # best effort that streams and presses beside requests that are paced, and background work
+    "hurried": {
+        "num_blocks": 400,
+        "policy": "deadline",
+        "max_num_batched_tokens": 40,
+        "best_effort_step_s": 0.4,
+        "background_share": 0.2,
+        "requests": 60,
+        "arrivals": (0, 0, 1),
+        "longest": 40,
+        "most_output": 20,
+        "seconds": _seconds,
+        "tick": None,
+        "targets": (
+            {"best_effort": True},
+            {"tpot": 0.2},
+            {"ttft": 20.0, "tpot": 0.6},
+            {"best_effort": True, "deadline": 6.0},
+            {"best_effort": True, "deadline": 20.0},
+            {"best_effort": True, "deadline": 40.0},
+        ),
     },
     # more requests and tenants than what is remembered of them
     "flood": {
