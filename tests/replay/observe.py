@@ -12,6 +12,7 @@ import importlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 
@@ -110,6 +111,13 @@ def request_errors(core: Core) -> type[Exception]:
     return found
 
 
+def forget_tenants_at(scheduler: Any, most: int) -> None:
+    """Let the policy that keeps tenants apart forget some as soon as it knows more than ``most``,
+    once, and not only when there are thousands."""
+    for turns in _one_of(scheduler, "policy._turns"):
+        turns._most = most
+
+
 # ------------------------------------------------------------------ what comes out
 
 
@@ -183,7 +191,7 @@ def expired_names(expired: Any) -> tuple[str, ...]:
 
 
 # words of replay, and the attribute of the core's statistics. Left out is what the rig had told the
-# core: seconds that steps took, and sizes of memory
+# core, seconds that steps took and sizes of memory, and what adds up the rows of plans
 _STATS: Final = {
     "held": "held_by",
     "running": "num_running",
@@ -202,8 +210,6 @@ _STATS: Final = {
     "relegated": "num_relegated",
     "discarded": "num_discarded_tokens",
     "predicted-s": "predicted_step_seconds",
-    "wide-tokens": "num_prefill_tokens",
-    "narrow-tokens": "num_decode_tokens",
 }
 
 
@@ -234,15 +240,34 @@ def census_line(scheduler: Any) -> str:
 
 def tier(request: Any) -> str:
     """What a live request has to lose by waiting, and what lets it go before others."""
-    aged = request.aged if hasattr(request, "aged") else request.promoted
-    found = request.tier if hasattr(request, "tier") else request.band
-    flags = ["promoted"] * aged + ["favoured"] * request.favoured
-    return " ".join([found.name.lower(), *flags])
+    flags = ["promoted"] * _one_of(request, "aged", "promoted")
+    flags += ["favoured"] * request.favoured
+    return " ".join([_one_of(request, "tier", "band").name.lower(), *flags])
 
 
 def predicted_ttft(request: Any) -> str:
     """Seconds to the first token as forecast on arrival."""
-    return repr((request.history if hasattr(request, "history") else request).predicted_ttft)
+    return repr(_one_of(request, "history.predicted_ttft", "predicted_ttft"))
+
+
+def pressing(scheduler: Any) -> bool:
+    """Whether the plan that was made last was made with deadlines that press."""
+    found: bool = _one_of(scheduler, "_pacing.pressing", "_waiting.pressing")
+    return found
+
+
+def _one_of(holder: Any, *ways: str) -> Any:
+    """What the first of these ways that exists leads to: names of attributes with dots between.
+
+    Raises:
+        LookupError: none exists: the quantity has moved, and its function here is to be told where.
+    """
+    for way in ways:
+        try:
+            return attrgetter(way)(holder)
+        except AttributeError:
+            continue
+    raise LookupError(f"{type(holder).__name__} has none of {', '.join(ways)}: see observe.py")
 
 
 # ------------------------------------------------------------------ one spelling of values

@@ -28,6 +28,7 @@ class Rig:
         seconds: of a step; None: the backend measures nothing.
         tick: seconds that pass with each step whatever it takes; None: those that it takes.
         vocab: tokens are smaller than this.
+        tell_all: updates tell of every token, and not of requests that ended alone.
         check: look at the scheduler's integrity after every plan.
     """
 
@@ -41,6 +42,7 @@ class Rig:
         seconds: Seconds | None = None,
         tick: float | None = 1.0,
         vocab: int = 997,
+        tell_all: bool = True,
         check: bool = False,
     ) -> None:
         self.scheduler = observe.make_scheduler(core, config, cache)
@@ -54,6 +56,7 @@ class Rig:
         self._seconds = seconds
         self._tick = tick
         self._vocab = vocab
+        self._tell_all = tell_all
         self._check = check
         # of each request: its prompt's length, its output, and where in that it fails, if it does
         self._outputs: dict[str, tuple[int, list[int], int | None]] = {}
@@ -115,7 +118,7 @@ class Rig:
         """Take in the oldest result in flight."""
         plan, result, _ = self._flying.pop(0)
         self._head("update")
-        self._take(self.scheduler.update(plan, result, self.now))
+        self._take(self.scheduler.update(plan, result, self.now, tell_all=self._tell_all))
         self._look()
 
     def step(self) -> bool:

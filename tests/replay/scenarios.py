@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from tests.replay import observe
 from tests.replay.observe import Asked, Core
 from tests.replay.rig import Rig, Seconds
 
@@ -36,8 +37,13 @@ _SERVE_TARGETS: tuple[Mapping[str, Any], ...] = (
 
 def play(core: Core, policy: str, seed: int) -> list[str]:
     """What ``core`` decides in the scenario of one seed, as lines."""
+    return play_rig(core, policy, seed).lines
+
+
+def play_rig(core: Core, policy: str, seed: int) -> Rig:
+    """The same, with the scheduler as the scenario leaves it."""
     rng = random.Random(f"{policy} {seed}")
-    return (_wander if seed % 2 else _serve)(core, policy, rng).lines
+    return (_wander if seed % 2 else _serve)(core, policy, rng)
 
 
 def _flags(rng: random.Random, policy: str) -> dict[str, Any]:
@@ -93,15 +99,18 @@ def _wander(core: Core, policy: str, rng: random.Random) -> Rig:
         config,
         _cache(rng, rng.randint(6, 40), rng.choice((1, 2, 4))),
         seconds=(lambda wide, narrow: 0.5 + 0.1 * wide + 0.05 * narrow) if paced else None,
+        tell_all=rng.random() < 0.9,
         vocab=_VOCAB,
     )
     depth = rng.choice((1, 2))
     arriving = rng.choice((0.15, 0.3, 0.45))
     names: list[str] = []
-    for _ in range(rng.choice((60, 150))):
+    for _ in range(rng.choice((50, 120))):
         chance = rng.random()
         if chance < arriving:
             names += _arrive(rig, rng, f"r{len(rig.lines)}")
+            if rng.random() < 0.05:
+                rig.add(_wrong(rng, rig, names))
         elif chance < arriving + 0.03 and names:
             rig.abort(rng.choice(names))
         elif rig.num_flying and (rig.num_flying == depth or rng.random() < 0.4):
@@ -112,7 +121,7 @@ def _wander(core: Core, policy: str, rng: random.Random) -> Rig:
             rig.plan()
     while rig.num_flying:
         rig.settle()
-    rig.run(max_steps=400)
+    rig.run(max_steps=300)
     return rig
 
 
@@ -151,6 +160,19 @@ def _arrive(rig: Rig, rng: random.Random, parent: str) -> list[str]:
     return taken
 
 
+def _wrong(rng: random.Random, rig: Rig, names: list[str]) -> Asked:
+    """What can never be served."""
+    return rng.choice(
+        (
+            Asked("empty", [], 1, rig.now),
+            Asked("long", [1, 2], 5000, rig.now),
+            Asked("large", [1, 2], 900, rig.now),
+            Asked("orphan", [1, 2], 1, rig.now, fork_of="no such request"),
+            Asked(names[0] if names else "first", [], 1, rig.now),
+        )
+    )
+
+
 # ------------------------------------------------------------------ an engine at work
 
 
@@ -174,11 +196,14 @@ def _serve(core: Core, policy: str, rng: random.Random) -> Rig:
         _cache(rng, rng.choice((60, 100, 200, 2000)), 4),
         depth=rng.choice((1, 2)),
         seconds=_law(rng),
+        tell_all=rng.random() < 0.9,
         tick=None,
     )
+    if policy == "fair" and rng.random() < 0.5:
+        observe.forget_tenants_at(rig.scheduler, rng.choice((3, 8)))
     names: list[str] = []
     rate = rng.choice((0.1, 0.3, 0.6))
-    for _ in range(rng.choice((60, 120))):
+    for _ in range(rng.choice((50, 100))):
         if rng.random() < rate:
             for _ in range(rng.choice((1, 1, 1, 2, 8))):
                 names += _ask(rig, rng, f"r{len(rig.lines)}")
@@ -191,7 +216,7 @@ def _serve(core: Core, policy: str, rng: random.Random) -> Rig:
             rig.abort(*rig.live)
             rig.now += 3600.0
         rig.step()
-    rig.run(max_steps=400)
+    rig.run(max_steps=300)
     return rig
 
 
@@ -229,6 +254,10 @@ def _ask(rig: Rig, rng: random.Random, name: str) -> list[str]:
     fails_at = 3 if rng.random() < 0.02 else None
     taken = [name] if rig.add(Asked(name, num_forks=forks, **common), fails_at) else []
     if forks and taken:
+        if rng.random() < 0.3:
+            # the fork comes when its parent may have its prompt already
+            rig.step()
+            rig.step()
         fork = f"{name}/1"
         taken += [fork] if rig.add(Asked(fork, fork_of=name, **common)) else []
     return taken

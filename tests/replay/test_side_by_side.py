@@ -49,7 +49,7 @@ def test_a_difference_is_told_by_its_step(base: Core, monkeypatch: pytest.Monkey
         return schedule(self, now if len(calls) < 30 else now + 2.5)
 
     monkeypatch.setattr(Scheduler, "schedule", late)
-    told = compare(base, ("fcfs", 1)).difference
+    told = compare(base, ("fcfs", 2)).difference
     assert told is not None and "differs, at plan 30 of the run" in told
     assert "--- base" in told and "--- working tree" in told
 
