@@ -250,12 +250,3 @@ class Request:
         was known when it arrived."""
         found = self.num_computed_tokens or self.num_prompt_tokens - self.num_new_tokens
         return self.num_tokens + self.num_pending_tokens - found
-
-    def token_slice(self, start: int, stop: int) -> list[int]:
-        """Known tokens ``[start, stop)`` of prompt + output."""
-        prompt, prompt_token_ids = self.num_prompt_tokens, self.asked.prompt_token_ids
-        if stop <= prompt:
-            return prompt_token_ids[start:stop]
-        if start >= prompt:
-            return self.output_token_ids[start - prompt : stop - prompt]
-        return prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]

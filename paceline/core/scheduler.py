@@ -244,8 +244,9 @@ class Scheduler:
         self._num_steps += 1
         shape = step.shape
         seconds = self.step_time.predict(shape)
-        ordinary_seconds = limits.planned(seconds)
-        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, ordinary_seconds)
+        self._steps.push(
+            plan.step_id, step.requests, shape, starts, seconds, limits.ordinary_seconds
+        )
         self._last.version += 1
         return plan
 

@@ -21,8 +21,6 @@ from tests.replay import observe
 from tests.replay.observe import Core
 from tests.replay.scenarios import play_rig
 
-_STALE = "what a step saw is kept in attributes and heaps, and nothing resets all of them"
-
 
 def reachable_requests(root: object) -> Counter[str]:
     """How many requests ``root`` leads to, by every way to them: types, and attributes if these
@@ -90,7 +88,6 @@ def idle_after_pressing() -> Machine:
     return machine
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=_STALE)
 def test_deadlines_of_requests_that_ended_do_not_press() -> None:
     machine = idle_after_pressing()
     machine.add(make_request("later", 50, 4, arrival=machine.now))
@@ -102,13 +99,11 @@ def test_deadlines_of_requests_that_ended_do_not_press() -> None:
     assert not any(pressed), f"plans made with deadlines that press: {pressed}"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=_STALE)
 def test_requests_that_ended_while_deadlines_pressed_are_let_go() -> None:
     left = reachable_requests(idle_after_pressing().scheduler)
     assert not left, f"requests that ended, and the ways to them: {dict(left)}"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=_STALE)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_requests_that_ended_are_let_go(policy: str) -> None:
     """Whatever happened to them."""

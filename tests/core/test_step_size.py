@@ -27,8 +27,8 @@ CORE = Path(paceline.core.__file__).parent
 # that both enter counts twice. In Python 3.11 a comprehension is a code object of its own and
 # counts as a function; in later versions it is part of the function around it
 PLAIN_STEPS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
-    "fixed": ({"adaptive_token_budget": False, "future_memory_check": False}, (30, 128)),
-    "defaults": ({"adaptive_token_budget": True, "future_memory_check": True}, (30, 144)),
+    "fixed": ({"adaptive_token_budget": False, "future_memory_check": False}, (18, 70)),
+    "defaults": ({"adaptive_token_budget": True, "future_memory_check": True}, (18, 70)),
 }
 
 MAX_STATEMENTS = 40
@@ -94,7 +94,7 @@ def plain_step(config: dict[str, Any]) -> tuple[Counter[tuple[str, str]], ...]:
         seconds=lambda shape: 0.05 + 0.01 * shape.wide_tokens + 0.02 * shape.narrow_rows,
         **config,
     )
-    for number in range(8):
+    for number in range(32):
         driver.add(make_request(f"before{number}", 20 + number, 20, arrival=driver.now))
         driver.step()
         driver.step()
@@ -104,6 +104,7 @@ def plain_step(config: dict[str, Any]) -> tuple[Counter[tuple[str, str]], ...]:
     for _ in range(6):
         driver.step()
     driver.add(make_request("new", [99] * 30, 10, arrival=driver.now))
+    assert driver.scheduler.step_time.num_observations > 64, "models are not made anew every step"
     plan, planning = entered(lambda: driver.scheduler.schedule(driver.now))
     assert [row.num_tokens for row in plan.rows] == [1, 1, 1, 1, 30]
     result: StepResult = replace(driver.backend.execute(plan).result(), elapsed=0.43)

@@ -61,6 +61,16 @@ def _packer(num_tokens: int) -> Callable[..., bytes]:
     return Struct(f"{num_tokens}q").pack
 
 
+def _tokens(request: Request, start: int, stop: int) -> list[int]:
+    """Known tokens ``[start, stop)`` of prompt + output."""
+    prompt, prompt_token_ids = request.num_prompt_tokens, request.asked.prompt_token_ids
+    if stop <= prompt:
+        return prompt_token_ids[start:stop]
+    if start >= prompt:
+        return request.output_token_ids[start - prompt : stop - prompt]
+    return prompt_token_ids[start:] + request.output_token_ids[: stop - prompt]
+
+
 def root_hash(cache_salt: str | None) -> bytes:
     """Parent of a sequence's first block; sequences share blocks only under the same salt."""
     salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
@@ -348,7 +358,7 @@ class KVCacheManager:
         parent = hashes[-1] if hashes else root_hash(request.asked.cache_salt)
         size = self.block_size
         for start in range(len(hashes) * size, count * size, size):
-            parent = hash_block(parent, request.token_slice(start, start + size))
+            parent = hash_block(parent, _tokens(request, start, start + size))
             hashes.append(parent)
 
     def _tail_is_shared(self, request: Request) -> bool:

@@ -95,10 +95,7 @@ class PacedLimits(StepLimits):
         self._predicted_at = -1
         # by which best effort of the first pass or admitted has lengthened the step
         self._best_effort_cost = 0.0
-        # by which requests without targets have
-        self._background_cost = 0.0
-        # predicted seconds of ordinary rows alone
-        self._ordinary_seconds = 0.0
+        self.ordinary_seconds = 0.0
 
     # ------------------------------------------------------------------ admission
 
@@ -245,18 +242,13 @@ class PacedLimits(StepLimits):
     def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
         if request.tier is Tier.BACKGROUND:
             predict = self._model.predict
-            self._background_cost += predict(step.shape) - predict(before)
+            self._bucket.charge(predict(step.shape) - predict(before))
 
     def lengthened(self, step: StepBuilder, before: StepShape) -> None:
         self._best_effort_cost += self._model.predict(step.shape) - self._model.predict(before)
 
     def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
         if len(step.rows) > num_must_run:
-            self._ordinary_seconds = self._model.predict(step.shape) - self._best_effort_cost
+            self.ordinary_seconds = self._model.predict(step.shape) - self._best_effort_cost
         self._seconds = min(self._seconds, self._most_seconds(step))
         self.asks = self._seconds < math.inf
-
-    def planned(self, seconds: float) -> float:
-        if self._background_cost:
-            self._bucket.charge(self._background_cost)
-        return self._ordinary_seconds

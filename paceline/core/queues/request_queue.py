@@ -77,9 +77,11 @@ class RequestQueue:
     def peek(self) -> Request | None:
         heap = self._heap
         while heap:
-            entry = heap[0]
-            if self._is_live(entry):
-                return entry[3]
+            # as ``_is_live``, without the call
+            _, _, number, request = heap[0]
+            member = self._members.get(request.request_id)
+            if member is not None and member[0] == number:
+                return request
             heapq.heappop(heap)
         return None
 

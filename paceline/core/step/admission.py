@@ -139,7 +139,16 @@ class Admission:
         if self._charges and not request.num_preemptions:
             # a preemption may lose tokens of the prompt, but they are charged once
             self._served(request, request.num_tokens - request.num_computed_tokens, 0)
-        self._note(request, now)
+        history = request.history
+        recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)
+        history.num_lost_tokens = 0
+        history.num_recomputed_tokens += recomputed
+        self.num_recomputed_tokens += recomputed
+        request.times_bypassed = 0
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+            history.num_found_tokens = request.num_computed_tokens
+        self._waiting.leave(request, now)
         self._running.start(request)
         step.new.append(
             NewRequest(
@@ -155,16 +164,3 @@ class Admission:
         self._rows.add(step, limits, request, num_tokens, ())
         if request.tier is not Tier.ORDINARY:
             limits.lengthened(step, before)
-
-    def _note(self, request: Request, now: float) -> None:
-        """Write down what the admission means for the request's story."""
-        history = request.history
-        request.times_bypassed = 0
-        recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)
-        history.num_lost_tokens = 0
-        history.num_recomputed_tokens += recomputed
-        self.num_recomputed_tokens += recomputed
-        self._waiting.leave(request, now)
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
-            history.num_found_tokens = request.num_computed_tokens

@@ -75,13 +75,13 @@ class StepsInFlight:
         shape: StepShape,
         starts: float,
         seconds: float,
-        ordinary_seconds: float,
+        ordinary_seconds: float | None,
     ) -> None:
         """A step was planned; ``requests`` has one entry for each of its rows, which are predicted
-        to take ``seconds``, and without best effort ``ordinary_seconds``."""
+        to take ``seconds``, and without best effort ``ordinary_seconds``; None: there is none."""
         self._steps.append((step_id, requests, shape, seconds))
         self._busy_until = starts + seconds
-        self.note_ordinary(starts, ordinary_seconds)
+        self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
 
     def note_ordinary(self, starts: float, seconds: float) -> None:
         """Rows that are not best effort are predicted to take so long from ``starts`` on."""

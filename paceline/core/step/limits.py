@@ -10,7 +10,6 @@ or forecasts either. ``pacing.paced.Paced`` is the other one.
     for part in limits.passes:
         rows for part.running, then for part.must_run
         admit waiting requests up to tier part.last      limits.next / demotes / obstacle / admitted
-    limits.planned(seconds)
 """
 
 from __future__ import annotations
@@ -63,6 +62,8 @@ class StepLimits:
     reserved = 0
     # a best-effort request that gives its memory up before anything is planned
     evicted: Request | None = None
+    # predicted seconds of ordinary rows alone; None: there are no others
+    ordinary_seconds: float | None = None
     # in order; a token is kept for every running request of later passes
     passes: Sequence[Pass] = ()
 
@@ -122,13 +123,6 @@ class StepLimits:
 
     def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
         """The first of several passes is over; ``num_must_run`` of its rows are best effort."""
-
-    # ------------------------------------------------------------------ the end
-
-    def planned(self, seconds: float) -> float:
-        """The step was planned, and is predicted to take so many seconds. Returns the seconds of
-        its ordinary rows alone."""
-        return seconds
 
 
 class Pacing(Protocol):
