@@ -114,11 +114,25 @@ def test_layers_name_every_room() -> None:
 
 def test_documents_name_files_that_exist() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    named = re.findall(r"`((?:core|checkpoints|backends|engine|server|cli|tests)/[\w/]+\.py)", text)
+    named = re.findall(
+        r"`((?:core|checkpoints|backends|engine|server|sim|cli|tests)/[\w/]+\.py)", text
+    )
     assert len(named) > 15
     for name in named:
         place = ROOT / name if name.startswith("tests/") else ROOT / "paceline" / name
         assert place.exists(), name
+
+
+def test_the_architecture_names_every_file_of_the_core() -> None:
+    rows = re.findall(
+        r"^\| `(core/(?:\w+/)?)` \| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M
+    )
+    named = {
+        f"{folder}{name}" for folder, files in rows for name in re.findall(r"`(\w+\.py)`", files)
+    }
+    core = ROOT / "paceline/core"
+    there = {str(path.relative_to(ROOT / "paceline")) for path in core.rglob("*.py")}
+    assert named == {path for path in there if not path.endswith("__init__.py")}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +141,10 @@ def test_documents_name_files_that_exist() -> None:
         "README.md",
         "CONTRIBUTING.md",
         "docs/adr/README.md",
+        "docs/architecture.md",
+        "docs/constants.md",
+        "docs/policies.md",
+        "docs/scheduling.md",
         "docs/simulator.md",
         *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/studies").glob("*.md"))),
     ],

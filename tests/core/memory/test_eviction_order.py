@@ -90,11 +90,11 @@ def test_a_duplicate_and_what_is_not_to_be_trusted_are_taken_first() -> None:
 
 
 @pytest.mark.parametrize(("lost", "found"), [(1, 8), (2, 4), (3, 0)])
-def test_a_preempted_request_finds_its_head_again(lost: int, found: int) -> None:
-    """Its blocks are released tail first: what another request takes is the end of its tokens."""
+def test_what_gave_its_blocks_up_finds_its_head_again(lost: int, found: int) -> None:
+    """A table is released tail first, so another request takes the end of its tokens."""
     driver = Driver(num_blocks=6, block_size=4)
     kv: KVCacheManager = driver.scheduler.kv
-    driver.add(make_request("victim", 13, 1))
+    driver.add(make_request("first", 13, 1))
     driver.run()
     # three full blocks are cached; the fourth was partial, and two were never used
     driver.add(make_request("other", range(500, 500 + 4 * (3 + lost)), 1))
