@@ -1,0 +1,232 @@
+"""The examples of docs/scheduling.md, computed: if a number here changes, change the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import QueueFullError
+from paceline.core.memory.block_pool import BlockPool
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.outlook import capacity, future_peak
+from paceline.core.memory.preemption import Preemption
+from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.pacing.budget import AdaptiveBudget
+from paceline.core.pacing.door import QueueLimits
+from paceline.core.pacing.tpot_guard import TpotGuard
+from paceline.core.pacing.triage import triage
+from paceline.core.pacing.view import NO_VIEW, RunningView
+from paceline.core.predict.chunk import ChunkSize
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
+from paceline.core.slo import Slo
+from tests.core.machine import Machine
+from tests.core.machine import seconds as takes
+from tests.driving import make_request
+
+PAGE = (Path(__file__).parent.parent.parent / "docs/scheduling.md").read_text()
+
+
+def says(*texts: str) -> None:
+    """The page has these, wherever its lines end."""
+    page = re.sub(r"\s+", " ", PAGE)
+    for text in texts:
+        assert text in page, f"docs/scheduling.md does not say {text!r}"
+
+
+class Known(StepTimeModel):
+    """The page's machine: 10 ms a step, 1 ms a prompt token, 1 ms a row of one token."""
+
+    def __init__(self) -> None:
+        super().__init__(min_observations=0)
+
+    def predict(self, shape: StepShape) -> float:
+        return takes(shape)
+
+
+@pytest.fixture
+def model() -> StepTimeModel:
+    return Known()
+
+
+@pytest.fixture
+def chunk(model: StepTimeModel) -> ChunkSize:
+    return ChunkSize(model, 2048)
+
+
+@pytest.fixture
+def budget(model: StepTimeModel, chunk: ChunkSize) -> AdaptiveBudget:
+    return AdaptiveBudget(model, chunk, WorkEstimator(model, LengthHistory()), 0.03)
+
+
+def streams(count: int, slo: Slo) -> list[Request]:
+    """Requests with a first token at 0 and nothing to compute but their next one."""
+    requests = [make_request(f"r{i}", 1, 200, slo=slo) for i in range(count)]
+    for request in requests:
+        request.first_token_time = 0.0
+        request.num_tokens = 2
+        request.num_computed_tokens = 1
+    return requests
+
+
+def test_a_batch_line_counts_as_come_a_minute_later() -> None:
+    def first(chat_at: float) -> str:
+        machine = Machine(max_num_seqs=1, best_effort_delay_s=60.0, policy="fcfs")
+        machine.now = 100.0
+        line = make_request("line", 8, 2, slo=Slo(slo_class="batch", best_effort=True))
+        machine.add(line, make_request("chat", 8, 2, arrival=chat_at))
+        machine.run()
+        return next(new.request_id for plan in machine.plans for new in plan.new_requests)
+
+    says(
+        "A batch line arrives at 12:00:00 and a chat at 12:00:30", "arrives at 12:01:10 goes after"
+    )
+    assert first(30.0) == "chat"
+    assert first(70.0) == "line"
+
+
+def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
+    says("1,792 requests in the queue and 256 places are left")
+    limits = QueueLimits(SchedulerConfig(max_num_waiting=2048))
+    limits.check(1791, None, Pressure.CLOSED, 1791)
+    with pytest.raises(QueueFullError) as refused:
+        limits.check(1792, None, Pressure.CLOSED, 1792)
+    assert refused.value.reason == "queue-share"
+    # another tenant's
+    limits.check(1792, None, Pressure.CLOSED, 1)
+
+
+def test_triage_leaves_the_largest_out(budget: AdaptiveBudget) -> None:
+    says("A token takes 1.03 ms", "they need 1.23 s", "the others end after 0.41 s")
+    each = budget.seconds_per_token(NO_VIEW)
+    assert each == pytest.approx(0.00103, abs=5e-6)
+    requests = [
+        make_request(name, size, 1) for name, size in zip("abc", (200, 800, 200), strict=True)
+    ]
+    seconds = [each * request.num_prompt_tokens for request in requests]
+    assert sum(seconds) == pytest.approx(1.23, abs=0.005)
+    assert triage(requests, 0.0, seconds, [1.1] * 3) == [requests[1]]
+    assert seconds[0] + seconds[2] == pytest.approx(0.41, abs=0.005)
+
+
+def test_memory_peaks_below_the_sum() -> None:
+    says("1,552 tokens", "that were 1,760 tokens", "held at once is 1,296")
+    sequences = [(400, 96), (304, 400), (304, 256)]
+    assert capacity(100, 16) == 1552
+    assert sum(map(sum, sequences)) == 1760
+    assert future_peak(sequences) == 1296
+
+
+def test_the_36th_request_waits_for_the_pace(model: StepTimeModel) -> None:
+    says("35 requests run, and the 36th waits with the reason `pace`")
+    newcomer = make_request("new", 1, 10)
+    slo = Slo(tpot=0.05)
+    assert TpotGuard(RunningView.of(streams(34, slo)), model).allows(newcomer)
+    assert not TpotGuard(RunningView.of(streams(35, slo)), model).allows(newcomer)
+
+
+def test_a_chat_takes_the_place_of_the_later_line() -> None:
+    says("the later one, is preempted, and the chat runs in the same step")
+    machine = Machine(max_num_seqs=2)
+    slo = Slo(slo_class="batch", best_effort=True)
+    machine.add(make_request("line1", 8, 50, slo=slo), make_request("line2", 8, 50, slo=slo))
+    for _ in range(3):
+        machine.step()
+    machine.add(make_request("chat", 8, 2, arrival=machine.now))
+    machine.step()
+    assert machine.plans[-1].released == ("line2",)
+    assert "chat" in {row.request_id for row in machine.plans[-1].rows}
+
+
+def test_the_knee(chunk: ChunkSize) -> None:
+    says("in chunks of 32 tokens that is 352", "15 % means chunks of 64 tokens instead of 352")
+    assert chunk.knee() == 352
+    assert chunk.knee(shared=True) == 64
+
+
+def test_slack(model: StepTimeModel, chunk: ChunkSize) -> None:
+    says("so the step may take 100 ms", "so the step may take 86.5 ms", "is kept at 90 ms")
+
+    def seconds(now: float, to_come: int) -> float:
+        (chat,) = streams(1, Slo(tpot=0.1))
+        lengths = LengthHistory()
+        for _ in range(8):
+            lengths.observe(chat.label, 10 + to_come)
+        chat.num_tokens, chat.num_computed_tokens = 11, 10
+        budget = AdaptiveBudget(model, chunk, WorkEstimator(model, lengths), 0.03)
+        return budget.allow(RunningView.of([chat]), now).seconds
+
+    assert seconds(0.8, 40) == pytest.approx(0.1)
+    assert seconds(0.95, 40) == pytest.approx(0.0865)
+    assert seconds(0.95, 2) == pytest.approx(0.09)
+
+
+def test_best_effort_lengthens_a_step_by_its_own(
+    model: StepTimeModel, budget: AdaptiveBudget
+) -> None:
+    says("their rows take 20 ms. A batch prompt may make that step 50 ms")
+    rows = model.predict(StepShape(0, 0.0, 10, 0))
+    assert rows + budget.best_effort_seconds == pytest.approx(0.05)
+
+
+def test_victims_and_swaps(model: StepTimeModel) -> None:
+    says("100 tokens (110 ms of work), one 500 (510 ms)", "it would count 550 ms")
+
+    def preemption(block_seconds: float) -> tuple[Preemption, KVCacheManager]:
+        cache = CacheConfig(
+            block_size=16,
+            num_blocks=100,
+            num_host_blocks=100,
+            swap_block_seconds=block_seconds,
+            enable_prefix_caching=False,
+        )
+        kv = KVCacheManager(cache)
+        work = WorkEstimator(model, LengthHistory())
+        return Preemption(SchedulerConfig(), cache, kv, work), kv
+
+    def running(tokens: int) -> Request:
+        request = make_request(f"of {tokens}", tokens, 10)
+        request.num_computed_tokens = tokens
+        return request
+
+    # moving is too slow to count
+    slow, _ = preemption(1.0)
+    small, large = running(100), running(500)
+    assert slow.seconds_lost(small) == pytest.approx(0.11)
+    assert slow.seconds_lost(large) == pytest.approx(0.51)
+    spared = running(16)
+    assert slow.victim([spared, small, large], lambda those: those) is small
+    small.num_preemptions = 4
+    assert slow.seconds_lost(small) == pytest.approx(0.55)
+    assert slow.victim([spared, small, large], lambda those: those) is large
+
+    says("At 1 ms a block, moving them there and back takes 40 ms: they are moved", "400 ms")
+    for block_seconds, moved in ((0.001, 20), (0.01, 0)):
+        chosen, kv = preemption(block_seconds)
+        request = make_request("swapped", 320, 10)
+        assert kv.admit(request, beside_others=False)
+        request.num_computed_tokens = 320
+        chosen.release(request)
+        assert kv.num_swapped_out == moved
+
+
+def test_four_blocks_cost_one_prefix_and_the_tail_of_the_next() -> None:
+    says("it gets A's third, second and first block, then B's third")
+    pool = BlockPool(6)
+    a, b = pool.allocate(3), pool.allocate(3)
+    for table, names in ((a, (b"a0", b"a1", b"a2")), (b, (b"b0", b"b1", b"b2"))):
+        pool.register(table, names)
+        pool.release(table)
+    assert pool.allocate(4) == [a[2], a[1], a[0], b[2]]
+    assert (pool.lookup(b"b0"), pool.lookup(b"b1")) == (b[0], b[1])
+
+
+def test_the_valve_closes_later_than_it_opened() -> None:
+    says("915 are in use: level 2. It is left when fewer than 860 are, level 1 when fewer than 830")
+    valve = PressureValve(0.88)
+    levels = [valve.update(used / 1000) for used in (879, 880, 915, 860, 859, 830, 829)]
+    assert levels == [0, 1, 2, 2, 1, 1, 0]
