@@ -1,4 +1,5 @@
-"""The examples of docs/scheduling.md, computed: if a number here changes, change the page."""
+"""The examples of docs/scheduling.md and docs/policies.md, computed: if a number here changes, the
+pages do too."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from paceline.core.pacing.door import QueueLimits
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
+from paceline.core.policies import PolicyContext, make_policy
 from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
@@ -230,3 +232,37 @@ def test_the_valve_closes_later_than_it_opened() -> None:
     valve = PressureValve(0.88)
     levels = [valve.update(used / 1000) for used in (879, 880, 915, 860, 859, 830, 829)]
     assert levels == [0, 1, 2, 2, 1, 1, 0]
+
+
+class Work(WorkEstimator):
+    """Predictions as the examples of docs/policies.md have them, by request id."""
+
+    def __init__(self, prompt: dict[str, float], whole: dict[str, float]) -> None:
+        super().__init__(StepTimeModel(), LengthHistory())
+        self._prompt, self._whole = prompt, whole
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        return self._prompt[str(num_tokens)]
+
+    def seconds(self, request: Request) -> float:
+        return self._whole[request.request_id]
+
+
+def keys(policy: str, work: WorkEstimator, *requests: Request) -> list[float]:
+    made = make_policy(PolicyContext(SchedulerConfig(policy=policy), work))
+    return [made.key(request) for request in requests]
+
+
+def test_the_keys_of_the_policies_page() -> None:
+    a, b = make_request("a", 1, 1, arrival=0.0), make_request("b", 1, 1, arrival=1.0)
+    assert keys("sjf", Work({}, {"a": 10.0, "b": 0.1}), a, b) == [500.0, 6.0]
+    work = Work({"7": 0.2}, {"report": 4.0})
+    a = make_request("a", 1, 1, arrival=0.0, priority=1)
+    b, c = (make_request(f"at{at}", 1, 1, arrival=at, priority=0) for at in (50.0, 61.0))
+    old, urgent, later = keys("priority", work, a, b, c)
+    assert (old, round(urgent, 2)) == (1.0, 0.83)
+    assert urgent < old < later
+    chat = make_request("chat", 7, 1, arrival=5.0, slo=Slo(ttft=1.0))
+    report = make_request("report", 1, 1, arrival=0.0, slo=Slo(deadline=20.0))
+    plain = make_request("plain", 1, 1, arrival=0.0)
+    assert keys("deadline", work, chat, plain, report) == pytest.approx([5.8, 10.0, 16.0])
