@@ -46,7 +46,7 @@ def defaults(function: ast.FunctionDef) -> Iterator[tuple[str, Value]]:
 
 def constants(source: str) -> dict[str, Value]:
     """Module-level numbers by name, and numeric defaults as ``Class(parameter)``,
-    ``Class.method(parameter)`` or ``function(parameter)``. Fields of configs are not among these."""
+    ``Class.method(parameter)`` or ``function(parameter)``. Fields of configs are not among them."""
     found: dict[str, Value] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
