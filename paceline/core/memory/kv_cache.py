@@ -287,6 +287,17 @@ class KVCacheManager:
         request.block_ids.extend(new_block_ids)
         return Extension(tuple(new_block_ids), copy)
 
+    def land_prefix(self, request: Request) -> None:
+        """Put the whole blocks of a prompt that was computed elsewhere into the prefix cache, where
+        the first plan finds them, unless others needed the room before that."""
+        held = self.starting_blocks(request)
+        usable = (request.num_tokens - 1) // self.block_size
+        missing = request.block_hashes[len(held) : usable]
+        self.pool.acquire(held)
+        landed = self.pool.allocate(min(len(missing), self.pool.num_free))
+        self.pool.register(landed, missing[: len(landed)])
+        self.pool.release([*held, *landed])
+
     def fork(self, parent: Request, child: Request) -> None:
         """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
 
