@@ -7,8 +7,8 @@ Memory of one request, ``block_size`` = 4::
                  `--------------'                        full blocks, hashed: others may share them
                                    `-----------'         written by this request alone
 
-A block that somebody else references is never written. Full prefix blocks are never written again;
-the one exception is the tail that forks of a prompt (``n > 1``) share, which whoever writes first
+A block that another request references is never written. Full prefix blocks are never written again;
+the one exception is the tail that forks of a prompt (``n > 1``) share, which the first to write
 copies (copy-on-write).
 
 This module does not know queues, budgets or time.
@@ -101,7 +101,7 @@ class KVCacheManager:
         self._prefetches: list[BlockSwap] = []
         self.num_swapped_out = 0
         self.num_swapped_in = 0
-        # held by waiting requests alone, and to be taken back whenever somebody needs them
+        # held by waiting requests alone, and to be taken back whenever others need them
         self.num_fetched_blocks = 0
         # tokens looked up in, and served from, the prefix cache since start
         self.num_queried_tokens = 0
@@ -302,7 +302,7 @@ class KVCacheManager:
         """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
 
         The last prompt token is computed again, for its logits; the block it lies in is copied by
-        whoever writes to it first.
+        the first to write to it.
         """
         prompt_blocks = blocks_for(parent.num_prompt_tokens, self.block_size)
         child.block_ids = parent.block_ids[:prompt_blocks]
