@@ -66,7 +66,7 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Weights of one expert; 0 without experts."""
-        return 3 * self.hidden_size * self.expert_intermediate_size
+        return 3 * self.hidden_size * self.expert_intermediate_size if self.num_experts else 0
 
     @property
     def shared_parameters(self) -> int:

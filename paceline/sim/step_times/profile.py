@@ -45,7 +45,7 @@ from paceline.sim.step_times.experts import ExpertGroup, ExpertTable
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.tables import AttentionTable, Curve
 
-__all__ = ["GraphPadding", "Interconnect", "ProfileStepTimes", "find_profile"]
+__all__ = ["GraphPadding", "Interconnect", "ProfileStepTimes", "find_profile", "profiled_degree"]
 
 # how often an operator runs in one layer; those not named run once
 _PER_LAYER: Final = {"layernorm": 2}
@@ -91,6 +91,8 @@ class Interconnect:
             raise ConfigError(
                 f"{self.degree} GPUs need a link bandwidth above 0, got {self.bandwidth}"
             )
+        if self.latency < 0:
+            raise ConfigError(f"a link's latency must be 0 or more seconds, got {self.latency}")
 
     def all_reduce(self, num_bytes: float) -> float:
         """Seconds of one."""
@@ -310,15 +312,21 @@ def find_profile(folder: Path) -> str:
 
 def _checked(link: Interconnect | None, prefix: str, folder: Path) -> Interconnect:
     """The link that fits the profile's number of GPUs, which its name ends in."""
-    match = re.search(r"-tp(\d+)$", prefix)
-    degree = int(match[1]) if match else (link.degree if link else 1)
+    degree = profiled_degree(prefix)
     link = link or Interconnect()
     if link.degree != degree:
         raise ConfigError(
             f"{folder / prefix} was measured on one of {degree} GPU(s) and holds no communication; "
-            f"the link given joins {link.degree}: give the bandwidth of theirs (and its latency)"
+            f"the link given joins {link.degree}: give the bandwidth of theirs (and its latency), "
+            "as in profile:FOLDER,PREFIX,link=16,latency=20us"
         )
     return link
+
+
+def profiled_degree(prefix: str) -> int:
+    """GPUs of one replica, which a profile's name ends in (``-tp2``); 1 where it does not say."""
+    match = re.search(r"-tp(\d+)$", prefix)
+    return int(match[1]) if match else 1
 
 
 def _model_of(folder: Path, prefix: str, models: Sequence[ModelShape]) -> ModelShape:

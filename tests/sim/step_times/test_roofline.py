@@ -83,3 +83,17 @@ def test_what_cannot_be_is_refused() -> None:
         RooflineStepTimes(HardwareCard.named("H100-SXM"), ModelShape.named("Llama-3.1-70B"))
     with pytest.raises(ConfigError, match="no link"):
         RooflineStepTimes(replace(CARD, link_bandwidth=0.0), MODEL, degree=2)
+
+
+def test_experts_are_read_as_far_as_they_are_reached() -> None:
+    moe = replace(MODEL, num_experts=8, experts_per_token=2, expert_intermediate_size=64)
+    times = RooflineStepTimes(CARD, moe)
+    none = replace(moe, num_experts=0, experts_per_token=0, intermediate_size=2 * 64)
+    # one token reads two of the experts, which are as large together as one layer of that width
+    router = 2.0 * moe.num_layers * moe.hidden_size * 8 / CARD.bandwidth
+    alone = RooflineStepTimes(CARD, none).seconds(plan((10, 1)))
+    assert times.seconds(plan((10, 1))) == pytest.approx(alone + router, rel=1e-6)
+    # many read all of them
+    more = times.seconds(plan(*[(10, 1)] * 64)) - times.seconds(plan((10, 1)))
+    read = 2.0 * moe.num_layers * 6 * moe.expert_parameters / CARD.bandwidth
+    assert more >= read
