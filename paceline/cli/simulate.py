@@ -214,14 +214,23 @@ def _plot(path: Path, results: list[_Result]) -> None:
     from paceline.sim.report.plots import plot_cdfs, plot_curves
 
     if len({result.entry["speedup"] for result in results}) == 1:
-        plot_cdfs({result.summary.name: result.metrics for result in results}, path)
+        count = max(result.summary.requests for result in results)
+        runs = {result.summary.name: result.metrics for result in results}
+        plot_cdfs(runs, path, title=f"{count} requests, simulated")
         return
     curves: dict[str, list[tuple[float, float]]] = {}
     for result in results:
         point = (result.entry["offered_rate"], result.summary.goodput)
         curves.setdefault(result.entry["policy"], []).append(point)
     lines = {name: sorted(line) for name, line in curves.items()}
-    plot_curves(lines, path, x="requests/s", y="goodput, requests/s")
+    plot_curves(
+        lines,
+        path,
+        x="requests/s",
+        y="goodput, requests/s",
+        title="Requests within their targets, simulated",
+        at_most_x="all of them",
+    )
 
 
 def _simulate(point: _Point) -> _Result:

@@ -300,6 +300,15 @@ class Metrics:
         arrays = {"ttft": self._ttft, "tpot": self._tpot, "e2e": self._e2e}
         return np.array(arrays[metric], dtype=np.float64)
 
+    def targets(self, metric: str) -> tuple[float, ...]:
+        """Seconds of every target of "ttft", "tpot" or "e2e" (the deadline) that a request had,
+        ascending."""
+        found = {
+            {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.deadline}[metric]
+            for slo in self._slos.values()
+        }
+        return tuple(sorted(value for value in found if value is not None))
+
     def summary(self, name: str = "", *, price_per_hour: float | None = None) -> Summary:
         """Everything so far.
 

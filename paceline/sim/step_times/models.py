@@ -13,8 +13,10 @@ from paceline.core.errors import ConfigError
 
 __all__ = ["ModelShape", "known_models"]
 
-# counts that are 0 in models without experts
-_OF_EXPERTS: Final = frozenset({"num_experts", "experts_per_token", "expert_intermediate_size"})
+# counts that are 0 in models without experts, or of which no file is at hand
+_MAY_BE_NONE: Final = frozenset(
+    {"num_experts", "experts_per_token", "expert_intermediate_size", "stored_bytes"}
+)
 # what families call the same numbers in their config.json
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -38,13 +40,15 @@ class ModelShape:
     expert_intermediate_size: int = 0
     # the output head is the embedding
     tied: bool = False
+    # bytes of all weights in the file they come from; 0: nothing is stored, they take 16 bits each
+    stored_bytes: int = 0
     # where the numbers are published
     source: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in _OF_EXPERTS else 1
+            least = 0 if field.name in _MAY_BE_NONE else 1
             if type(value) is int and value < least:
                 raise ConfigError(
                     f"model {self.name}: {field.name} is {value}, must be at least {least}"
@@ -88,6 +92,11 @@ class ModelShape:
     @property
     def _embeddings(self) -> int:
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """As they are stored, scales of quantised blocks included; 16 bits where they are not."""
+        return self.stored_bytes / self.num_parameters if self.stored_bytes else 2.0
 
     def parameters_per_engine(self, expert_shares: int = 1) -> float:
         """Weights that one engine holds where experts are spread over so many engines."""
@@ -153,7 +162,7 @@ class ModelShape:
 def _shape(entry: Mapping[str, Any], path: Path) -> ModelShape:
     if "num_hidden_layers" in entry:
         return _of_checkpoint(entry, path)
-    needed = [field.name for field in fields(ModelShape) if field.name not in _OF_EXPERTS]
+    needed = [field.name for field in fields(ModelShape) if field.name not in _MAY_BE_NONE]
     for name in needed[: needed.index("tied")]:
         if name not in entry:
             raise KeyError(name)

@@ -64,14 +64,19 @@ class HardwareCard:
 
     @classmethod
     def named(cls, name: str) -> HardwareCard:
-        """A card of ``hardware.json``. Raises ConfigError, listing them, for another name."""
+        """A card of ``hardware.json``, in any case and however its parts are joined ("rtx4090").
+        Raises ConfigError, listing them, for another name."""
         cards = known_hardware()
         for card in cards:
-            if card.name.lower() == name.lower():
+            if _plain(card.name) == _plain(name):
                 return card
         raise ConfigError(
             f"no card for hardware {name!r}; known: {', '.join(card.name for card in cards)}"
         )
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def known_hardware() -> tuple[HardwareCard, ...]:
@@ -87,7 +92,7 @@ class RooflineStepTimes:
 
     Args:
         degree: devices that share every matrix (tensor parallelism).
-        weight_bytes, kv_bytes: per value.
+        weight_bytes, kv_bytes: per value. None: weights as they are stored, or 16 bits.
     """
 
     def __init__(
@@ -96,13 +101,14 @@ class RooflineStepTimes:
         model: ModelShape,
         *,
         degree: int = 1,
-        weight_bytes: float = 2.0,
+        weight_bytes: float | None = None,
         kv_bytes: float = 2.0,
     ) -> None:
         if degree < 1:
             raise ConfigError(f"degree must be at least 1 device, got {degree}")
         if degree > 1 and card.link_bandwidth <= 0:
             raise ConfigError(f"{card.name} has no link to its peers: degree must be 1")
+        weight_bytes = model.bytes_per_weight if weight_bytes is None else weight_bytes
         self.card = card
         self.model = model
         self.degree = degree

@@ -49,6 +49,8 @@ def test_more_devices_more_work_less_time() -> None:
     model = ModelShape.named("Llama-3.1-8B")
     one = RooflineStepTimes(HardwareCard.named("h100-sxm"), model)
     two = RooflineStepTimes(HardwareCard.named("H100-SXM"), model, degree=2)
+    assert HardwareCard.named("rtx4090") is not None
+    assert HardwareCard.named("RTX 4090") == HardwareCard.named("rtx-4090")
     assert two.seconds(decode) < one.seconds(decode) < one.seconds(prompt)
     assert two.num_blocks(16) > 2 * one.num_blocks(16)
     eight_bit = RooflineStepTimes(one.card, model, weight_bytes=1.0, kv_bytes=1.0)
@@ -59,6 +61,8 @@ def test_every_card_and_model_is_usable_and_says_where_it_is_from() -> None:
     names = {card.name for card in known_hardware()}
     for wanted in ("A100", "H100", "H200", "L4", "L40S", "4090", "PRO-6000", "MI300X", "CPU"):
         assert any(wanted in name for name in names), wanted
+    for wanted in ("A10G", "T4", "H20", "B200", "RTX-3090", "RTX-5090", "Xeon-8480+", "EPYC-9654"):
+        assert wanted in names
     small = ModelShape.named("SmolLM2-135M")
     for card in known_hardware():
         assert len(card.source) > 20
