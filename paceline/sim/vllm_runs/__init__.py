@@ -2,7 +2,7 @@
 them, ``host`` measures what a step takes beside its operators."""
 
 from paceline.sim.vllm_runs.host import HostTime, for_run, measure
-from paceline.sim.vllm_runs.prediction import predict, step_times
+from paceline.sim.vllm_runs.prediction import predict, replica_config, step_times
 from paceline.sim.vllm_runs.runs import Measured, VllmRun, find_runs
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "for_run",
     "measure",
     "predict",
+    "replica_config",
     "step_times",
 ]

@@ -102,19 +102,21 @@ def predict(
     profiles: Path,
     *,
     host_seconds: float = 0.0,
+    config: ReplicaConfig | None = None,
     on_plan: PlanObserver | None = None,
 ) -> list[Served]:
     """Simulate a run from the operator times; in order of arrival.
 
     Args:
         host_seconds: of a step that no captured graph covers; 0: operators alone.
+        config: of each engine; None: what ``replica_config`` gives.
         on_plan: sees every plan, see ``PlanObserver``.
 
     Raises:
         ConfigError: no profile of the run, or one that cannot stand for how its experts are shared.
     """
     group = _expert_group(run)
-    config = replica_config(run)
+    config = config or replica_config(run)
     engines = [
         ReplicaSpec(config, step_times(run, profiles, host_seconds=host_seconds, experts=group))
         for _ in range(run.num_engines)
