@@ -105,11 +105,12 @@ class VllmRun:
         """
         try:
             meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+            hardware = folder / "config.json"
+            config: dict[str, Any] = json.loads(hardware.read_text()) if hardware.exists() else {}
             lines = (folder / "requests.jsonl").read_text().splitlines()
             raw: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
             arguments = meta["engine_kwargs"]
-            instance = config["nodes"][0]["instances"][0]
+            instance = config["nodes"][0]["instances"][0] if config else {}
             degree = int(arguments.get("tensor_parallel_size") or 1)
             engines = int(arguments.get("data_parallel_size") or 1)
             cache: Mapping[str, Any] = meta.get("kv_cache") or {}
@@ -130,7 +131,9 @@ class VllmRun:
                 expert_parallel=bool(arguments.get("enable_expert_parallel")),
                 # given in GB/s and ns
                 link=Interconnect(
-                    degree, 1e9 * float(config["link_bw"]), 1e-9 * float(config["link_latency"])
+                    degree,
+                    1e9 * float(config.get("link_bw", 0.0)),
+                    1e-9 * float(config.get("link_latency", 0.0)),
                 ),
                 memory=_memory(instance, degree),
                 block_size=int(cache.get("block_size") or _BLOCK),

@@ -9,6 +9,7 @@ from statistics import mean
 
 import pytest
 
+from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.step_times.profile import GraphPadding, Interconnect
@@ -23,6 +24,7 @@ from paceline.sim.vllm_runs import (
     step_times,
 )
 from tests.sim.step_times.profiles import MODEL, write_profile
+from tests.sim.step_times.test_experts import EXPERTS, write_experts
 
 RUNS = Path(__file__).parents[3].parent / "shared" / "vllm-runs"
 RECORDED = ("RTX4090-Llama-3.1-8B", "RTXPRO6000-Llama-3.1-8B", "RTXPRO6000-Qwen3-32B-tp2")
@@ -92,6 +94,35 @@ def test_the_whole_pool_but_one_block_is_used(tmp_path: Path) -> None:
     arrivals = [Arrival(0.0, 16 * 38, 2), Arrival(0.0, 16, 2), Arrival(0.0, 16, 2)]
     predict(toy_run(arrivals, num_blocks=40), tmp_path, on_plan=look)
     assert most == 39
+
+
+def test_data_parallel_engines_share_the_load(tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    arrivals = [Arrival(0.01 * number, 300, 50) for number in range(20)]
+    one = predict(toy_run(arrivals), tmp_path)
+    two = predict(replace(toy_run(arrivals), num_engines=2), tmp_path)
+    assert {s.replica for s in two} == {0, 1}
+    assert mean(s.ttft or 0 for s in two) < mean(s.ttft or 0 for s in one)
+    # nor is it known which engine a stamp is of
+    assert (
+        measure(replace(toy_run(arrivals), num_engines=2), step_times(toy_run(arrivals), tmp_path))
+        is None
+    )
+
+
+def test_engines_that_share_experts_are_slower_than_those_that_do_not_wait(tmp_path: Path) -> None:
+    write_experts(tmp_path)
+    arrivals = [Arrival(0.01 * number, 300, 50) for number in range(20)]
+    link = Interconnect(1, 16e9, 20e-6)
+    run = replace(toy_run(arrivals), model=EXPERTS, num_engines=2, link=link)
+    with pytest.raises(
+        ConfigError, match=r"2 engine\(s\) of 1 GPU\(s\) without expert parallelism"
+    ):
+        predict(run, tmp_path)
+    shared = predict(replace(run, expert_parallel=True), tmp_path)
+    assert {s.replica for s in shared} == {0, 1}
+    far = replace(run, expert_parallel=True, link=Interconnect(1, 1e9, 1e-3))
+    assert mean(s.e2e or 0 for s in predict(far, tmp_path)) > mean(s.e2e or 0 for s in shared)
 
 
 def test_time_beside_the_operators_is_found_again(tmp_path: Path) -> None:

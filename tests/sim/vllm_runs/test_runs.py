@@ -67,6 +67,12 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     run = VllmRun.read(path)
     with pytest.raises(ConfigError, match=r"one profile of Llama-3\.1-8B on GPU for 1"):
         predict(run, tmp_path)
+    (path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="neither how many KV blocks"):
+        _ = VllmRun.read(path).num_blocks
+    write_run(tmp_path, kv_cache={"num_gpu_blocks": 100})
+    (path / "config.json").unlink()
+    assert VllmRun.read(path).num_blocks == 99
     (path / "requests.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"requests\.jsonl is empty"):
         VllmRun.read(path)
