@@ -4,6 +4,8 @@
 #   make test           style, types, layers and all tests
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
+#   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
+#                       policy: the same decisions? prints the first step that differs
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
 #                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
 #                       everything that the OpenAPI document allows and forbids
@@ -41,6 +43,8 @@ ROWS ?=
 ROUNDS ?=
 CLIENTS ?=
 RATES ?=
+BASE ?=
+SEEDS ?=
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
@@ -53,7 +57,8 @@ READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 
-.PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
+.PHONY: serve test test-clients test-services quick check replay format model venv clean clean-venv \
+	studies \
 	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
 	bench-metrics bench-background bench-faults bench-overhead bench-startup
 .DEFAULT_GOAL := test
@@ -83,6 +88,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+replay: $(STAMP)
+	@$(BIN)/python -m tests.replay.side_by_side --processes $(WORKERS) \
+		$(if $(BASE),--base $(BASE)) $(if $(SEEDS),--seeds $(SEEDS))
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -51,7 +51,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
-from paceline.core.request import Request, SamplingParams
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.core import EngineCore
@@ -102,10 +103,12 @@ class Engine:
         self._count += 1
         self.core.add_request(
             Request(
-                request_id=request_id,
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-                arrival_time=time.monotonic(),
+                RequestSpec(
+                    request_id=request_id,
+                    prompt_token_ids=prompt,
+                    sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+                    arrival_time=time.monotonic(),
+                )
             )
         )
         return request_id

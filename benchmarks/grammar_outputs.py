@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from benchmarks.schemas import GRAMMARS, LEVELS, PATTERNS, matches_schema, schema
 from paceline.backends.null import NullBackend
 from paceline.core.grammar import Grammar
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest

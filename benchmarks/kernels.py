@@ -42,7 +42,7 @@ from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.checkpoints.base import expected_shapes
 from paceline.checkpoints.config import ModelConfig, RopeConfig
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))
 ISA = os.environ.get("ISA") or None

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.lengths import LengthHistory
-from paceline.core.outputs import SchedulerStats
 from paceline.core.policies import FcfsPolicy, PolicyContext
-from paceline.core.request import Request, SamplingParams
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.work import WorkEstimator
+from paceline.core.stats import SchedulerStats
 
 __all__ = ["wasted_tokens"]
 
@@ -97,10 +97,12 @@ def _run(
             end = expected_tokens(prompt, num_output, VOCAB)[-1]
             scheduler.add_request(
                 Request(
-                    request_id=str(index),
-                    prompt_token_ids=prompt,
-                    sampling=SamplingParams(max_tokens=600, stop_token_ids=frozenset({end})),
-                    arrival_time=at,
+                    RequestSpec(
+                        request_id=str(index),
+                        prompt_token_ids=prompt,
+                        sampling=SamplingParams(max_tokens=600, stop_token_ids=frozenset({end})),
+                        arrival_time=at,
+                    )
                 )
             )
         plan = scheduler.schedule(now)

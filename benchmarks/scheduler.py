@@ -24,10 +24,11 @@ import time
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import StepResult
-from paceline.core.request import Request, SamplingParams
+from paceline.core.predict.step_time import StepShape
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
 from paceline.engine.garbage import collected_seldom
 
 RUNNING = 256
@@ -87,12 +88,14 @@ def measure(
         nonlocal num_added
         scheduler.add_request(
             Request(
-                request_id=f"request-{num_added}",
-                prompt_token_ids=[rng.randrange(50_000) for _ in range(256)],
-                sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
-                arrival_time=now if everything else float(num_added),
-                slo=kinds[num_added % len(kinds)] if everything else NO_SLO,
-                tenant=f"tenant-{num_added if tenants is None else num_added % tenants}",
+                RequestSpec(
+                    request_id=f"request-{num_added}",
+                    prompt_token_ids=[rng.randrange(50_000) for _ in range(256)],
+                    sampling=SamplingParams(max_tokens=rng.randint(64, 192)),
+                    arrival_time=now if everything else float(num_added),
+                    slo=kinds[num_added % len(kinds)] if everything else NO_SLO,
+                    tenant=f"tenant-{num_added if tenants is None else num_added % tenants}",
+                )
             )
         )
         num_added += 1

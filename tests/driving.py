@@ -8,14 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.backends.null import NullBackend
-from paceline.core.admission import Expired
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
-from paceline.core.request import Request, SamplingParams
+from paceline.core.pacing.door import Expired
+from paceline.core.predict.step_time import StepShape
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
+from paceline.core.tier import tier_of
 
 
 def make_request(
@@ -34,16 +36,26 @@ def make_request(
     """A request; an int prompt means that many tokens 1, 2, 3, ..."""
     tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
     return Request(
-        request_id=request_id,
-        prompt_token_ids=tokens,
-        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        arrival_time=arrival,
-        priority=priority,
-        cache_salt=cache_salt,
-        fork_of=fork_of,
-        slo=slo,
-        tenant=tenant,
+        RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+            arrival_time=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+            fork_of=fork_of,
+            slo=slo,
+            tenant=tenant,
+        )
     )
+
+
+def ask(request: Request, **asked: Any) -> Request:
+    """Change what a request that was not added yet, or is under way, asks for; returns it."""
+    request.asked = replace(request.asked, **asked)
+    if "slo" in asked:
+        request.targets, request.tier = request.asked.slo, tier_of(request.asked.slo)
+    return request
 
 
 class Driver:

@@ -68,17 +68,20 @@ class _Engine:
         self._count = 0
 
     def run(self, job: Job) -> Done:
-        from paceline.core.request import Request, SamplingParams
+        from paceline.core.request import Request, RequestSpec
+        from paceline.core.sampling_params import SamplingParams
 
         sampling = SamplingParams(max_tokens=job.max_tokens, temperature=0.0)
         started = time.perf_counter()
         for prompt in job.prompts:
             self._core.add_request(
                 Request(
-                    request_id=str(self._count),
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    arrival_time=time.monotonic(),
+                    RequestSpec(
+                        request_id=str(self._count),
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        arrival_time=time.monotonic(),
+                    )
                 )
             )
             self._count += 1

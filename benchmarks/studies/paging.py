@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from benchmarks.studies.common import Run, Study, replica, serve
-from paceline.core.kv_cache import blocks_for
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput
 from paceline.sim.arrival import Arrival
 from paceline.sim.plan import PRESETS, plan_memory

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.studies.common import BLOCK_SIZE, Study, replica, serve
-from paceline.core.kv_cache import blocks_for
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
-from paceline.core.queues import RequestQueue, WaitingQueue
+from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request, RequestStatus
 from paceline.sim.report import text_table
 from paceline.sim.workload import open_workload

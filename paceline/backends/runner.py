@@ -31,7 +31,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 __all__ = ["ModelRunner"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import TokenLogprobs
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 __all__ = ["PreparedSampling", "Reshaping", "SampleRow", "Samples", "uniforms"]
 

@@ -192,7 +192,7 @@ class Conversation:
             NeverFitsError: ``text`` alone is too long for the model.
             RequestFailedError: the engine failed on this answer.
         """
-        from paceline.core.request import SamplingParams
+        from paceline.core.sampling_params import SamplingParams
         from paceline.engine.types import GenerationRequest
 
         self.turns.append({"role": "user", "content": text})

@@ -14,7 +14,7 @@ from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
-from paceline.core.kv_cache import blocks_for, fits
+from paceline.core.memory.kv_cache import blocks_for, fits
 
 if TYPE_CHECKING:
     from paceline.engine.core import EngineCore

@@ -50,11 +50,14 @@ class Slo:
                 )
 
     @property
+    def aims(self) -> bool:
+        """Whether there is a target for tokens."""
+        return self.ttft is not None or self.tpot is not None or self.deadline is not None
+
+    @property
     def background(self) -> bool:
-        """Nobody waits for it: best effort without any target."""
-        return (
-            self.best_effort and self.ttft is None and self.tpot is None and self.deadline is None
-        )
+        """Best effort without any target."""
+        return self.best_effort and not self.aims
 
     def violations(
         self, arrival: float, first_token: float, last_token: float, num_output: int

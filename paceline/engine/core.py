@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from paceline.core.admission import Expired
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
@@ -19,12 +18,13 @@ from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.outputs import (
     RequestUpdate,
     SchedulerOutput,
-    SchedulerStats,
     StepResult,
     TokenLogprobs,
 )
+from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
+from paceline.core.stats import SchedulerStats
 from paceline.engine.recorder import Recorder
 
 __all__ = ["EngineCore"]

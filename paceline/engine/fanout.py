@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import InvalidRequestError, RequestError
-from paceline.core.request import Request, SamplingParams
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.types import GenerationRequest
 
@@ -46,16 +47,18 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
     added: list[str] = []
     for index, request_id in enumerate(choice_ids(request)):
         sequence = Request(
-            request_id=request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=_sampling(request.sampling, index),
-            arrival_time=request.arrival_time,
-            priority=request.priority,
-            cache_salt=salt,
-            slo=request.slo,
-            tenant=request.tenant,
-            fork_of=choice_id(request.request_id, 0) if index else None,
-            num_forks=0 if index else request.n - 1,
+            RequestSpec(
+                request_id=request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=_sampling(request.sampling, index),
+                arrival_time=request.arrival_time,
+                priority=request.priority,
+                cache_salt=salt,
+                slo=request.slo,
+                tenant=request.tenant,
+                fork_of=choice_id(request.request_id, 0) if index else None,
+                num_forks=0 if index else request.n - 1,
+            )
         )
         try:
             core.add_request(sequence)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from paceline.core.census import ClassUse
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
+from paceline.core.stats import ClassUse
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.in_flight import InFlightFile

@@ -33,7 +33,6 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput
 from paceline.core.request import Request
-from paceline.core.slo import Slo
 
 __all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder"]
 
@@ -74,8 +73,6 @@ class Recorder(Protocol):
 class _Added(NamedTuple):
     request: Request
     now: float
-    # as it was asked: a request that is late loses it
-    slo: Slo
 
 
 class _Stepped(NamedTuple):
@@ -125,7 +122,7 @@ class FileRecorder:
         self._thread.start()
 
     def added(self, request: Request, now: float) -> None:
-        self._put(_Added(request, now, request.slo))
+        self._put(_Added(request, now))
 
     def stepped(
         self,
@@ -226,18 +223,18 @@ def _request(added: _Added, now: float) -> dict[str, Any]:
     reason = request.finish_reason
     return {
         "request": request.request_id,
-        "arrival": request.arrival_time,
+        "arrival": request.asked.arrival_time,
         "taken": added.now,
         "scheduled": request.first_scheduled_time,
         "first_token": request.first_token_time,
         "last_token": now,
         "prompt_tokens": request.num_prompt_tokens,
         "output_tokens": len(request.output_token_ids),
-        "cached_tokens": request.num_cached_tokens,
+        "cached_tokens": request.history.num_cached_tokens,
         "preemptions": request.num_preemptions,
         "end": None if reason is None else reason.value,
-        "max_tokens": request.sampling.max_tokens,
-        "slo": asdict(added.slo),
-        "tenant": request.tenant,
-        "priority": request.priority,
+        "max_tokens": request.asked.sampling.max_tokens,
+        "slo": asdict(request.asked.slo),
+        "tenant": request.asked.tenant,
+        "priority": request.asked.priority,
     }

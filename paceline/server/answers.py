@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from secrets import token_hex
 
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest, TokenLogprobs
 from paceline.server.protocol import GenerationOptions
 from paceline.server.wire import Explanation, Usage

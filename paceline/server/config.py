@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
 from paceline.server.batch_config import BatchConfig
 from paceline.server.bounds import DEFAULT_BOUNDS, Bounds

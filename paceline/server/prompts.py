@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, NeverFitsError
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
 from paceline.server.protocol import CompletionRequest, GenerationOptions, TemplateOptions
 from paceline.server.tool_calls import with_tools

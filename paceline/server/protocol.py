@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError, UnknownModelError
-from paceline.core.request import MAX_LOGPROBS, SamplingParams
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.server.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.messages import parse_messages

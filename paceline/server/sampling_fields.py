@@ -7,7 +7,7 @@ import secrets
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.request import MAX_BAD_WORDS, MAX_STOP_TOKENS, SamplingParams
+from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKENS, SamplingParams
 from paceline.server.fields import Fields, check_string, show
 from paceline.server.rules import RequestRules
 from paceline.server.structured import parse_structured

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from paceline.backends.null import NullBackend
 from paceline.backends.simulated import SimulatedBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.loop import EngineLoop
 from paceline.engine.messages import Add, ClientMessage, EngineMessage, Outputs, Shutdown

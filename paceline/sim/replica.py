@@ -31,9 +31,10 @@ from paceline.core.errors import (
     QueueFullError,
     RequestError,
 )
-from paceline.core.kv_cache import blocks_for
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.core.request import Request, SamplingParams
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.sim.arrival import Arrival, Served
@@ -196,13 +197,15 @@ class Replica:
         sampling = _sampling(output, most)
         try:
             request = Request(
-                request_id=request_id,
-                prompt_token_ids=[*prompt, _TOKEN[0]] if job.received else prompt,
-                sampling=sampling,
-                arrival_time=arrival.at,
-                priority=arrival.priority,
-                slo=slo_of(arrival),
-                tenant=arrival.tenant,
+                RequestSpec(
+                    request_id=request_id,
+                    prompt_token_ids=[*prompt, _TOKEN[0]] if job.received else prompt,
+                    sampling=sampling,
+                    arrival_time=arrival.at,
+                    priority=arrival.priority,
+                    slo=slo_of(arrival),
+                    tenant=arrival.tenant,
+                )
             )
             self.scheduler.add_request(request)
         except RequestError as error:
@@ -302,7 +305,7 @@ class Replica:
             None if first is None else first + self._outbound,
             None if last is None else last + self._outbound,
             request.num_tokens - request.num_prompt_tokens,
-            request.num_cached_tokens,
+            request.history.num_cached_tokens,
             request.num_preemptions,
             refused,
             reason,

@@ -15,7 +15,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 
 class Tracked:

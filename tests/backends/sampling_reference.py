@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 __all__ = ["allowed_tokens", "likeliest_of", "make_row", "reshaped", "uniform_of", "weights_of"]
 

@@ -27,7 +27,7 @@ from paceline.backends.worker import WorkerBackend
 from paceline.cli.serve import ready_line, successor
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.backends.null import NullBackend
 from paceline.backends.simulated import SimulatedBackend
 from paceline.core.outputs import NewRequest, ScheduledRow, SchedulerOutput
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 
 def test_steps_take_what_the_function_says_one_after_the_other() -> None:

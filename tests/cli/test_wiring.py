@@ -20,7 +20,8 @@ from paceline.cli.wiring import (
 )
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError, NeverFitsError
-from paceline.core.request import Request, SamplingParams
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
 
 NULL = EngineSettings(model_name="null", model_path=None, backend="null", num_blocks=8)
 
@@ -68,10 +69,12 @@ def test_the_limit_on_idle_prefixes_reaches_the_pool(limit: int | None, found: i
             prompt = list(range(first, first + 9))
             core.add_request(
                 Request(
-                    request_id=f"{number}",
-                    prompt_token_ids=prompt,
-                    sampling=SamplingParams(max_tokens=1),
-                    arrival_time=0.0,
+                    RequestSpec(
+                        request_id=f"{number}",
+                        prompt_token_ids=prompt,
+                        sampling=SamplingParams(max_tokens=1),
+                        arrival_time=0.0,
+                    )
                 )
             )
             while core.has_work:
@@ -103,10 +106,12 @@ def test_start_up_and_admission_agree() -> None:
 
         def request(name: str, max_tokens: int) -> Request:
             return Request(
-                request_id=name,
-                prompt_token_ids=[1],
-                sampling=SamplingParams(max_tokens=max_tokens),
-                arrival_time=0.0,
+                RequestSpec(
+                    request_id=name,
+                    prompt_token_ids=[1],
+                    sampling=SamplingParams(max_tokens=max_tokens),
+                    arrival_time=0.0,
+                )
             )
 
         with pytest.raises(NeverFitsError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape
 from tests.driving import Driver, make_request
 
 

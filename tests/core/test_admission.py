@@ -8,9 +8,9 @@ import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, QueueFullError
+from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape
-from tests.driving import Driver, make_request
+from tests.driving import Driver, ask, make_request
 
 
 def seconds(shape: StepShape) -> float:
@@ -47,7 +47,8 @@ def test_forks_count_before_they_come() -> None:
     driver.step()
     driver.add(make_request("waits", 4))
     four, three = make_request("four", 9), make_request("three", 9)
-    four.num_forks, three.num_forks = 3, 2
+    ask(four, num_forks=3)
+    ask(three, num_forks=2)
     with pytest.raises(QueueFullError, match=r"1 requests wait .* limit is 4, .* n=4 choices"):
         driver.add(four)
     driver.add(three, *(make_request(f"fork{i}", 9, fork_of="three") for i in range(2)))
@@ -62,7 +63,7 @@ def test_more_forks_than_places_are_taken_where_nobody_waits() -> None:
     driver.add(make_request("runs", 4))
     driver.step()
     many = make_request("many", 9)
-    many.num_forks = 5
+    ask(many, num_forks=5)
     driver.add(many, *(make_request(f"fork{i}", 9, fork_of="many") for i in range(5)))
     with pytest.raises(QueueFullError, match="6 requests wait already, the limit is 2; retry"):
         driver.add(make_request("next", 4))
@@ -77,7 +78,8 @@ def test_a_tenants_forks_count_for_its_share() -> None:
     driver.add(*(make_request(f"r{i}", 4, tenant="own") for i in range(10)))
     # fourteen places of sixteen are seven for each that is left
     five, four = make_request("five", 9, tenant="own"), make_request("four", 9, tenant="own")
-    five.num_forks, four.num_forks = 4, 3
+    ask(five, num_forks=4)
+    ask(four, num_forks=3)
     with pytest.raises(QueueFullError, match=r"10 requests of this .* n=5 choices; re"):
         driver.add(five)
     driver.add(four)
@@ -179,14 +181,16 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
     ours = [make_request(f"b{i}", 4, 20, tenant="b", arrival=driver.now) for i in range(20)]
     driver.add(*ours)
     assert all(request.favoured for request in ours)
-    predicted = [request.predicted_ttft or 0.0 for request in ours]
+    predicted = [request.history.predicted_ttft or 0.0 for request in ours]
     assert predicted == sorted(predicted)
     # a place is free when the one before has ended, in some 15 steps of a second
     assert predicted[-1] - predicted[0] > 190.0
     other = make_request("c", 4, 20, tenant="c", arrival=driver.now)
     driver.add(other)
     assert other.favoured
-    assert other.predicted_ttft == pytest.approx(2 * predicted[-1] - predicted[-2], rel=0.01)
+    assert other.history.predicted_ttft == pytest.approx(
+        2 * predicted[-1] - predicted[-2], rel=0.01
+    )
     driver.run()
 
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from paceline.core.policies import POLICIES
-from paceline.core.request import Band
+from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape
+from paceline.core.tier import Tier
 from tests.core.machine import Machine, seconds
-from tests.driving import Driver, make_request
+from tests.driving import Driver, ask, make_request
 
 
 def relegated(machine: Driver, request_id: str) -> bool:
@@ -24,12 +24,12 @@ def relegated(machine: Driver, request_id: str) -> bool:
 def test_bands() -> None:
     machine = Machine()
     batch, chat = machine.batch("batch", 80, 9.0), machine.late("chat", 600)
-    assert (batch.band, chat.band) == (Band.PROMISED, Band.ORDINARY)
-    assert make_request("night", 8, slo=Slo(best_effort=True)).band is Band.BACKGROUND
+    assert (batch.tier, chat.tier) == (Tier.PROMISED, Tier.ORDINARY)
+    assert make_request("night", 8, slo=Slo(best_effort=True)).tier is Tier.BACKGROUND
     machine.add(batch, chat, make_request("other", 8, slo=Slo(ttft=9.0)))
     machine.step()
-    assert chat.band is Band.RELEGATED
-    assert batch.band is Band.PROMISED
+    assert chat.tier is Tier.RELEGATED
+    assert batch.tier is Tier.PROMISED
 
 
 @pytest.mark.parametrize(("deadline", "first"), [(80.0, "late"), (8.0, "batch")])
@@ -50,7 +50,7 @@ def test_a_pressing_deadline_comes_before_the_rows_of_what_is_late() -> None:
     machine = Machine(max_num_seqs=8)
     late = [machine.late(f"late{i}", 600) for i in range(3)]
     machine.add(*late)
-    while not (late[1].relegated and late[1].num_computed_tokens):
+    while not (late[1].history.demoted and late[1].num_computed_tokens):
         machine.step()
     due = machine.now + 1.6
     machine.add(machine.batch("batch", 600, 1.6))
@@ -63,7 +63,7 @@ def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:
     """It would be let in again first, in every step."""
     machine = Machine(max_num_seqs=1, policy="priority")
     batch = machine.batch("batch", 600, 1.3)
-    batch.priority = 5
+    batch.asked.priority = 5
     machine.add(batch)
     machine.step()
     assert machine.scheduler._waiting.pressing
@@ -72,7 +72,7 @@ def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:
     for _ in range(40):
         machine.step()
     assert list(machine.finished) == ["batch", "late"]
-    assert late.band is Band.RELEGATED and late.order < batch.order
+    assert late.tier is Tier.RELEGATED and late.order < batch.order
     assert machine.scheduler.stats().num_preemptions == 0
 
 
@@ -85,13 +85,13 @@ def test_no_policy_lets_a_later_band_displace_an_earlier_one(policy: str) -> Non
         request = make_request(f"r{number}", 4, priority=number % 2, slo=slos[number % 4])
         request.order = (float(number // 4), number)
         if number % 4 == 3:
-            request.slo = Slo(ttft=1.0, best_effort=True)
-            request.relegated = True
+            ask(request, slo=Slo(ttft=1.0, best_effort=True))
+            request.history.demoted = True
         requests.append(request)
     pairs = [(a, b) for a in requests for b in requests if displaces(a, b)]
     assert pairs, "ordinary requests displace best effort"
     for waiting, running in pairs:
-        assert waiting.band <= running.band
+        assert waiting.tier <= running.tier
         assert waiting.order < running.order
 
 
@@ -146,7 +146,7 @@ def test_what_is_late_does_not_starve_behind_deadlines() -> None:
         if "late" in machine.finished:
             break
         # more than can be served, each with little time
-        while sum(r.band is Band.PROMISED for r in machine.scheduler._waiting) < 4:
+        while sum(r.tier is Tier.PROMISED for r in machine.scheduler._waiting) < 4:
             name = f"b{number}-{len(machine.scheduler._requests)}-{machine.now:.3f}"
             machine.add(machine.batch(name, 600, 2.0))
         machine.step()
@@ -159,11 +159,11 @@ def test_tenants_that_are_kept_apart_are_not_left_out_for_one_another() -> None:
     def missed(policy: str) -> set[str]:
         machine = Machine(max_num_seqs=2, policy=policy)
         one = machine.batch("one", 1000, 4.0)
-        one.tenant = "light"
+        ask(one, tenant="light")
         machine.add(one)
         for index in range(12):
             flood = machine.batch(f"b{index}", 500, 4.0 + 0.01 * index)
-            flood.tenant = "heavy"
+            ask(flood, tenant="heavy")
             machine.add(flood)
         ends = machine.until_done()
         return {name for name in ends if relegated(machine, name)}
@@ -197,7 +197,7 @@ def test_best_effort_whose_turn_has_come_lengthens_the_step_no_more() -> None:
     for number in range(2):
         batch = machine.batch(f"batch{number}", 4000, 500.0)
         # before the chat in the order even with the delay
-        batch.arrival_time = machine.now - 50.0
+        ask(batch, arrival_time=machine.now - 50.0)
         machine.add(batch)
     machine.add(make_request("chat", 40, 4, arrival=machine.now))
     machine.step()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.core.policies import POLICIES, FairPolicy
 from paceline.core.policies.fair import _SAVED_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT
-from paceline.core.queues import RequestQueue, WaitingQueue
-from paceline.core.request import Band
+from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.slo import Slo
+from paceline.core.tier import Tier
 from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
@@ -58,7 +58,7 @@ def test_output_is_charged_once_a_step_however_many_tokens_it_brings(
         driver.add(make_request(f"r{number}", 4, 9, tenant=f"t{number % 2}"))
     while len(driver.scheduler._running.requests) < 8:
         driver.step()
-    turns = policy._turns[Band.ORDINARY]
+    turns = policy._turns[Tier.ORDINARY]
     before = policy.counter("t0"), policy.counter("t1")
     charged = []
     charge = turns.charge
@@ -84,7 +84,7 @@ def test_what_a_step_gave_to_many_raises_the_level_as_if_it_came_token_by_token(
         spent = [driver.scheduler._requests[name] for name in "abcabcaab"]
         for requests in [spent] if at_once else [[request] for request in spent]:
             policy.sampled(requests)
-        turns = policy._turns[Band.ORDINARY]
+        turns = policy._turns[Tier.ORDINARY]
         assert turns._ahead
         levels.append([turns._level, *(policy.counter(name) for name in "abcde")])
         driver.run()
@@ -142,7 +142,7 @@ def widest_gap(
     num_added = 0
     widest = 0.0
     for _ in range(steps):
-        waiting = {r.tenant for r in driver.scheduler._waiting}
+        waiting = {r.asked.tenant for r in driver.scheduler._waiting}
         for tenant in ("a", "b", "c"):
             if tenant not in waiting and (tenant != "c" or rng.random() < 0.05):
                 longest = _SHORT if tenant == "b" else _LONG
@@ -184,7 +184,7 @@ def busy(policy: str, num_tokens: int = 60, **config: float) -> tuple[Machine, C
     names = (f"once{number}" for number in count())
 
     def fill() -> None:
-        others = sum(r.tenant.startswith("once") for r in machine.scheduler._waiting)
+        others = sum(r.asked.tenant.startswith("once") for r in machine.scheduler._waiting)
         for _, name in zip(range(4 - others), names, strict=False):
             machine.add(make_request(name, num_tokens, 2, arrival=machine.now, tenant=name))
 
@@ -241,7 +241,7 @@ def test_a_promoted_request_waits_for_no_tenant_that_was_served_less() -> None:
         fill()
         machine.step()
         assert machine.now < start + 5.0
-    assert night.promoted
+    assert night.aged
 
 
 def test_tenants_without_number_are_not_remembered_for_ever() -> None:
@@ -270,7 +270,7 @@ def test_half_of_those_who_do_not_wait_are_forgotten_however_many_wait() -> None
     for number in range(6):
         driver.add(make_request(f"w{number}", 8, 2, tenant=f"w{number}"))
         policy.served(driver.scheduler._requests[f"w{number}"], 1, 0)
-    policy._turns[Band.ORDINARY]._most = 11
+    policy._turns[Tier.ORDINARY]._most = 11
     # those who wait were served least of all; with the fifth of these there are too many
     for number in range(5):
         policy.served(make_request("r", 2, tenant=f"idle{number}"), 1000 + number, 0)
@@ -362,7 +362,7 @@ def test_who_has_many_waiting_does_not_wait_for_all_who_ask_once(num_tokens: int
     fill()
     machine.step()
     fill()
-    assert any(r.favoured for r in machine.scheduler._waiting if r.tenant != "own")
+    assert any(r.favoured for r in machine.scheduler._waiting if r.asked.tenant != "own")
     before = 0
     for name in own[:10]:
         while name not in machine.finished:
@@ -382,12 +382,12 @@ def test_what_one_kind_of_requests_was_served_lifts_nobody_of_another_kind() -> 
         driver.add(make_request(f"night{index}", 30, 2, tenant="night", slo=night))
     for _ in range(40):
         driver.step()
-    assert policy.counter("night", Band.BACKGROUND) > 7 * 64
+    assert policy.counter("night", Tier.BACKGROUND) > 7 * 64
     # the level of that queue is high now
     driver.add(make_request("other", 30, 2, arrival=driver.now, tenant="other", slo=night))
     driver.add(make_request("a", 30, 2, arrival=driver.now, tenant="a"))
     driver.add(make_request("b", 30, 2, arrival=driver.now, tenant="b"))
-    assert policy.counter("other", Band.BACKGROUND) > 3 * 64
+    assert policy.counter("other", Tier.BACKGROUND) > 3 * 64
     assert policy.counter("a") == policy.counter("b") == policy.counter("night") == 0.0
     driver.run()
 
@@ -433,7 +433,7 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     looks = []
     counter = policy.counter
     monkeypatch.setattr(
-        policy._turns[Band.ORDINARY].queue,
+        policy._turns[Tier.ORDINARY].queue,
         "_counter",
         lambda tenant: looks.append(tenant) or counter(tenant),
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.forecast import FirstTokenForecast, MemoryOutlook, future_peak
-from paceline.core.lengths import LengthHistory
+from paceline.core.memory.outlook import FirstTokenForecast, MemoryOutlook, future_peak
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.work import WorkEstimator
 from tests.driving import make_request
 
 

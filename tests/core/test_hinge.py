@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 
 
 def hidden(free: int) -> Callable[[StepShape], float]:

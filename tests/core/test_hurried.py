@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.pacing.view import Survey
+from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step_time import StepShape
-from paceline.core.survey import Survey
 from tests.core.machine import Machine, seconds
-from tests.driving import make_request
+from tests.driving import ask, make_request
 
 NUM_TOKENS = 40
 
@@ -135,7 +135,7 @@ def test_the_pace_of_others_comes_first() -> None:
     assert most == 1
     slower = Machine(max_num_seqs=32)
     streaming(slower, 20, 4.0)
-    chat_beside(slower).slo = Slo(tpot=0.06)
+    ask(chat_beside(slower), slo=Slo(tpot=0.06))
     for _ in range(8):
         slower.step()
     assert 8 <= len(hurried(slower)) <= 11, "of 54 ms"
@@ -146,7 +146,7 @@ def test_a_pace_that_nobody_could_keep_is_no_reason_to_wait() -> None:
     streaming(machine, 20, 4.0)
     # a step of its own takes 11 ms
     absurd = chat_beside(machine)
-    absurd.slo = Slo(tpot=0.001)
+    ask(absurd, slo=Slo(tpot=0.001))
     for _ in range(8):
         machine.step()
     assert len(hurried(machine)) == 20
@@ -163,7 +163,7 @@ def test_it_leaves_most_of_what_the_pace_of_others_leaves_to_their_prompts() -> 
     machine = Machine(max_num_seqs=128)
     running(machine, 60, 14.0, output=100)
     chat = chat_beside(machine)
-    chat.slo = Slo(tpot=0.06)
+    ask(chat, slo=Slo(tpot=0.06))
     # two thirds of the machine's time
     prompts, ends, most = Prompts(machine, 0.3, 200, ttft=1.0), machine.now + 6.0, 0
     while machine.now < ends:
@@ -177,7 +177,7 @@ def test_a_prompt_is_in_no_hurry() -> None:
     running(machine, 40, 50_000.0, output=400)
     chat = chat_beside(machine)
     soon = batch(machine, "soon", 25.0, prompt=3000)
-    while soon.num_uncomputed_tokens > 1 and not soon.relegated:
+    while soon.num_uncomputed_tokens > 1 and not soon.history.demoted:
         machine.step()
         assert "soon" not in hurried(machine) or soon.num_uncomputed_tokens <= 1
         if "soon" not in {row.request_id for row in machine.plans[-1].rows}:
@@ -253,13 +253,13 @@ def test_rows_of_others_that_take_longer_than_best_effort_may_leave_it_as_much()
     while request.request_id not in machine.finished:
         most = max(most, prompts.step())
     assert most == 1
-    assert machine.now <= 14.0 and not request.relegated
+    assert machine.now <= 14.0 and not request.history.demoted
 
 
 def test_both_limits_hold_at_once() -> None:
     machine = Machine(max_num_seqs=64, best_effort_step_s=0.4)
     streaming(machine, 40, 8.0)
-    chat_beside(machine).slo = Slo(tpot=10.0)
+    ask(chat_beside(machine), slo=Slo(tpot=10.0))
     for _ in range(8):
         machine.step()
     assert len(hurried(machine)) > 30
@@ -267,7 +267,7 @@ def test_both_limits_hold_at_once() -> None:
     assert len(hurried(machine)) == 30, "41 ms, of which 11 are the chat's"
     chat = machine.scheduler._running.requests[0]
     assert chat.request_id == "chat"
-    chat.slo = Slo(tpot=0.06)
+    ask(chat, slo=Slo(tpot=0.06))
     assert 8 <= len(hurried(machine)) <= 11
 
 
@@ -337,7 +337,7 @@ def test_who_is_promoted_meanwhile_is_counted_once() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
     until_hurried(machine)
-    request.slo = NO_SLO
+    ask(request, slo=NO_SLO)
     assert not hurried(machine)
 
 
@@ -403,8 +403,8 @@ def test_who_is_left_out_is_in_no_hurry_any_more() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
     until_hurried(machine)
-    request.slo = Slo(slo_class="batch", best_effort=True, deadline=0.05)
-    while not request.relegated:
+    ask(request, slo=Slo(slo_class="batch", best_effort=True, deadline=0.05))
+    while not request.history.demoted:
         assert request.finish_reason is None
         machine.step()
     assert not hurried(machine)

@@ -119,7 +119,7 @@ def test_one_that_runs_and_is_late_by_now_makes_way_as_well(enabled: bool, on_ti
     late = make_request("late", 2000, 2, arrival=machine.now, slo=Slo(ttft=2.5))
     machine.add(late)
     machine.step()
-    assert late.num_computed_tokens < 1000 and not late.relegated
+    assert late.num_computed_tokens < 1000 and not late.history.demoted
     machine.now += 2.0
     prompt = range(5000, 5300)
     due = machine.now + 0.5
@@ -147,14 +147,14 @@ def beside_batch_work(**config: object) -> tuple[Machine, Request]:
 def until_first_token(machine: Machine, request: Request) -> float:
     while not machine.tokens[request.request_id]:
         machine.step()
-    return machine.now - request.arrival_time
+    return machine.now - request.asked.arrival_time
 
 
 def test_who_delays_nobody_but_best_effort_does_not_make_way() -> None:
     """Beside best effort, in steps of 50 ms of which its rows take a part, it would take longer."""
     machine, late = beside_batch_work()
     assert until_first_token(machine, late) < 1.3
-    assert not late.relegated
+    assert not late.history.demoted
 
 
 def test_for_another_that_waits_it_makes_way() -> None:
@@ -163,7 +163,7 @@ def test_for_another_that_waits_it_makes_way() -> None:
     machine.add(other)
     assert until_first_token(machine, other) <= 0.5
     assert until_first_token(machine, late) > 1.3
-    assert late.relegated and not other.relegated
+    assert late.history.demoted and not other.history.demoted
 
 
 def test_of_several_that_are_all_late_the_first_goes_on() -> None:
@@ -171,17 +171,17 @@ def test_of_several_that_are_all_late_the_first_goes_on() -> None:
     other = make_request("other", 1200, 2, arrival=machine.now, slo=SOON)
     machine.add(other)
     assert until_first_token(machine, late) < 1.3
-    assert other.relegated and not late.relegated
+    assert other.history.demoted and not late.history.demoted
 
 
 def test_who_delays_nobody_makes_way_as_soon_as_it_would() -> None:
     machine, late = beside_batch_work()
     machine.step()
-    assert 0 < late.num_computed_tokens < 1200 and not late.relegated
+    assert 0 < late.num_computed_tokens < 1200 and not late.history.demoted
     quick = make_request("quick", 100, 2, arrival=machine.now, slo=SOON)
     machine.add(quick)
     assert until_first_token(machine, quick) <= 0.5
-    assert late.relegated and not quick.relegated
+    assert late.history.demoted and not quick.history.demoted
 
 
 def first_token_beside_batch_work(ttft: float, **config: Any) -> tuple[Request, float, int]:
@@ -213,12 +213,12 @@ def test_late_by_a_hair_displaces_best_effort_as_if_it_were_not(
 ) -> None:
     """It may take the others' place, or it would wait for all of their tokens."""
     in_time, took, preemptions = first_token_beside_batch_work(1.4, policy=policy, **short)
-    assert not in_time.relegated and took < 1.3 and preemptions > 0
+    assert not in_time.history.demoted and took < 1.3 and preemptions > 0
     for ttft in (1.15, 0.5):
         late, late_took, late_preemptions = first_token_beside_batch_work(
             ttft, policy=policy, **short
         )
-        assert not late.relegated
+        assert not late.history.demoted
         assert (late_took, late_preemptions) == (took, preemptions)
 
 
@@ -233,7 +233,7 @@ def test_who_is_late_displaces_nobody_but_best_effort(ttft: float, preemptions: 
     machine.add(urgent)
     machine.until_done()
     assert machine.scheduler.stats().num_preemptions == preemptions
-    assert not urgent.relegated
+    assert not urgent.history.demoted
 
 
 @pytest.mark.parametrize("num_running", [0, 4])
@@ -262,7 +262,7 @@ def test_a_queue_of_late_ones_is_sorted_out_in_steps_that_take_others_in(
         machine.now += 0.05
     found = [after - before for before, after in pairwise(numbers)]
     assert 0 < max(found) < 400 and sum(found) > 500
-    assert fine.first_token_time is not None and not fine.relegated
+    assert fine.first_token_time is not None and not fine.history.demoted
     machine.abort(*(request.request_id for request in late), *(f"b{i}" for i in range(4)))
     machine.until_done()
 

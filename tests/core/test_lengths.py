@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.lengths import LengthHistory
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepTimeModel
-from paceline.core.work import WorkEstimator
 from tests.driving import make_request
 
 

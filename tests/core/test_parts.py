@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from paceline.core.block_pool import BlockPool
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.kv_cache import KVCacheManager, blocks_for, fits, hash_block, root_hash
-from paceline.core.lengths import LengthHistory
+from paceline.core.memory.block_pool import BlockPool
+from paceline.core.memory.kv_cache import KVCacheManager, blocks_for, fits, hash_block, root_hash
 from paceline.core.policies import PolicyContext, make_policy
-from paceline.core.queues import FairQueue, RequestQueue
-from paceline.core.request import SamplingParams
-from paceline.core.step_time import StepTimeModel
-from paceline.core.work import WorkEstimator
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepTimeModel
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import RequestQueue
+from paceline.core.sampling_params import SamplingParams
 from tests.driving import make_request
 
 

@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.patience import Patience
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.pacing.ageing import Patience
+from paceline.core.pacing.view import Survey
 from paceline.core.policies import POLICIES
-from paceline.core.queues import FairQueue, RequestQueue
-from paceline.core.request import Band, Request, RequestStatus
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import RequestQueue
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.survey import Survey
-from paceline.core.waiting import WaitingRoom
+from paceline.core.tier import Tier
 from tests.core.machine import Machine
-from tests.driving import make_request
+from tests.driving import ask, make_request
 
 # seconds after which best effort's turn comes, and in which a request of any stream here is done
 DELAY = 4.0
@@ -68,7 +70,7 @@ def waited(machine: Machine, stream: Stream, *those: Request) -> float:
         machine.step()
     start = machine.now
     for request in those:
-        request.arrival_time = start
+        ask(request, arrival_time=start)
         machine.add(request)
     while machine.now < start + 3 * len(those) * (10.0 + ALONE):
         machine.add(*stream(machine, len(machine.plans)))
@@ -84,7 +86,7 @@ def test_a_large_late_request_gets_memory_beside_small_ones(policy: str) -> None
     # its tenant was served before, unlike those of the stream
     machine.add(make_request("before", 700, 60, tenant="regular"))
     late = machine.late("late", 600)
-    late.tenant = "regular"
+    ask(late, tenant="regular")
     # its turn by the policy's order is to come too: shortest-first has it wait for 30 s more
     assert waited(machine, small, late) <= 60.0
     timeline = machine.finished["late"].timeline
@@ -197,16 +199,16 @@ def test_a_line_held_up_by_a_band_before_its_own_becomes_ordinary() -> None:
     promised = make_request("promised", 4, slo=Slo(best_effort=True, deadline=3000.0))
     peer = make_request("peer", 4, slo=Slo(best_effort=True))
     for running, waiting, becomes in (
-        ([peer], [], Band.BACKGROUND),
-        ([promised], [], Band.ORDINARY),
-        ([peer], [promised], Band.ORDINARY),
+        ([peer], [], Tier.BACKGROUND),
+        ([promised], [], Tier.ORDINARY),
+        ([peer], [promised], Tier.ORDINARY),
     ):
-        night.slo, night.seconds_first = Slo(best_effort=True), 0.0
+        night.asked.slo, night.seconds_first = Slo(best_effort=True), 0.0
         # who waits with a deadline comes later in the order
         patience = Patience(room_with(night, *waiting), 20.0)
         for now in (0.0, 15.0, 30.0):
             patience.look(now, Survey.of(running))
-        assert night.band is becomes
+        assert night.tier is becomes
 
 
 def room_with(*requests: Request) -> WaitingRoom:
@@ -231,9 +233,9 @@ def test_only_time_at_the_head_counts_and_all_of_it() -> None:
     assert (first.seconds_first, second.seconds_first) == (8.0, 9.0)
     patience.look(19.0, BUSY)
     patience.look(30.0, BUSY)
-    assert (first.band, second.band) == (Band.BACKGROUND, Band.BACKGROUND)
+    assert (first.tier, second.tier) == (Tier.BACKGROUND, Tier.BACKGROUND)
     patience.look(31.0, BUSY)
-    assert (first.band, second.band) == (Band.ORDINARY, Band.BACKGROUND)
+    assert (first.tier, second.tier) == (Tier.ORDINARY, Tier.BACKGROUND)
     assert room.ordinary.peek() is first
     room.check_integrity()
 
@@ -255,11 +257,11 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
     for second in range(50):
         patience.look(float(second), BUSY)
         first = room.first_best_effort()
-        if any(request.promoted for request in night):
+        if any(request.aged for request in night):
             break
         assert first is not None
         firsts.append(first.request_id)
-        served[first.tenant] += 10.0
+        served[first.asked.tenant] += 10.0
     assert firsts[:4] == ["a", "b", "a", "b"]
     # one of them was the first for half of the time
     assert 38 <= second <= 40
@@ -273,14 +275,14 @@ def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
     # a clock that goes backwards takes nothing away
     for now in (0.0, 5.0, 4.0, 9.0, 100.0):
         patience.look(now, BUSY)
-    assert first.band is Band.ORDINARY
+    assert first.tier is Tier.ORDINARY
     patience.look(200.0, BUSY)
     assert second.seconds_first == 0.0
     room.remove(first)
     first.status = RequestStatus.FINISHED
     for now in (200.0, 205.0, 211.0):
         patience.look(now, BUSY)
-    assert second.band is Band.ORDINARY
+    assert second.tier is Tier.ORDINARY
 
 
 def test_how_long_it_took_says_nothing_about_those_who_do_not_yield() -> None:
@@ -288,7 +290,7 @@ def test_how_long_it_took_says_nothing_about_those_who_do_not_yield() -> None:
     night = make_request("night", 60, 2, slo=Slo(best_effort=True))
     night.seconds_first = 9.0
     assert waited(machine, promised, night) <= 10.0
-    assert night.promoted and night.predicted_ttft is not None
+    assert night.aged and night.history.predicted_ttft is not None
     assert machine.scheduler._prospects._forecast.bias == 1.0, "all others are best effort"
 
 

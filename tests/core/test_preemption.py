@@ -10,14 +10,13 @@ import pytest
 
 from paceline.backends.null import expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.kv_cache import KVCacheManager
-from paceline.core.lengths import LengthHistory
-from paceline.core.preemption import Preemption
-from paceline.core.pressure import Pressure
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.preemption import Preemption
+from paceline.core.memory.pressure import Pressure
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.work import WorkEstimator
 from tests.driving import Driver, make_request
 
 
@@ -250,7 +249,7 @@ def test_nobody_gives_blocks_up_for_one_that_comes_after_it() -> None:
     driver = Driver(num_blocks=6, depth=2, policy="fcfs", enable_prefix_caching=False)
     promised = Slo(slo_class="batch", best_effort=True, deadline=9000.0)
     first = make_request("a", 4, 2, slo=promised)
-    first.relegated = True
+    first.history.demoted = True
     driver.add(first)
     for number, name in enumerate("bc"):
         prompt = range(100 * number, 100 * number + 7)

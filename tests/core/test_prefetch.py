@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import expected_tokens
-from paceline.core.pressure import Pressure, PressureValve
-from paceline.core.queues import FairQueue, RequestQueue
+from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request, RequestStatus
 from tests.driving import Driver, make_request
 

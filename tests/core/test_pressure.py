@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import QueueFullError
-from paceline.core.pressure import Pressure, PressureValve
+from paceline.core.memory.pressure import Pressure, PressureValve
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
 
@@ -103,7 +103,7 @@ def test_level_3_preempts_best_effort_for_the_others() -> None:
 def test_nobody_is_preempted_for_one_that_was_best_effort_itself() -> None:
     tight = driver()
     late = make_request("late", range(1, 101), 40)
-    late.promoted = True
+    late.aged = True
     tight.add(late, make_request("batch", range(200, 290), 40, slo=BATCH))
     for _ in range(3):
         tight.step()

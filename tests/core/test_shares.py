@@ -9,11 +9,11 @@ import pytest
 
 from paceline.core import intake
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.forecast import MemoryOutlook
+from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.outputs import SchedulerOutput
-from paceline.core.shares import TenantShares
+from paceline.core.pacing.tenants import TenantShares
+from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.outputs import ScheduledRow
-from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 
 
 def true_seconds(shape: StepShape, slow: float = 1.0) -> float:

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from paceline.core.draft import Draft
-from paceline.core.lengths import LengthHistory
 from paceline.core.outputs import StepResult
+from paceline.core.pacing.budget import AdaptiveTokenBudget, Allowance
+from paceline.core.pacing.view import Survey
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request, RequestStatus
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
-from paceline.core.step_time import StepShape, StepTimeModel
-from paceline.core.survey import Survey
-from paceline.core.token_budget import AdaptiveTokenBudget, Allowance
-from paceline.core.work import WorkEstimator
-from tests.driving import Driver, make_request
+from paceline.core.step.builder import Draft
+from tests.driving import Driver, ask, make_request
 
 
 def seconds(shape: StepShape) -> float:
@@ -170,7 +169,7 @@ def test_chunks_grow_where_prompts_would_keep_others_from_streaming() -> None:
 
 
 def batch(request: Request) -> Request:
-    request.slo = Slo(best_effort=True)
+    ask(request, slo=Slo(best_effort=True))
     return request
 
 
@@ -248,7 +247,7 @@ def test_background_work_may_add_what_it_has_saved_up() -> None:
 
 def test_one_that_only_became_ordinary_is_no_reason_to_hold_its_like_back() -> None:
     late = running(None)
-    late.promoted = True
+    late.aged = True
     night = batch(running(None))
     budget = budget_of(trained_on_rows(), background_share=0.1, best_effort_step_s=0.030)
     alone = budget.allow(Survey.of([late, night]), 0.0)

@@ -7,9 +7,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.pacing.triage import triage
 from paceline.core.request import Request
 from paceline.core.slo import Slo
-from paceline.core.triage import triage
 from tests.driving import Driver, make_request
 
 
@@ -18,14 +18,14 @@ def jobs(pairs: list[tuple[int, int]]) -> list[Request]:
     made = [
         make_request(f"r{i}", work, slo=Slo(ttft=float(due))) for i, (work, due) in enumerate(pairs)
     ]
-    return sorted(made, key=lambda r: r.slo.ttft or 0.0)
+    return sorted(made, key=lambda r: r.targets.ttft or 0.0)
 
 
 def on_time(requests: list[Request]) -> bool:
     end = 0
     for request in requests:
         end += request.num_prompt_tokens
-        if end > (request.slo.ttft or 0.0):
+        if end > (request.targets.ttft or 0.0):
             return False
     return True
 
@@ -37,7 +37,7 @@ def test_it_leaves_out_as_few_as_possible(pairs: list[tuple[int, int]]) -> None:
         requests,
         0.0,
         [float(request.num_prompt_tokens) for request in requests],
-        [request.slo.ttft or 0.0 for request in requests],
+        [request.targets.ttft or 0.0 for request in requests],
     )
     kept = [request for request in requests if request not in left_out]
     assert on_time(kept)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.core.queues.wait_clocks import REASONS, Reason, WaitClocks
 from paceline.core.slo import Slo
-from paceline.core.waits import REASONS, Reason, WaitClocks
 from tests.core.machine import Machine
-from tests.driving import Driver, make_request
+from tests.driving import Driver, ask, make_request
 
 
 def test_a_wait_is_the_difference_of_two_readings() -> None:
@@ -124,8 +124,8 @@ def test_who_is_relegated_while_it_streams_is_told_with_the_next_token(depth: in
     machine.add(request := make_request("batch", 20, 40, arrival=machine.now, slo=slo))
     while not machine.told["batch"]:
         machine.step()
-    request.slo = Slo(slo_class="batch", best_effort=True, deadline=0.05)
-    while not request.relegated:
+    ask(request, slo=Slo(slo_class="batch", best_effort=True, deadline=0.05))
+    while not request.history.demoted:
         machine.step()
     machine.step()
     assert [timeline.relegated for timeline in machine.told["batch"]] == [False, True]

@@ -18,7 +18,7 @@ from paceline.core.errors import (
     NeverFitsError,
     QueueFullError,
 )
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.frontend import EngineFrontend, _Stream
 from paceline.engine.local import LocalEngineClient

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from paceline.backends.null import NullBackend, expected_tokens
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest

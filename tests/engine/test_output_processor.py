@@ -9,7 +9,8 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
-from paceline.core.request import FinishReason, SamplingParams
+from paceline.core.request import FinishReason
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import GenerationOutput, GenerationRequest

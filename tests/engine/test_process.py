@@ -26,7 +26,8 @@ from paceline.core.errors import (
     RequestError,
 )
 from paceline.core.outputs import RequestUpdate, TokenLogprobs
-from paceline.core.request import FinishReason, SamplingParams
+from paceline.core.request import FinishReason
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.client import ProcessEngineClient
 from paceline.engine.messages import (
     Abort,

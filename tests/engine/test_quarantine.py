@@ -13,7 +13,7 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.core.grammar import Grammar
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.in_flight import InFlightFile, read_in_flight
 from paceline.engine.loop import EngineLoop

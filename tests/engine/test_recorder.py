@@ -15,6 +15,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
 from paceline.core.slo import Slo
+from paceline.core.tier import Move
 from paceline.engine.core import EngineCore
 from paceline.engine.recorder import FileRecorder
 from tests.driving import make_request
@@ -77,7 +78,7 @@ def test_what_was_asked_is_written_and_not_what_became_of_it(tmp_path: Path) -> 
     request = make_request("late", 5, slo=Slo(ttft=0.5))
     recorder.added(request, 0.0)
     # as when its first token cannot come in time any more
-    request.slo = replace(request.slo, best_effort=True)
+    request.move(Move.DEMOTE)
     recorder.ended(["late"], 9.0)
     recorder.close()
     written = lines(path)[1]["slo"]

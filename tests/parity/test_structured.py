@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.schemas import schema
 from paceline.core.grammar import Grammar
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest
 from paceline.server.structured import json_grammar

@@ -18,7 +18,7 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullE
 from paceline.core.policies import POLICIES
 from paceline.core.request import FinishReason
 from paceline.core.slo import Slo
-from tests.driving import Driver, make_request
+from tests.driving import Driver, ask, make_request
 
 VOCAB = 7  # small, so that prefixes repeat and stop ids are hit
 
@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tenant=tenant,
                 slo=slo,
             )
-            request.num_forks = 0 if index else forks
+            ask(request, num_forks=0 if index else forks)
             try:
                 self.driver.add(request)
             except NeverFitsError:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from paceline.backends.null import NullBackend
 from paceline.core.errors import NAN_LOGITS
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine.testing import null_client
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app

@@ -13,7 +13,7 @@ from paceline.cli.logs import JsonFormatter
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import QueueFullError
 from paceline.core.outputs import Timeline
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient

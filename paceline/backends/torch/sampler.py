@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.sampling import SampleRow, Samples, uniforms
 from paceline.core.outputs import TokenLogprobs
-from paceline.core.request import MAX_LOGPROBS, SamplingParams
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["sample", "token_logprobs"]
 

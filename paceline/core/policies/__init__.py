@@ -10,7 +10,7 @@ from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.policies.boost import BoostPolicy
 from paceline.core.policies.deadline import DeadlinePolicy
 from paceline.core.policies.fair import FairPolicy
-from paceline.core.policies.fcfs import FcfsPolicy
+from paceline.core.policies.fcfs import FcfsPolicy, overrides
 from paceline.core.policies.phase_aligned import PhaseAlignedPolicy
 from paceline.core.policies.priority import PriorityPolicy
 from paceline.core.policies.sjf import SjfPolicy
@@ -27,6 +27,7 @@ __all__ = [
     "SchedulingPolicy",
     "SjfPolicy",
     "make_policy",
+    "overrides",
 ]
 
 # one that was written for an older version lacks what came since

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.queues import WaitingQueue
+from paceline.core.predict.output_length import WorkEstimator
+from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
-from paceline.core.work import WorkEstimator
 
 __all__ = ["PolicyContext", "SchedulingPolicy"]
 
@@ -36,7 +36,7 @@ class SchedulingPolicy(Protocol):
     keeps_tenants_apart: bool
 
     def make_queue(self) -> WaitingQueue:
-        """A queue of waiting requests. Called once for each ``Band``: they wait apart."""
+        """A queue of waiting requests. Called once for each ``Tier``: they wait apart."""
         ...
 
     def key(self, request: Request) -> float:
@@ -63,7 +63,7 @@ class SchedulingPolicy(Protocol):
         """Whether ``running`` is preempted to let ``waiting`` in. Must be a strict order, or two
         requests would displace each other for ever; and ``running``, once it waits too, must not be
         let in before ``waiting``, or both would change places in every step: a request of a later
-        ``Band`` displaces none of an earlier one."""
+        ``Tier`` displaces none of an earlier one."""
         ...
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:

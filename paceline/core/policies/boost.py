@@ -62,7 +62,7 @@ class BoostPolicy(FcfsPolicy):
 
     def key(self, request: Request) -> float:
         seconds = self._context.work.seconds(request)
-        self._seen.append((request.arrival_time, seconds))
+        self._seen.append((request.asked.arrival_time, seconds))
         self._num_seen += 1
         if self._num_seen % _REFIT == 0:
             span = max(t for t, _ in self._seen) - min(t for t, _ in self._seen)
@@ -70,5 +70,5 @@ class BoostPolicy(FcfsPolicy):
             self._gamma = solve_gamma((len(sizes) - 1) / span, sizes) if span > 0.0 else 0.0
         if self._gamma <= 0.0:
             return self._arrival(request)
-        most = _MOST_SECONDS if request.slo.ttft is None else 0.5 * request.slo.ttft
+        most = _MOST_SECONDS if request.targets.ttft is None else 0.5 * request.targets.ttft
         return self._arrival(request) - min(most, boost(self._gamma, seconds))

@@ -23,11 +23,11 @@ class DeadlinePolicy(FcfsPolicy):
     """
 
     def key(self, request: Request) -> float:
-        slo, arrival = request.slo, self._arrival(request)
+        targets, arrival = request.targets, self._arrival(request)
         work = self._context.work
         latest = []
-        if slo.ttft is not None:
-            latest.append(slo.ttft - work.prompt_seconds(request.num_new_tokens))
-        if slo.deadline is not None:
-            latest.append(slo.deadline - work.seconds(request))
+        if targets.ttft is not None:
+            latest.append(targets.ttft - work.prompt_seconds(request.num_new_tokens))
+        if targets.deadline is not None:
+            latest.append(targets.deadline - work.seconds(request))
         return arrival + min(latest, default=_PATIENCE)

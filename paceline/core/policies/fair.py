@@ -10,8 +10,10 @@ from typing import Final
 
 from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
-from paceline.core.queues import FairQueue, WaitingQueue
-from paceline.core.request import Band, Request
+from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.request_queue import WaitingQueue
+from paceline.core.request import Request
+from paceline.core.tier import Tier
 
 __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
 
@@ -68,7 +70,7 @@ class FairPolicy(FcfsPolicy):
         self._turns.append(turns)
         return turns.queue
 
-    def counter(self, tenant: str, band: Band = Band.ORDINARY) -> float:
+    def counter(self, tenant: str, band: Tier = Tier.ORDINARY) -> float:
         """Weighted tokens served to ``tenant``'s requests of one band, lifts included."""
         return self._turns[band].counter(tenant)
 
@@ -77,7 +79,7 @@ class FairPolicy(FcfsPolicy):
         heads: list[tuple[float, tuple[float, int], str, int]] = []
         # as long as the first of all may be another tenant's; whoever is asked about is not best
         # effort, so it waits in the first of the queues
-        tenants = islice(self._turns[Band.ORDINARY].queue.in_order(), _MAX_LOOKS)
+        tenants = islice(self._turns[Tier.ORDINARY].queue.in_order(), _MAX_LOOKS)
         following = next(tenants, None)
         while heads or following is not None:
             while following is not None and (not heads or following[:2] <= heads[0][:2]):
@@ -101,16 +103,16 @@ class FairPolicy(FcfsPolicy):
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
         tokens = PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
-        self._turns[request.band].charge({request.tenant: tokens})
+        self._turns[request.tier].charge({request.asked.tenant: tokens})
 
     def sampled(self, requests: Sequence[Request]) -> None:
         # a tenant once and not a token at a time, which took a fifth of a step's decision
         tokens: list[defaultdict[str, float]] = [defaultdict(float) for _ in self._turns]
-        ordinary = tokens[Band.ORDINARY]
+        ordinary = tokens[Tier.ORDINARY]
         for request in requests:
             # asking for the band takes as long as all the rest
-            of_band = tokens[request.band] if request.slo.best_effort else ordinary
-            of_band[request.tenant] += OUTPUT_WEIGHT
+            of_band = tokens[request.tier] if request.best_effort else ordinary
+            of_band[request.asked.tenant] += OUTPUT_WEIGHT
         for turns, of_band in zip(self._turns, tokens, strict=True):
             if of_band:
                 turns.charge(of_band)
@@ -181,7 +183,7 @@ class _Turns:
 
     def _lift(self, request: Request, least: float | None) -> None:
         """Its tenant comes back, while the least counter of those who wait is ``least``."""
-        tenant = request.tenant
+        tenant = request.asked.tenant
         self._ahead.pop(tenant, None)
         if least is None:
             self._level = max(self._level, self._largest)

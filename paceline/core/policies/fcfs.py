@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from paceline.core.policies.base import PolicyContext
-from paceline.core.queues import RequestQueue, WaitingQueue
+from paceline.core.policies.base import PolicyContext, SchedulingPolicy
+from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request
 
-__all__ = ["FcfsPolicy"]
+__all__ = ["FcfsPolicy", "overrides"]
 
 _ORDER = attrgetter("order")
 
@@ -35,8 +35,8 @@ class FcfsPolicy:
 
     def _arrival(self, request: Request) -> float:
         """When it came; best-effort requests count as come later: they yield but never starve."""
-        late = self._context.config.best_effort_delay_s if request.slo.best_effort else 0.0
-        return request.arrival_time + late
+        late = self._context.config.best_effort_delay_s if request.best_effort else 0.0
+        return request.asked.arrival_time + late
 
     def later(self, key: float) -> float:
         return key + self._context.config.best_effort_delay_s
@@ -45,14 +45,10 @@ class FcfsPolicy:
         return heapq.merge(*waiting.values(), key=_ORDER)
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
-        return [r for r in candidates if r.slo.best_effort] or candidates
+        return [r for r in candidates if r.best_effort] or candidates
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        return (
-            running.slo.best_effort
-            and not waiting.slo.best_effort
-            and waiting.order < running.order
-        )
+        return running.best_effort and not waiting.best_effort and waiting.order < running.order
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
         return None
@@ -64,3 +60,8 @@ class FcfsPolicy:
         # for those made from this one that count tokens one by one
         for request in requests:
             self.served(request, 0, 1)
+
+
+def overrides(policy: SchedulingPolicy, *names: str) -> bool:
+    """Whether a policy has one of these methods of its own, rather than that of ``FcfsPolicy``."""
+    return any(getattr(type(policy), n, None) is not getattr(FcfsPolicy, n) for n in names)

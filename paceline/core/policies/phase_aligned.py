@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.policies.fcfs import FcfsPolicy
-from paceline.core.queues import WaitingQueue
+from paceline.core.queues.request_queue import WaitingQueue
 
 __all__ = ["PhaseAlignedPolicy"]
 
@@ -29,5 +29,5 @@ class PhaseAlignedPolicy(FcfsPolicy):
         head = waiting.peek()
         if head is None:
             return None
-        until = head.arrival_time + config.coalesce_window_s
+        until = head.asked.arrival_time + config.coalesce_window_s
         return None if until <= now else until

@@ -17,13 +17,15 @@ class PriorityPolicy(FcfsPolicy):
     time gives the same answer as comparing ``priority + arrival / ageing``, which is the key. A
     request displaces another only if it is better both as asked and after ageing, so an old
     low-priority request, once it got in, is left to finish; and only if it has as much to lose
-    (``Band``).
+    (``Tier``).
 
     Wins: urgent work overtakes at once. Loses: preempted work is recomputed.
     """
 
     def key(self, request: Request) -> float:
-        return request.priority + self._arrival(request) / self._context.config.priority_ageing_s
+        return (
+            request.asked.priority + self._arrival(request) / self._context.config.priority_ageing_s
+        )
 
     def later(self, key: float) -> float:
         config = self._context.config
@@ -31,13 +33,13 @@ class PriorityPolicy(FcfsPolicy):
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         last = super().expendable(candidates)
-        worst = max(request.priority for request in last)
-        return [request for request in last if request.priority == worst]
+        worst = max(request.asked.priority for request in last)
+        return [request for request in last if request.asked.priority == worst]
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return super().displaces(waiting, running) or (
             # or it would be let in again before the one that displaced it
-            waiting.band <= running.band
-            and waiting.priority < running.priority
+            waiting.tier <= running.tier
+            and waiting.asked.priority < running.asked.priority
             and waiting.order < running.order
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.waits import REASONS
+from paceline.core.queues.wait_clocks import REASONS
 from paceline.engine.types import EngineInfo, EngineStats
 from paceline.server.metrics.buckets import ITERATION_TOKEN_BUCKETS
 from paceline.server.metrics.families import Registry

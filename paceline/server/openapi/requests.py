@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from paceline.server.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.openapi.schemas import (
     ANYTHING,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.core.kv_cache import blocks_for, fits
+from paceline.core.memory.kv_cache import blocks_for, fits
 
 __all__ = ["PRESETS", "MemoryPlan", "Preset", "plan_memory"]
 

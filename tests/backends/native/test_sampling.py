@@ -18,7 +18,7 @@ from paceline.backends.native import NativeModel, sampling, unavailable_reason, 
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.core.errors import ConfigError
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 from tests.backends.sampling_reference import (
     allowed_tokens,

@@ -15,7 +15,7 @@ from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
 from paceline.backends.torch import sampler
 from paceline.backends.torch.sampler import sample, token_logprobs
 from paceline.core.errors import InvalidRequestError
-from paceline.core.request import SamplingParams
+from paceline.core.sampling_params import SamplingParams
 
 VOCAB = 300
 

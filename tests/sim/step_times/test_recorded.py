@@ -10,7 +10,7 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
-from paceline.core.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.sim.arrival import Served
 from paceline.sim.recording import RecordedRequest, RecordedStep, Recording
 from paceline.sim.replica import Delays, ReplicaConfig

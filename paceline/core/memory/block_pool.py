@@ -1,0 +1,177 @@
+"""KV blocks: reference counts, the prefix cache's index, and the order of eviction.
+
+A block is free exactly when nobody references it. Free blocks keep their hash, so a later request
+with the same prefix can take them back; ``allocate`` takes from the front of the free queue::
+
+    free queue   [ without hash | never used | least recently freed ... most recently freed ]
+                   taken first                                            taken last
+
+Memory of a block that was never used may not have been taken from the system yet. So those least
+recently freed that are more than ``max_idle_blocks`` come before the never used: the blocks ever
+used are then at most so many more than those ever in use at once.
+
+This module does not know requests, tokens or what the blocks hold.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """``num_blocks`` blocks with ids 0 to num_blocks - 1.
+
+    Args:
+        max_idle_blocks: free blocks that keep a prefix while others were never used; None: all.
+    """
+
+    def __init__(self, num_blocks: int, max_idle_blocks: int | None = None) -> None:
+        self.num_blocks = num_blocks
+        self._max_idle = num_blocks if max_idle_blocks is None else max_idle_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        # ids from here on were never taken
+        self._num_used = 0
+        # used, free, not hashed: nobody looks for them, the last one freed is the first one taken
+        self._blank: list[int] = []
+        # free and hashed, least recently freed first; ids are keys, and an OrderedDict is a linked
+        # list with O(1) removal from the middle
+        self._findable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._findable) + self.num_blocks - self._num_used
+
+    @property
+    def num_cached_free(self) -> int:
+        """Free blocks that the prefix cache can find."""
+        return len(self._findable)
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these no request holds."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free blocks with reference count 1, evicting what they cached.
+
+        The caller has checked ``num_free``; KeyError otherwise.
+        """
+        blank, ref_counts = self._blank, self._ref_counts
+        taken: list[int] = []
+        if blank:
+            first = max(0, len(blank) - count)
+            taken = blank[first:]
+            del blank[first:]
+            taken.reverse()
+        if len(taken) < count:
+            if self._num_used < self.num_blocks:
+                excess = len(self._findable) - self._max_idle
+                if excess > 0:
+                    self._evict(min(count - len(taken), excess), taken)
+                fresh = range(self._num_used, self.num_blocks)[: count - len(taken)]
+                taken += fresh
+                self._num_used += len(fresh)
+            if len(taken) < count:
+                self._evict(count - len(taken), taken)
+        for block_id in taken:
+            ref_counts[block_id] = 1
+        return taken
+
+    def _evict(self, count: int, taken: list[int]) -> None:
+        """Move the ``count`` blocks least recently freed to ``taken``."""
+        oldest, hashes, cached = self._findable.popitem, self._hashes, self._cached
+        for _ in range(count):
+            block_id, _ = oldest(last=False)
+            block_hash = hashes[block_id]
+            assert block_hash is not None, "a findable block has a hash"
+            del cached[block_hash]
+            hashes[block_id] = None
+            taken.append(block_id)
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to each; a free block leaves the free queue with its content."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                # whoever was found is findable
+                del self._findable[block_id]
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int], *, forget: bool = False) -> None:
+        """Drop a reference of each block of one table, given in table order.
+
+        Blocks nobody else holds become free. The tail is freed first, hence evicted first: a
+        prefix stays useful longer than what followed it. ``forget`` also drops them from the
+        prefix cache (their content is not to be trusted).
+        """
+        hashes, ref_counts = self._hashes, self._ref_counts
+        if not self._cached:
+            # nothing has a hash: the same in fewer steps, for those who do without prefix caching
+            self._blank += [b for b in reversed(block_ids) if ref_counts[b] == 1]
+            for block_id in block_ids:
+                ref_counts[block_id] -= 1
+            return
+        for block_id in reversed(block_ids):
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
+                if forget:
+                    self._forget(block_id)
+                if hashes[block_id] is None:
+                    self._blank.append(block_id)
+                else:
+                    self._findable[block_id] = None
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content, free or in use."""
+        return self._cached.get(block_hash)
+
+    def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Offer full blocks to the prefix cache. The first block with a content wins; a duplicate
+        stays unregistered and is evicted first once free."""
+        cached = self._cached
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_hash not in cached:
+                cached[block_hash] = block_id
+                self._hashes[block_id] = block_hash
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block_id] = None
+
+    def check_integrity(self, expected_refs: Mapping[int, int]) -> None:
+        """AssertionError unless every invariant holds.
+
+        ``expected_refs`` counts how many block tables hold each block.
+        """
+        blank = set(self._blank)
+        assert len(blank) == len(self._blank), "a block is free twice"
+        for block_id, count in enumerate(self._ref_counts):
+            expected = expected_refs.get(block_id, 0)
+            assert count == expected, f"block {block_id}: {count} references, {expected} tables"
+            unused = block_id >= self._num_used
+            assert (count == 0) == (unused or block_id in blank or block_id in self._findable), (
+                f"block {block_id}: free list is wrong"
+            )
+            assert not unused or (block_id not in blank and self._hashes[block_id] is None), (
+                f"block {block_id}: never taken, yet freed or cached"
+            )
+            if count == 0:
+                hashed = self._hashes[block_id] is not None
+                assert hashed == (block_id in self._findable), f"block {block_id}: wrong free list"
+        assert set(expected_refs) <= set(range(self.num_blocks)), "a table holds an unknown block"
+        for block_hash, block_id in self._cached.items():
+            assert self._hashes[block_id] == block_hash, (
+                f"block {block_id}: cached under a wrong hash"
+            )
+        num_hashed = sum(block_hash is not None for block_hash in self._hashes)
+        assert num_hashed == len(self._cached), (
+            f"{num_hashed} hashed blocks, {len(self._cached)} cached"
+        )

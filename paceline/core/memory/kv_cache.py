@@ -1,0 +1,404 @@
+"""Which blocks a request holds: block tables, prefix caching, copy-on-write, and "does it fit".
+
+Memory of one request, ``block_size`` = 4::
+
+    tokens      p p p p | p p p p | p p o o | o .
+    block_ids   [  7        3         9        2  ]      position p is in block_ids[p // 4]
+                 `--------------'                        full blocks, hashed: others may share them
+                                   `-----------'         written by this request alone
+
+A block that somebody else references is never written. Full prefix blocks are never written again;
+the one exception is the tail that forks of a prompt (``n > 1``) share, which whoever writes first
+copies (copy-on-write).
+
+This module does not know queues, budgets or time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from hashlib import sha256
+from itertools import chain
+from struct import Struct
+from typing import NamedTuple
+
+from paceline.core.config import CacheConfig
+from paceline.core.memory.block_pool import BlockPool
+from paceline.core.outputs import BlockCopy, BlockSwap
+from paceline.core.request import Request, RequestStatus
+
+__all__ = ["Extension", "KVCacheManager", "blocks_for", "fits", "hash_block"]
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``num_tokens`` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def fits(num_tokens: int, *, block_size: int, num_blocks: int) -> bool:
+    """Whether a sequence of ``num_tokens`` fits into ``num_blocks`` blocks.
+
+    The one formula: start-up sizing asks it for ``max_model_len``, the door for prompt +
+    max_tokens; admission at run time counts with the same ``blocks_for``.
+    """
+    return blocks_for(num_tokens, block_size) <= num_blocks
+
+
+def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
+    """SHA-256 over the parent's hash and this block's tokens: equal only for equal prefixes.
+
+    A cryptographic hash because a collision would serve one caller another's cache.
+    """
+    tokens = tuple(token_ids)
+    return sha256(parent + _packer(len(tokens))(*tokens)).digest()
+
+
+@lru_cache
+def _packer(num_tokens: int) -> Callable[..., bytes]:
+    # half the time of array("q", tokens).tobytes(), which gives the same
+    return Struct(f"{num_tokens}q").pack
+
+
+def _tokens(request: Request, start: int, stop: int) -> list[int]:
+    """Known tokens ``[start, stop)`` of prompt + output."""
+    prompt, prompt_token_ids = request.num_prompt_tokens, request.asked.prompt_token_ids
+    if stop <= prompt:
+        return prompt_token_ids[start:stop]
+    if start >= prompt:
+        return request.output_token_ids[start - prompt : stop - prompt]
+    return prompt_token_ids[start:] + request.output_token_ids[: stop - prompt]
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """Parent of a sequence's first block; sequences share blocks only under the same salt."""
+    salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
+    return sha256(b"paceline-prefix" + salt).digest()
+
+
+class Extension(NamedTuple):
+    """What a row needs done to the block table before its step runs."""
+
+    new_block_ids: tuple[int, ...]
+    copy: BlockCopy | None
+
+
+_UNCHANGED = Extension((), None)
+
+
+class KVCacheManager:
+    """Block tables of all requests over one pool. Driven by the scheduler alone."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.max_idle_blocks)
+        self.block_size = config.block_size
+        self._watermark_blocks = int(config.watermark * config.num_blocks)
+        self._free_host = list(range(config.num_host_blocks - 1, -1, -1))
+        # moves the next plan has to carry out, in order
+        self._swaps: list[BlockSwap] = []
+        self._prefetches: list[BlockSwap] = []
+        self.num_swapped_out = 0
+        self.num_swapped_in = 0
+        # held by waiting requests alone, and to be taken back whenever somebody needs them
+        self.num_fetched_blocks = 0
+        # tokens looked up in, and served from, the prefix cache since start
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def shortfall(self, request: Request, *, beside_others: bool) -> int:
+        """Blocks missing before ``admit`` would succeed; 0 when it would.
+
+        ``beside_others`` keeps the watermark free for those already running.
+        """
+        return self._shortfall(request, self.starting_blocks(request), beside_others)
+
+    def admit(self, request: Request, *, beside_others: bool) -> bool:
+        """Give a waiting request blocks for all its known tokens, or change nothing.
+
+        It starts with ``starting_blocks``.
+        """
+        shared = self.starting_blocks(request)
+        if self._shortfall(request, shared, beside_others) > 0:
+            return False
+        if not request.block_ids:
+            self._start(request, shared, self._swaps)
+            if request.num_preemptions == 0 and self.config.enable_prefix_caching:
+                self.num_queried_tokens += request.num_tokens
+                self.num_hit_tokens += request.num_computed_tokens
+                request.history.num_cached_tokens = request.num_computed_tokens
+        needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
+        request.block_ids.extend(self.pool.allocate(max(0, needed)))
+        if request.num_swapped_tokens:
+            request.history.num_restored_tokens += request.num_swapped_tokens
+            self._forget_fetched(request)
+            self._forget_host(request)
+        return True
+
+    def _start(self, request: Request, shared: list[int], swaps: list[BlockSwap]) -> None:
+        """Give a request that holds no blocks those that are cached, and those on the host."""
+        if shared:
+            self.pool.acquire(shared)
+        request.block_ids = shared
+        request.num_computed_tokens = len(shared) * self.block_size
+        request.num_hashed_blocks = len(shared)
+        if request.num_swapped_tokens:
+            self._restore(request, swaps)
+
+    def hash_prompt(self, request: Request) -> None:
+        """Hash a new request's prompt for the prefix cache, so that no step has to wait for it."""
+        if self.config.enable_prefix_caching:
+            self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
+
+    def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
+        """Blocks a waiting request would start with that others hold, or it itself does; other than
+        those of ``without``, who are about to go, and those fetched for it, which are its own."""
+        gone = Counter(chain.from_iterable(other.block_ids for other in without))
+        held = sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
+        return held - request.num_fetched_blocks
+
+    def num_found(self, request: Request) -> int:
+        """Prompt tokens of a new request that the prefix cache holds now."""
+        return len(self.starting_blocks(request)) * self.block_size
+
+    def num_lacking(self, request: Request) -> int:
+        """Known tokens of a waiting request that ``admit`` would leave to be computed."""
+        if request.block_ids:
+            return request.num_tokens - request.num_computed_tokens
+        cached = len(self.starting_blocks(request)) * self.block_size
+        return request.num_tokens - max(cached, request.num_swapped_tokens)
+
+    def num_to_compute(self, request: Request) -> int:
+        """Tokens that a running request lacks, or that a waiting one would lack once admitted."""
+        if request.status is RequestStatus.RUNNING:
+            return request.num_uncomputed_tokens
+        return self.num_lacking(request)
+
+    def num_missing(self, request: Request) -> int:
+        """Blocks that a running request lacks for its tokens, known or pending."""
+        num_tokens = request.num_tokens + request.num_pending_tokens
+        # the last token is never fed back
+        stored = min(num_tokens, request.max_total_tokens - 1)
+        return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
+
+    def prefetch(self, request: Request, spared: int) -> bool:
+        """Move a waiting request's swapped blocks back ahead of its admission.
+
+        The copy in host memory stays until it is admitted, so the blocks can be taken away again.
+        False, with nothing changed, when there is nothing to move or no room for it.
+
+        Args:
+            spared: free blocks that are left to others beside the watermark.
+        """
+        if not request.num_swapped_tokens or request.block_ids:
+            return False
+        shared = self.starting_blocks(request)
+        if self._missing(request, shared) + self._watermark_blocks + spared > self.pool.num_free:
+            return False
+        self._start(request, shared, self._prefetches)
+        request.was_fetched = True
+        request.num_fetched_blocks = len(request.block_ids) - request.num_hashed_blocks
+        self.num_fetched_blocks += request.num_fetched_blocks
+        return True
+
+    def _forget_fetched(self, request: Request) -> None:
+        self.num_fetched_blocks -= request.num_fetched_blocks
+        request.num_fetched_blocks = 0
+
+    def _restore(self, request: Request, swaps: list[BlockSwap]) -> None:
+        """Give a request that starts with the cached part of its tokens blocks for the rest of
+        those in host memory too."""
+        held = len(request.block_ids)
+        for host_id in request.host_block_ids[held:]:
+            (block_id,) = self.pool.allocate(1)
+            request.block_ids.append(block_id)
+            swaps.append(BlockSwap(host_id, block_id, False))
+            self.num_swapped_in += 1
+        request.num_computed_tokens = max(request.num_computed_tokens, request.num_swapped_tokens)
+
+    def swap_out(self, request: Request) -> None:
+        """Copy what a request has computed to host memory, before ``free``. The caller has checked
+        ``num_free_host_blocks``; IndexError otherwise."""
+        self._forget_host(request)
+        request.num_swapped_tokens = request.num_computed_tokens
+        for block_id in request.block_ids[
+            : blocks_for(request.num_swapped_tokens, self.block_size)
+        ]:
+            host_id = self._free_host.pop()
+            request.host_block_ids.append(host_id)
+            self._swaps.append(BlockSwap(block_id, host_id, True))
+            self.num_swapped_out += 1
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return len(self._free_host)
+
+    def take_swaps(self) -> tuple[tuple[BlockSwap, ...], tuple[BlockSwap, ...]]:
+        """Moves to be carried out by the next plan: before it, and after it."""
+        swaps, prefetches = tuple(self._swaps), tuple(self._prefetches)
+        self._swaps.clear()
+        self._prefetches.clear()
+        return swaps, prefetches
+
+    def _forget_host(self, request: Request) -> None:
+        # latest first, so that they are handed out again in the same order
+        self._free_host.extend(reversed(request.host_block_ids))
+        request.host_block_ids = []
+        request.num_swapped_tokens = 0
+        request.was_fetched = False
+
+    def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
+        reserve = self._watermark_blocks if beside_others else 0
+        return max(0, self._missing(request, shared) + reserve - self.pool.num_free)
+
+    def _missing(self, request: Request, shared: list[int]) -> int:
+        """Free blocks that it takes to hold all its known tokens."""
+        needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
+        needed += request.shares_tail and self._tail_is_shared(request)
+        if shared:
+            # a cached block that no request uses counts as free until it is taken
+            needed += self.pool.num_idle(shared)
+        return needed
+
+    def extend(self, request: Request, num_tokens: int) -> Extension | None:
+        """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable.
+
+        Returns the change to the block table, or None, with nothing changed, when the pool is
+        short of blocks.
+        """
+        start = request.num_computed_tokens
+        missing = blocks_for(start + num_tokens, self.block_size) - len(request.block_ids)
+        if missing <= 0 and not request.shares_tail:
+            return _UNCHANGED
+        copies_tail = request.shares_tail and self._tail_is_shared(request)
+        if max(missing, 0) + copies_tail > self.pool.num_free:
+            return None
+        copy = None
+        if copies_tail:
+            index = start // self.block_size
+            source = request.block_ids[index]
+            (target,) = self.pool.allocate(1)
+            self.pool.release([source])
+            request.block_ids[index] = target
+            copy = BlockCopy(request.request_id, index, source, target)
+        request.shares_tail = False
+        new_block_ids = self.pool.allocate(missing) if missing > 0 else []
+        request.block_ids.extend(new_block_ids)
+        return Extension(tuple(new_block_ids), copy)
+
+    def land_prefix(self, request: Request) -> None:
+        """Put the whole blocks of a prompt that was computed elsewhere into the prefix cache, where
+        the first plan finds them, unless others needed the room before that."""
+        held = self.starting_blocks(request)
+        usable = (request.num_tokens - 1) // self.block_size
+        missing = request.block_hashes[len(held) : usable]
+        self.pool.acquire(held)
+        landed = self.pool.allocate(min(len(missing), self.pool.num_free))
+        self.pool.register(landed, missing[: len(landed)])
+        self.pool.release([*held, *landed])
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
+
+        The last prompt token is computed again, for its logits; the block it lies in is copied by
+        whoever writes to it first.
+        """
+        prompt_blocks = blocks_for(parent.num_prompt_tokens, self.block_size)
+        child.block_ids = parent.block_ids[:prompt_blocks]
+        self.pool.acquire(child.block_ids)
+        child.num_computed_tokens = parent.num_prompt_tokens - 1
+        child.num_new_tokens = 1
+        child.num_hashed_blocks = min(
+            parent.num_hashed_blocks, child.num_computed_tokens // self.block_size
+        )
+        child.block_hashes = parent.block_hashes[: child.num_hashed_blocks]
+        child.shares_tail = parent.shares_tail = True
+
+    def cache_computed(self, request: Request) -> None:
+        """Offer the request's newly full blocks to the prefix cache.
+
+        Called when a step is planned: steps run in order, so a later row may read what an
+        earlier one of the same step writes.
+        """
+        if not self.config.enable_prefix_caching:
+            return
+        known = min(request.num_computed_tokens, request.num_tokens)
+        full = known // self.block_size
+        first = request.num_hashed_blocks
+        if full <= first:
+            return
+        if full > len(request.block_hashes):
+            self._extend_hashes(request, full)
+        self.pool.register(request.block_ids[first:full], request.block_hashes[first:full])
+        request.num_hashed_blocks = full
+
+    def end(self, request: Request, *, forget: bool = False) -> None:
+        """Give everything back, in host memory too."""
+        self.free(request, forget=forget)
+        self._forget_host(request)
+
+    def free(self, request: Request, *, forget: bool = False) -> None:
+        """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
+        self._forget_fetched(request)
+        self.pool.release(request.block_ids, forget=forget)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_hashed_blocks = 0
+        request.shares_tail = False
+
+    def starting_blocks(self, request: Request) -> list[int]:
+        """Blocks a waiting request would start with: those it holds already (a fork), else its
+        longest cached prefix, leaving at least one token to compute (its logits are needed)."""
+        if request.block_ids:
+            return request.block_ids
+        if not self.config.enable_prefix_caching:
+            return []
+        usable = (request.num_tokens - 1) // self.block_size
+        self._extend_hashes(request, usable)
+        found = []
+        for block_hash in request.block_hashes[:usable]:
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        hashes = request.block_hashes
+        parent = hashes[-1] if hashes else root_hash(request.asked.cache_salt)
+        size = self.block_size
+        for start in range(len(hashes) * size, count * size, size):
+            parent = hash_block(parent, _tokens(request, start, start + size))
+            hashes.append(parent)
+
+    def _tail_is_shared(self, request: Request) -> bool:
+        index = request.num_computed_tokens // self.block_size
+        return index < len(request.block_ids) and self.pool.ref_count(request.block_ids[index]) > 1
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """AssertionError unless tables, counters and the pool agree."""
+        references: Counter[int] = Counter()
+        host = list(self._free_host)
+        num_fetched = 0
+        for request in requests:
+            num_fetched += request.num_fetched_blocks
+            held = len(request.block_ids)
+            computed = request.num_computed_tokens
+            where = f"request {request.request_id}"
+            references.update(request.block_ids)
+            host += request.host_block_ids
+            assert len(request.host_block_ids) == blocks_for(
+                request.num_swapped_tokens, self.block_size
+            ), f"{where}: {request.num_swapped_tokens} swapped tokens in {request.host_block_ids}"
+            assert len(set(request.block_ids)) == held, f"{where}: a block twice in its table"
+            assert blocks_for(computed, self.block_size) <= held, (
+                f"{where}: {computed} computed tokens in {held} blocks of {self.block_size}"
+            )
+            assert request.num_hashed_blocks <= min(held, len(request.block_hashes)), where
+            if held and not request.shares_tail:
+                tail = request.block_ids[computed // self.block_size :]
+                assert all(self.pool.ref_count(b) == 1 for b in tail), f"{where}: shared tail"
+        self.pool.check_integrity(references)
+        assert num_fetched == self.num_fetched_blocks, "fetched blocks are counted wrongly"
+        assert sorted(host) == list(range(self.config.num_host_blocks)), "host blocks are lost"

@@ -1,0 +1,170 @@
+"""Looking ahead: will memory last until those that run have ended?
+
+This module does not decide; ``step.admission`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, count
+from operator import attrgetter, mul, sub
+
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.predict.output_length import WorkEstimator
+from paceline.core.request import Request
+
+__all__ = ["MemoryOutlook", "Outlooks", "capacity", "future_peak"]
+
+# of running requests' predicted lengths: on the safe side of the middle
+_LENGTH_QUANTILE = 0.7
+# of the cache, never promised to anybody
+_RESERVE = 0.03
+_MAX_TOTAL_TOKENS = attrgetter("max_total_tokens")
+
+
+def capacity(num_blocks: int, block_size: int) -> int:
+    """Tokens of the cache that may be promised to requests."""
+    return int((1.0 - _RESERVE) * num_blocks) * block_size
+
+
+def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
+    """Most tokens held at once if every sequence grows by one token a step until it ends.
+
+    ``sequences`` are (tokens held now, tokens still to come). Memory peaks just before one of them
+    ends; with the longest-lived first, the first i + 1 are alive when number i ends (LightLLM's
+    Past-Future scheduler, ASPLOS'25, arXiv 2507.10150).
+    """
+    return _peak(sorted((-to_come, now) for now, to_come in sequences))
+
+
+def _peak(longest_first: Sequence[tuple[int, int]]) -> int:
+    """``future_peak`` of (minus tokens to come, tokens now), sorted."""
+    if not longest_first:
+        return 0
+    # as a loop over i, held += now[i], max(to_come[i] * (i + 1) + held), at the speed of C
+    minus_to_come, now = zip(*longest_first, strict=True)
+    growth = map(mul, minus_to_come, count(1))
+    peak: int = max(map(sub, accumulate(now), growth))
+    return peak
+
+
+class MemoryOutlook:
+    """Whether memory lasts until those running, and one more, have ended. Good for one step.
+
+    Blocks that several requests hold are counted once; a request's last block as if it were full.
+
+    Args:
+        running: requests that run; the list may change, but not before the outlook is dropped.
+        num_held_blocks: blocks in use.
+    """
+
+    def __init__(
+        self,
+        running: Sequence[Request],
+        work: WorkEstimator,
+        *,
+        num_blocks: int,
+        num_held_blocks: int,
+        block_size: int,
+    ) -> None:
+        self._running = list(running)
+        self._work = work
+        self._block_size = block_size
+        self._held = num_held_blocks * block_size
+        self._capacity = capacity(num_blocks, block_size)
+        # as if every output became as long as it may
+        self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
+        # (minus tokens to come, tokens now) of each, sorted; None until somebody needs to know
+        self._sequences: list[tuple[int, int]] | None = None
+        # tokens now of all those that run, as if nobody shared any
+        self._wanted = 0
+        # no less than their peak
+        self._peak = math.inf
+
+    def hold(self, num_held_blocks: int) -> None:
+        """So many blocks are in use by now; nobody was added meanwhile."""
+        self._held = num_held_blocks * self._block_size
+
+    def admits(self, request: Request, num_shared_blocks: int) -> bool:
+        """Whether the cache will not overflow with ``request``, of whose blocks so many are in use
+        already."""
+        if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
+            return True
+        if self._sequences is None:
+            self._sequences = self._outlooks()
+            self._wanted = sum(now for _, now in self._sequences)
+        sequence = minus_to_come, now = self._newcomer(request, num_shared_blocks)
+        most = self._capacity + max(0, self._wanted - self._held)
+        # it adds no more than all that it will have itself
+        if self._peak + now - minus_to_come <= most:
+            return True
+        index = bisect_left(self._sequences, sequence)
+        self._sequences.insert(index, sequence)
+        peak = _peak(self._sequences)
+        del self._sequences[index]
+        self._peak = min(self._peak, peak)
+        return peak <= most
+
+    def add(self, request: Request, num_shared_blocks: int) -> None:
+        """It was admitted."""
+        self._worst += request.max_total_tokens + self._block_size
+        if self._sequences is None:
+            self._running.append(request)
+            # it may share blocks with those running: its own are not held twice
+            self._held += (len(request.block_ids) - num_shared_blocks) * self._block_size
+        else:
+            minus_to_come, now = self._newcomer(request, num_shared_blocks)
+            insort(self._sequences, (minus_to_come, now))
+            self._peak += now - minus_to_come
+
+    def _newcomer(self, request: Request, num_shared_blocks: int) -> tuple[int, int]:
+        minus_to_come, now = self._outlook(request)
+        return minus_to_come, now - num_shared_blocks * self._block_size
+
+    def _outlooks(self) -> list[tuple[int, int]]:
+        """``_outlook`` of all those that run, sorted; written out, since a call for each of
+        hundreds of them is a tenth of what a step's plan may cost."""
+        size = self._block_size
+        sequences: list[tuple[int, int]] = []
+        for request in self._running:
+            num_tokens = request.num_tokens
+            num_output = num_tokens - request.num_prompt_tokens
+            predicted = request.predicted_output
+            if predicted <= num_output:
+                sequences.append(self._outlook(request))
+                continue
+            now = num_tokens + size - 1
+            sequences.append((num_output - predicted, now - now % size))
+        sequences.sort()
+        return sequences
+
+    def _outlook(self, request: Request) -> tuple[int, int]:
+        """Minus tokens to come, and tokens whose place it takes now, at least."""
+        num_output = request.num_tokens - request.num_prompt_tokens
+        if request.predicted_output <= num_output:
+            request.predicted_output = self._work.expected_tokens(request, _LENGTH_QUANTILE)
+        now = request.num_tokens + self._block_size - 1
+        return num_output - request.predicted_output, now - now % self._block_size
+
+
+class Outlooks:
+    """Makes an outlook of running requests as memory is now."""
+
+    def __init__(self, kv: KVCacheManager, work: WorkEstimator) -> None:
+        self._kv = kv
+        self._work = work
+
+    def of(self, running: Sequence[Request], num_freed_blocks: int = 0) -> MemoryOutlook:
+        """The outlook once so many blocks have come free."""
+        kv = self._kv
+        # blocks fetched ahead can be taken back at once
+        num_free = kv.pool.num_free + kv.num_fetched_blocks + num_freed_blocks
+        return MemoryOutlook(
+            running,
+            self._work,
+            num_blocks=kv.pool.num_blocks,
+            num_held_blocks=kv.pool.num_blocks - num_free,
+            block_size=kv.block_size,
+        )

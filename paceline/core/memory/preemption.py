@@ -1,0 +1,93 @@
+"""Who gives way when memory is short, and what becomes of what it had computed.
+
+A victim's blocks go back to the pool with their hashes, tail first to be evicted. So what is lost
+is the tail that others really needed, and the rest is found again (partial release). Where memory
+of the host is to be had, a copy is kept there if moving it twice is predicted to take less time
+than computing it again.
+
+This module does not know queues or the order of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
+from paceline.core.predict.output_length import WorkEstimator
+from paceline.core.request import Request
+
+__all__ = ["Preemption"]
+
+# moving must be this much cheaper than computing again: predictions are only so good
+_MARGIN = 1.25
+
+
+class Preemption:
+    """Chooses victims and swaps them out. Owned by the scheduler.
+
+    Args:
+        work: seconds that computing tokens takes.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        kv: KVCacheManager,
+        work: WorkEstimator,
+    ) -> None:
+        self._mode = config.preemption
+        self._cache = cache
+        self._kv = kv
+        self._work = work
+
+    def seconds_lost(self, request: Request) -> float:
+        """What preempting a request now would cost later: moving it twice or computing it again,
+        and more the more often it happened to it."""
+        recompute = self._work.prompt_seconds(request.num_computed_tokens)
+        moved = 2.0 * self._cache.swap_block_seconds * self._num_blocks(request)
+        cheapest = min(recompute, moved) if self._can_swap(request) else recompute
+        return cheapest * (1 + request.num_preemptions)
+
+    def victim(
+        self,
+        candidates: Sequence[Request],
+        choose: Callable[[Sequence[Request]], Sequence[Request]],
+    ) -> Request:
+        """Who gives blocks up: of those whom the policy would rather lose, who loses least.
+
+        Args:
+            candidates: running requests in the policy's order, not empty. The first is spared
+                unless it is alone, so that somebody always gets on.
+            choose: the policy's ``expendable``.
+        """
+        if len(candidates) == 1:
+            return candidates[0]
+        expendable = choose(candidates[1:])
+        # the youngest of equals
+        return min(reversed(expendable), key=self.seconds_lost)
+
+    def release(self, request: Request) -> None:
+        """Take all blocks; keep a copy in host memory if that is worth it."""
+        request.history.num_lost_tokens = request.num_computed_tokens
+        if self._worth_swapping(request):
+            self._kv.swap_out(request)
+        self._kv.free(request)
+
+    def _worth_swapping(self, request: Request) -> bool:
+        if not self._can_swap(request):
+            return False
+        if self._mode == "swap":
+            return True
+        moved = 2.0 * self._cache.swap_block_seconds * self._num_blocks(request)
+        return moved * _MARGIN < self._work.prompt_seconds(request.num_computed_tokens)
+
+    def _can_swap(self, request: Request) -> bool:
+        return (
+            self._mode != "recompute"
+            and 0 < self._num_blocks(request) <= self._kv.num_free_host_blocks
+        )
+
+    def _num_blocks(self, request: Request) -> int:
+        return blocks_for(request.num_computed_tokens, self._cache.block_size)

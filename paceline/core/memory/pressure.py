@@ -1,0 +1,57 @@
+"""The memory-pressure valve: what to give up, in which order, as the KV cache fills.
+
+::
+
+    use     0.88        0.91             0.94              0.97
+    level   1           2                3                 4
+            smaller     best effort is   best effort is    no request is
+            chunks      not admitted     preempted         taken in (while others wait)
+
+A level is left once use is ``HYSTERESIS`` below where it began (half the threshold where that is
+less, or it would never be left), so the valve does not flutter.
+This module does not know requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+__all__ = ["HYSTERESIS", "STEP", "Pressure", "PressureValve"]
+
+STEP: Final = 0.03
+HYSTERESIS: Final = 0.05
+
+
+class Pressure(enum.IntEnum):
+    """How far the valve is open; each level includes those below."""
+
+    CLOSED = 0
+    SMALL_CHUNKS = 1
+    HOLD_BEST_EFFORT = 2
+    PREEMPT_BEST_EFFORT = 3
+    REFUSE = 4
+
+
+class PressureValve:
+    """Opens at ``threshold`` (a share of the cache in use); at 1.0 it stays closed."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self._hysteresis = min(HYSTERESIS, threshold / 2)
+        self.level = Pressure.CLOSED
+
+    def update(self, usage: float) -> Pressure:
+        """Take in the present use, 0 to 1, and return the level."""
+        if self.threshold >= 1.0:
+            return self.level
+        level = self.level
+        # a threshold near 1 leaves less room: the levels then share what there is
+        step = min(STEP, (1.0 - self.threshold) / Pressure.REFUSE)
+        while level < Pressure.REFUSE and usage >= self.threshold + level * step:
+            level = Pressure(level + 1)
+        lowest = self.threshold - self._hysteresis
+        while level > Pressure.CLOSED and usage < lowest + (level - 1) * step:
+            level = Pressure(level - 1)
+        self.level = level
+        return level

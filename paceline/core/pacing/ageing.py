@@ -1,0 +1,98 @@
+"""Ageing: best-effort requests that are never admitted become ordinary, one at a time.
+
+Best-effort work yields in many ways: its turn, room in a step, memory, the pressure valve, an
+earlier tier. Under a steady stream of other work each of them may last for ever, and what is
+admitted may be preempted before it gets anywhere, again and again. So the best-effort request that
+is the first to wait, and has been that for long enough altogether while requests of earlier tiers
+ran or waited, ages: it becomes ordinary work without targets. It holds others up if it must, is not
+preempted before them, and waits for none of them that arrive later, whatever the policy's order,
+nor for tenants that were served less. Among its equals alone a request only waits its turn.
+
+One at a time, or the requests that are late would take over an engine that has too much to do. So
+the cost for others is one request's share of the engine at most, and a request waits no longer than
+it takes those before it, one after another: later arrivals make no difference.
+
+This module does not know why a request was not admitted.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Final
+
+from paceline.core.pacing.view import RunningView
+from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.tier import Move
+
+__all__ = ["Ageing"]
+
+# seconds that a request has to be the first to wait, at least
+_LEAST: Final = 10.0
+
+
+class Ageing:
+    """Asked at every step.
+
+    Args:
+        seconds: that a request has to be the first to wait, if more than ``_LEAST``.
+    """
+
+    def __init__(self, waiting: WaitingRoom, seconds: float) -> None:
+        self._waiting = waiting
+        self._seconds = max(_LEAST, seconds)
+        # the first at the last look, and when that was
+        self._first: Request | None = None
+        self._looked_at = 0.0
+        # the last request that aged
+        self._aged: Request | None = None
+
+    def rest(self) -> None:
+        """The last request has ended."""
+        self._first = self._aged = None
+
+    def look(self, now: float, view: RunningView) -> None:
+        """A step is about to be planned, and ``view`` is of the running requests."""
+        before, self._first = self._first, None
+        looked_at, self._looked_at = self._looked_at, now
+        if self._aged is not None:
+            if self._aged.status is not RequestStatus.FINISHED:
+                self._advance(self._aged)
+                return
+            self._aged = None
+        first = self._waiting.oldest_best_effort()
+        if first is None or not self._is_held_up(first, view):
+            return
+        # where the policy has several of them be the first by turns, it is never one alone
+        has_turns = before is not None and before.order < first.order and before in self._waiting
+        if before is not None and (before is first or has_turns):
+            before.seconds_first += max(0.0, now - looked_at)
+        self._first = first
+        if first.seconds_first >= self._seconds:
+            self._waiting.move(first, _age)
+            self._aged = first
+            self._advance(first)
+
+    def _advance(self, aged: Request) -> None:
+        """While it waits, no ordinary request has a key before its own: by some policies there
+        would always be another."""
+        if aged not in self._waiting:
+            return
+        self._waiting.remove(aged)
+        head = self._waiting.ordinary.peek()
+        if head is not None and head.order[0] < aged.order[0]:
+            aged.order = (head.order[0], aged.order[1])
+        self._waiting.push(aged)
+
+    def _is_held_up(self, first: Request, view: RunningView) -> bool:
+        """Whether a request of an earlier tier runs or waits."""
+        tier = first.tier
+        return (
+            bool(view.ordinary)
+            or self._waiting.any_before(tier)
+            or any(request.tier < tier for request in chain(view.must_run, view.best_effort))
+        )
+
+
+def _age(request: Request) -> None:
+    request.move(Move.AGE)

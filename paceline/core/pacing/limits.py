@@ -1,0 +1,255 @@
+"""The limits of one step while requests have targets, tenants are kept apart, or memory is short.
+
+Ordinary requests are served first. Best effort gets what they leave of the step's time:
+
+* a best-effort row or chunk is added only while the step is predicted to stay within the seconds
+  that the targets of others leave (``takes``, ``chunk``);
+* a running best-effort request that was passed over in many steps gets a row anyway, a few in each
+  step, so that it never stops altogether;
+* requests without targets are metered besides (``token_bucket``).
+
+This module does not know how the seconds are found (``budget``), nor which requests are late
+(``feasibility``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.core.memory.pressure import Pressure
+from paceline.core.pacing.feasibility import Feasibility
+from paceline.core.pacing.token_bucket import BackgroundBucket
+from paceline.core.pacing.tpot_guard import TpotGuard
+from paceline.core.predict.step_time import StepShape
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.request import Request
+from paceline.core.step.builder import StepBuilder
+from paceline.core.step.limits import StepLimits
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
+
+__all__ = ["BestEffortTime", "PacedLimits"]
+
+# a best-effort request that was passed over in so many steps gets a row, late or not
+_MAX_SKIPPED_STEPS: Final = 8
+# the same for metered requests: prompts in every step leave them no room for what they have saved
+_MAX_SAVING_STEPS: Final = 64
+# tokens of such rows in one step at most
+_OVERDUE_TOKENS: Final = 16
+# tokens; chunks of best-effort requests are multiples of it
+_TILE: Final = 16
+# requests found to be late and passed over in one pass, at most: the step waits for it
+_MAX_DEMOTED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BestEffortTime:
+    """Predicted seconds that best effort may use of one step."""
+
+    # of the whole step, beyond which best-effort rows stay out
+    step: float
+    # the same for requests without targets
+    background: float
+    # by which best effort may lengthen the rows of others
+    added: float
+
+
+class PacedLimits(StepLimits):
+    """Made by ``Paced``, which sets the attributes of the base class."""
+
+    asks = True
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        tokens: int,
+        time: BestEffortTime,
+        feasibility: Feasibility,
+        bucket: BackgroundBucket,
+    ) -> None:
+        super().__init__(state, tokens)
+        self._model = state.step_time
+        self._seconds = time.step
+        self._background_seconds = time.background
+        self._added_seconds = time.added
+        self.asks = time.step < math.inf
+        self.meters = time.background < math.inf
+        self._adaptive = state.config.adaptive_token_budget
+        self._feasibility = feasibility
+        self._bucket = bucket
+        # None: the pace of running requests keeps no other out
+        self.guard: TpotGuard | None = None
+        self.pressure = Pressure.CLOSED
+        # the request for which others were preempted
+        self.made_way_for: Request | None = None
+        self.now = 0.0
+        # the pass under way, and requests found to be late in it
+        self._last = Tier.ORDINARY
+        self._num_demoted = 0
+        self._overdue_tokens = _OVERDUE_TOKENS
+        # predicted seconds, as of so many rows
+        self._predicted = 0.0
+        self._predicted_at = -1
+        # by which best effort of the first pass or admitted has lengthened the step
+        self._best_effort_cost = 0.0
+        self.ordinary_seconds = 0.0
+
+    # ------------------------------------------------------------------ admission
+
+    def next(
+        self, step: StepBuilder, last: Tier, passed: Sequence[Request]
+    ) -> Request | Reason | None:
+        if last is Tier.ORDINARY:
+            request = self._next_ordinary(step, passed)
+        else:
+            request = self._next_best_effort(last)
+        if request is None:
+            return None
+        if last is not self._last:
+            self._last, self._num_demoted = last, 0
+        many_demoted = self._num_demoted >= _MAX_DEMOTED
+        if step.budget <= 0 or (many_demoted and step.rows):
+            return Reason.BUDGET
+        if many_demoted and last is Tier.ORDINARY:
+            # a step without ordinary rows is for the requests just found to be late
+            return None
+        if len(self._running) >= self._max_num_seqs:
+            return Reason.SLOTS
+        if request.tier is Tier.ORDINARY or not self._running:
+            return request
+        if self.pressure >= Pressure.HOLD_BEST_EFFORT:
+            return Reason.PRESSURE
+        return request if self._has_room(step, request, math.inf) else Reason.BUDGET
+
+    def _next_best_effort(self, last: Tier) -> Request | None:
+        request = self._waiting.peek_best_effort(pressing=self.pressing)
+        return None if request is None or request.tier > last else request
+
+    def _next_ordinary(self, step: StepBuilder, passed: Sequence[Request]) -> Request | None:
+        """The first ordinary request, or a best-effort one that has waited so long that its turn
+        has come among these: it is tried with them, but never in their way, nor before the one for
+        which others were preempted."""
+        head = self._waiting.ordinary.peek()
+        patient = self._waiting.peek_best_effort(pressing=self.pressing)
+        if (
+            head is not None
+            and patient is not None
+            and head is not self.made_way_for
+            and patient.order < head.order
+            and self.pressure < Pressure.HOLD_BEST_EFFORT
+            and not any(request.tier is not Tier.ORDINARY for request in passed)
+            and self._has_room(step, patient, self._most_seconds(step))
+        ):
+            return patient
+        return head
+
+    def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
+        if self._num_demoted >= _MAX_DEMOTED or not self._feasibility.is_late(request, self.now):
+            # if so many were, best effort is admitted as it is: some request has to be
+            return False
+        if not passed and not self._feasibility.delays_others(request):
+            return False
+        self._feasibility.demote(request)
+        self._num_demoted += 1
+        return True
+
+    def obstacle(self, request: Request) -> Reason | None:
+        return None if self.allows(request) else Reason.PACE
+
+    def allows(self, request: Request) -> bool:
+        """Whether the tokens of all stay in time with one request more."""
+        return self.guard is None or self.guard.allows(request)
+
+    def admitted(self, request: Request) -> None:
+        if request.tier is not Tier.ORDINARY:
+            return
+        if self.guard is not None:
+            self.guard.add(request)
+        if request.targets.ttft is not None and self._model.ready and self._adaptive:
+            # its prompt is not kept waiting for best-effort rows, like that of running ones
+            self._seconds = 0.0
+
+    # ------------------------------------------------------------------ best effort
+
+    def _limit(self, request: Request) -> float:
+        """Predicted seconds of the step beyond which a best-effort request stays out."""
+        if self._background_seconds < self._seconds and request.tier is Tier.BACKGROUND:
+            return self._background_seconds
+        return self._seconds
+
+    def _most_seconds(self, step: StepBuilder) -> float:
+        """Predicted seconds that a step with the rows so far may take with best effort, or the next
+        request to arrive would wait for a long step of work without hurry."""
+        if not self._model.ready:
+            return math.inf
+        own = self._model.predict(step.shape) - self._best_effort_cost if step.rows else 0.0
+        return own + self._added_seconds
+
+    def _has_room(self, step: StepBuilder, request: Request, most: float) -> bool:
+        """Whether the step stays within its limit, and ``most`` seconds, with the first tile of a
+        best-effort request too."""
+        limit = min(most, self._limit(request))
+        return (
+            limit == math.inf
+            or not step.rows
+            or self._model.predict(step.shape.plus(0, _TILE)) <= limit
+        )
+
+    def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
+        limit, start = self._limit(request), request.num_computed_tokens
+        if admission:
+            limit = min(limit, self._most_seconds(step))
+        if limit == math.inf:
+            return max(1, step.budget)
+        low, high = 1, max(1, step.budget // _TILE)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._model.predict(step.shape.plus(start, middle * _TILE)) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low * _TILE
+
+    def takes(self, step: StepBuilder, request: Request) -> bool:
+        """If there is room, or if the request was passed over long enough and not too many others
+        have been given a row for that reason."""
+        limit = self._limit(request)
+        if limit == math.inf or not step.rows:
+            request.num_skipped_steps = 0
+            return True
+        if self._predicted_at != len(step.rows):
+            self._predicted_at = len(step.rows)
+            self._predicted = self._model.predict(step.shape)
+        wanted = self._predicted + self._model.row_seconds(request.num_computed_tokens)
+        if wanted <= limit:
+            # the next one asks once this one has its row
+            self._predicted = wanted
+            self._predicted_at += 1
+            request.num_skipped_steps = 0
+            return True
+        request.num_skipped_steps += 1
+        saves = self.meters and request.tier is Tier.BACKGROUND
+        patience = _MAX_SAVING_STEPS if saves else _MAX_SKIPPED_STEPS
+        cost = _TILE if request.num_uncomputed_tokens > 1 else 1
+        if request.num_skipped_steps <= patience or cost > self._overdue_tokens:
+            return False
+        self._overdue_tokens -= cost
+        request.num_skipped_steps = 0
+        return True
+
+    def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
+        if request.tier is Tier.BACKGROUND:
+            predict = self._model.predict
+            self._bucket.charge(predict(step.shape) - predict(before))
+
+    def lengthened(self, step: StepBuilder, before: StepShape) -> None:
+        self._best_effort_cost += self._model.predict(step.shape) - self._model.predict(before)
+
+    def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
+        if len(step.rows) > num_must_run:
+            self.ordinary_seconds = self._model.predict(step.shape) - self._best_effort_cost
+        self._seconds = min(self._seconds, self._most_seconds(step))
+        self.asks = self._seconds < math.inf

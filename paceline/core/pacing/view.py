@@ -1,0 +1,114 @@
+"""The running requests by kind, added up once for all who ask at the start of a step.
+
+This module does not decide anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from paceline.core.predict.step_time import StepShape
+from paceline.core.request import Request
+from paceline.core.slo import NO_SLO
+from paceline.core.tier import Tier
+
+__all__ = ["NO_VIEW", "RunningView"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningView:
+    """Running requests by kind. *Narrow* is one token behind or none, *wide* is more."""
+
+    # in order
+    ordinary: list[Request]
+    best_effort: list[Request]
+    # of all
+    wide: list[Request]
+    # of ordinary narrow ones
+    narrow_rows: int
+    narrow_keys: int
+    # ordinary narrow ones with a TPOT target and a first token, and the least such target
+    paced: list[Request]
+    tightest: float
+    # TPOT targets of ordinary ones
+    targets: list[float]
+    # an ordinary wide one has a TTFT target
+    urgent: bool
+    # an ordinary one runs that was not best effort until it had waited too long
+    awaited: bool
+    # narrow ones of best effort that must not sit this step out
+    must_run: tuple[Request, ...] = ()
+    # prompt tokens that must not wait for the pace of others: of light tenants
+    favoured: int = 0
+    # tenants that are kept apart share the engine lately
+    shared: bool = False
+
+    @classmethod
+    def of(cls, running: Iterable[Request]) -> RunningView:
+        ordinary: list[Request] = []
+        best_effort: list[Request] = []
+        wide: list[Request] = []
+        paced: list[Request] = []
+        targets: list[float] = []
+        rows = keys = 0
+        tightest = math.inf
+        urgent = False
+        for request in running:
+            aims = request.targets
+            computed = request.num_computed_tokens
+            is_wide = request.num_tokens + request.num_pending_tokens > computed + 1
+            if is_wide:
+                wide.append(request)
+            if request.tier is not Tier.ORDINARY:
+                best_effort.append(request)
+                continue
+            ordinary.append(request)
+            if aims is not NO_SLO and (tpot := aims.tpot) is not None:
+                targets.append(tpot)
+                if not is_wide and request.first_token_time is not None:
+                    paced.append(request)
+                    tightest = min(tightest, tpot)
+            if is_wide:
+                urgent = urgent or aims.ttft is not None
+                continue
+            rows += 1
+            keys += computed
+        awaited = any(not request.aged for request in ordinary)
+        return cls(
+            ordinary, best_effort, wide, rows, keys, paced, tightest, targets, urgent, awaited
+        )
+
+    @property
+    def num_running(self) -> int:
+        return len(self.ordinary) + len(self.best_effort) + len(self.must_run)
+
+    def hurry(self, must_run: list[Request]) -> RunningView:
+        """These, narrow and of best effort, apart from the others of best effort."""
+        if not must_run:
+            return self
+        names = {request.request_id for request in must_run}
+        rest = [r for r in self.best_effort if r.request_id not in names]
+        return replace(self, best_effort=rest, must_run=tuple(must_run))
+
+    def without(self, request: Request) -> RunningView:
+        """This one of best effort runs no more."""
+        return replace(
+            self,
+            best_effort=[r for r in self.best_effort if r is not request],
+            must_run=tuple(r for r in self.must_run if r is not request),
+        )
+
+    def sharing(self, favoured: int, shared: bool) -> RunningView:
+        """The same beside other tenants, with so many favoured prompt tokens."""
+        return replace(self, favoured=favoured, shared=shared)
+
+    @property
+    def base(self) -> StepShape:
+        """A step of one token for each narrow request that sits no step out."""
+        keys = sum(request.num_computed_tokens for request in self.must_run)
+        return StepShape(0, 0.0, self.narrow_rows + len(self.must_run), self.narrow_keys + keys)
+
+
+NO_VIEW = RunningView.of(())

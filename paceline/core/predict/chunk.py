@@ -1,0 +1,140 @@
+"""How many prompt tokens a step should compute for throughput, whatever the targets.
+
+* *The knee*: chunks are no larger than it takes for the fixed part of a step's time to be a small
+  share. Beyond that a larger step computes no more tokens a second, and every token in it, and
+  every request that arrives meanwhile, waits for its end.
+* *What is free*: where a step takes as long as reading the weights (``memory_bound``), the chunk
+  beside running rows is as large as hides behind that, and prompts keep up with streams.
+
+This module does not know targets, the queue, memory or the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
+
+__all__ = ["ChunkSize"]
+
+# tokens of a step before anything was measured
+_UNTRAINED: Final = 512
+# share of the chunk by which prompts would be computed as fast as streams end: they end unevenly
+_EVEN: Final = 0.7
+# one in so many chunks that hide behind rows is twice as large, and one half as large
+_AROUND: Final = 24
+# observations between two looks at where the knee is
+_REFIT: Final = 16
+
+
+class ChunkSize:
+    """Sizes in tokens; shared by all who limit steps, for it counts the chunks that it tries.
+
+    Args:
+        most: ``max_num_batched_tokens``.
+        adaptive: False: always ``most``.
+        tile: chunks are multiples of it, where the matrix kernels are efficient.
+        floor: a chunk of this size is allowed however late running requests are, or new requests
+            would starve.
+        overhead: share of the fixed part in the time of the largest step.
+        shared_overhead: the same while tenants that are kept apart share the engine: a new request
+            waits for the end of another tenant's step.
+    """
+
+    def __init__(
+        self,
+        model: StepTimeModel,
+        most: int,
+        *,
+        adaptive: bool = True,
+        tile: int = 32,
+        floor: int = 32,
+        overheads: tuple[float, float] = (0.03, 0.15),
+    ) -> None:
+        self.tile = tile
+        self.floor = floor
+        self._model = model
+        self._most = most
+        self._adaptive = adaptive
+        # of one tenant, and of several that are kept apart
+        self._overheads = overheads
+        self._tiles = [1, 1]
+        self._known_at = -1
+        # chunks that were to hide behind the rows beside them
+        self._num_hidden = 0
+
+    def plain_tokens(self, running: Sequence[Request]) -> int:
+        """Tokens of a step in which no request has targets."""
+        if not self._adaptive:
+            return self._most
+        if not self._model.ready:
+            return self.untrained(len(running))
+        if not self._model.free_tokens:
+            return min(self._most, len(running) + max(self.knee(), self.floor))
+        narrow = sum(request.num_uncomputed_tokens <= 1 for request in running)
+        return self.total(self.unpaced(len(running), narrow), len(running))
+
+    def untrained(self, num_running: int) -> int:
+        """Tokens of a step before the step-time model is ready."""
+        return min(self._most, max(_UNTRAINED, num_running + self.floor))
+
+    def total(self, chunk: int, num_running: int) -> int:
+        """Tokens of a step with a chunk of prompt and one token for each running request."""
+        return min(self._most, num_running + max(chunk, self.floor))
+
+    def unpaced(self, num_running: int, num_narrow: int) -> int:
+        """Tokens of the next chunk beside rows without targets. Other sizes are tried now and then,
+        or it would not be known any more which are free."""
+        chunk = self.beside(num_running, num_narrow)
+        if not self._model.free_tokens or not num_narrow:
+            return chunk
+        self._num_hidden += 1
+        turn = self._num_hidden % _AROUND
+        if turn == 0:
+            chunk *= 2
+        elif turn == _AROUND // 2:
+            chunk //= 2
+        return min(self.knee(), chunk)
+
+    def beside(self, num_running: int, num_narrow: int, *, shared: bool = False) -> int:
+        """Tokens of a chunk as large as is best for throughput: as many as hide behind what the
+        rows beside it take anyway, where that is known, and the knee otherwise. More where prompts
+        arrive faster than that: requests that wait in pieces keep others from streaming."""
+        knee, free = self.knee(shared=shared), self._model.free_tokens
+        if shared or not free or not num_narrow:
+            return knee
+        even = int(_EVEN * self._model.wide_per_narrow * num_narrow)
+        return min(knee, max(self.floor, free - num_running, even))
+
+    def knee(self, *, shared: bool = False) -> int:
+        """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
+        if self._known_at != self._model.num_observations // _REFIT:
+            self._known_at = self._model.num_observations // _REFIT
+            fixed, each = self.tile_seconds()
+            # fixed <= overhead * (fixed + each * tiles)
+            most = max(1, self._most // self.tile)
+            for index, overhead in enumerate(self._overheads):
+                wanted = fixed * (1.0 / overhead - 1.0)
+                enough = wanted < each * most
+                self._tiles[index] = max(1, math.ceil(wanted / each)) if enough else most
+        return min(self._most, self._tiles[shared] * self.tile)
+
+    def tile_seconds(self) -> tuple[float, float]:
+        """Of a step with prompts: what it takes whatever their size, and for each tile."""
+        one, two = (self._model.predict(StepShape().plus(0, n * self.tile)) for n in (1, 2))
+        return max(0.0, one - (two - one)), two - one
+
+    def within(self, base: StepShape, start: int, seconds: float, *, shared: bool = False) -> int:
+        """Tokens of the largest chunk from position ``start`` on, up to the knee, with which a step
+        of shape ``base`` is predicted to take ``seconds`` at most."""
+        low, high = 0, self.knee(shared=shared) // self.tile
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._model.predict(base.plus(start, middle * self.tile)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.tile

@@ -1,0 +1,140 @@
+"""How long outputs will be, learned from those that ended, and the work that this makes.
+
+One window of final output lengths per label (class of the request, bucket of its max_tokens), as in
+LightLLM's Past-Future scheduler (ASPLOS'25, arXiv 2507.10150): the length of a running request is
+the history's quantile among those longer than what it has already. Deterministic: quantiles, no
+sampling.
+
+This module does not know time or memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Hashable, Iterable
+from typing import Final
+
+from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.request import Request
+
+__all__ = ["LengthHistory", "WorkEstimator"]
+
+# tokens of an output of which nothing is known
+_PRIOR: Final = 256
+# before anything is measured: only the ratio matters, an output token costs a step of its own
+_PROMPT_SECONDS: Final = 1e-4
+_OUTPUT_SECONDS: Final = 2e-3
+# of max_tokens
+_NO_LIMIT: Final = 2**62
+
+
+class _Window:
+    """The last ``size`` values, sorted."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._order: deque[int] = deque()
+        self.values: list[int] = []
+
+    def add(self, value: int) -> None:
+        self._order.append(value)
+        insort(self.values, value)
+        if len(self._order) > self._size:
+            oldest = self._order.popleft()
+            self.values.pop(bisect_right(self.values, oldest) - 1)
+
+
+class LengthHistory:
+    """Final output lengths by label, falling back to all labels together.
+
+    Args:
+        window: lengths remembered per label.
+        min_samples: a label with fewer uses the history of all labels together.
+    """
+
+    def __init__(self, *, window: int = 200, min_samples: int = 8) -> None:
+        self._window = window
+        self._min_samples = min_samples
+        self._labels: dict[Hashable, _Window] = {}
+        self._all = _Window(2 * window)
+
+    def observe(self, label: Hashable, num_output: int) -> None:
+        """A request of this label ended by itself after ``num_output`` tokens."""
+        self._labels.setdefault(label, _Window(self._window)).add(num_output)
+        self._all.add(num_output)
+
+    def quantile(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int | None:
+        """The q-quantile of the final length of a request with ``num_output`` tokens so far, in
+        ``(num_output, max_tokens]``; None while nothing is known, or nothing so long was seen."""
+        window = self._labels.get(label)
+        if window is None or len(window.values) < self._min_samples:
+            window = self._all
+        values = window.values
+        first = bisect_right(values, num_output)
+        longer = len(values) - first
+        if len(values) < self._min_samples or longer == 0:
+            return None
+        return min(values[first + min(int(q * longer), longer - 1)], max_tokens)
+
+
+class WorkEstimator:
+    """Combines the step-time model with the history of output lengths."""
+
+    def __init__(self, step_time: StepTimeModel, lengths: LengthHistory) -> None:
+        self._step_time = step_time
+        self._lengths = lengths
+
+    def output_tokens(self, request: Request, q: float = 0.5) -> int:
+        """The q-quantile of the final number of output tokens; max_tokens if nothing is known."""
+        known = self._quantile(request, q)
+        return request.asked.sampling.max_tokens if known is None else known
+
+    def expected_tokens(self, request: Request, q: float) -> int:
+        """Like ``output_tokens``, but where nothing is known twice what there is: few callers who
+        allow thousands of tokens get them, and memory kept for all of these would lie idle."""
+        known = self._quantile(request, q)
+        if known is not None:
+            return known
+        return min(request.asked.sampling.max_tokens, max(_PRIOR, 2 * request.num_output_tokens))
+
+    def least_left(self, requests: Iterable[Request], q: float) -> list[int]:
+        """Output tokens still to come of each request by a q-quantile; one where nothing is known.
+
+        Most requests that wait have no output yet: the history is asked once for their label.
+        """
+        known: dict[Hashable, int | None] = {}
+        left: list[int] = []
+        for request in requests:
+            num_output = request.num_output_tokens
+            if num_output:
+                length = self._quantile(request, q)
+                left.append(1 if length is None else length - num_output)
+                continue
+            label = request.label
+            if label not in known:
+                known[label] = self._lengths.quantile(label, 0, _NO_LIMIT, q)
+            length, most = known[label], request.max_total_tokens - request.num_tokens
+            left.append(1 if length is None else min(length, most))
+        return left
+
+    def _quantile(self, request: Request, q: float) -> int | None:
+        return self._lengths.quantile(
+            request.label, request.num_output_tokens, request.asked.sampling.max_tokens, q
+        )
+
+    def prompt_seconds(self, num_tokens: int) -> float:
+        """Seconds to compute that many prompt tokens in one step of their own."""
+        if not self._step_time.ready:
+            return _PROMPT_SECONDS * num_tokens
+        return self._step_time.predict(StepShape().plus(0, max(2, num_tokens)))
+
+    def seconds(self, request: Request) -> float:
+        """The share of the engine's time that a new request needs."""
+        output = self.output_tokens(request) - request.num_output_tokens
+        prompt, new = request.num_prompt_tokens, request.num_new_tokens
+        if not self._step_time.ready:
+            return _PROMPT_SECONDS * new + _OUTPUT_SECONDS * output
+        idle = self._step_time.predict(StepShape())
+        row = self._step_time.predict(StepShape().plus(prompt + output // 2, 1)) - idle
+        return self.prompt_seconds(new) + output * row

@@ -1,0 +1,194 @@
+"""Seconds a step will take, from what is in it: fitted online, used by everybody who predicts.
+
+The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
+mixed batches)::
+
+    t = a0 + a1*T + a2*SUM_wide n*(s + n/2) + a3*R + a4*SUM_narrow s + a5*[T > 0]
+
+A row is *narrow* when it computes one token and *wide* otherwise; T counts the tokens of wide
+rows, R the narrow rows, s the tokens before a row, n the tokens in it. All coefficients are kept
+at 0 or more, so that more work never predicts less time.
+
+This module does not know requests, the clock, or who asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from operator import itemgetter, mul
+from typing import Final, NamedTuple
+
+from paceline.core.outputs import ScheduledRow
+from paceline.core.predict.memory_bound import Hinge
+
+__all__ = ["StepShape", "StepTimeModel"]
+
+# brings every feature to about 1 in a busy step, so that one ridge term suits all
+_SCALES: Final = (1.0, 1e-3, 1e-6, 1e-2, 1e-5, 1.0)
+_SIZE: Final = len(_SCALES)
+_RIDGE: Final = 1e-6
+_SWEEPS: Final = 12
+_LATER_SWEEPS: Final = 4
+# observations between two fits once there are many
+_REFIT: Final = 32
+_WINDOW: Final = 256
+# of (index, feature)
+_VALUE: Final = itemgetter(1)
+
+
+class StepShape(NamedTuple):
+    """What a step's time depends on; add rows one by one to plan, or take it of a whole plan."""
+
+    # tokens of wide rows
+    wide_tokens: int = 0
+    # keys that wide rows attend to, summed over their tokens
+    wide_keys: float = 0.0
+    narrow_rows: int = 0
+    # keys that narrow rows attend to
+    narrow_keys: int = 0
+
+    def plus(self, start: int, num_tokens: int) -> StepShape:
+        """This step with one more row."""
+        if num_tokens == 1:
+            return StepShape(
+                self.wide_tokens, self.wide_keys, self.narrow_rows + 1, self.narrow_keys + start
+            )
+        return StepShape(
+            self.wide_tokens + num_tokens,
+            self.wide_keys + num_tokens * (start + num_tokens / 2),
+            self.narrow_rows,
+            self.narrow_keys,
+        )
+
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledRow]) -> StepShape:
+        wide_tokens = narrow_rows = narrow_keys = 0
+        wide_keys = 0.0
+        for _, start, num_tokens, _, _ in rows:
+            if num_tokens == 1:
+                narrow_rows += 1
+                narrow_keys += start
+            else:
+                wide_tokens += num_tokens
+                wide_keys += num_tokens * (start + num_tokens / 2)
+        return cls(wide_tokens, wide_keys, narrow_rows, narrow_keys)
+
+    def features(self) -> tuple[float, ...]:
+        constant, per_token, per_key, per_row, per_narrow_key, any_wide = _SCALES
+        return (
+            constant,
+            self.wide_tokens * per_token,
+            self.wide_keys * per_key,
+            self.narrow_rows * per_row,
+            self.narrow_keys * per_narrow_key,
+            any_wide if self.wide_tokens > 0 else 0.0,
+        )
+
+
+class StepTimeModel:
+    """Weighted non-negative least squares with forgetting.
+
+    Observations are weighted by 1 / seconds^2, so that relative errors count and short steps are
+    predicted as well as long ones.
+
+    Args:
+        forgetting: weight kept by an observation at each later one; 0.995 remembers ~200 steps.
+        min_observations: below this ``ready`` is False and predictions are not to be used.
+    """
+
+    def __init__(self, *, forgetting: float = 0.995, min_observations: int = 16) -> None:
+        self._forgetting = forgetting
+        self._min_observations = min_observations
+        self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
+        self._moment = [0.0] * _SIZE
+        # weight of the newest observation, but for its seconds
+        self._growth = 1.0
+        self._weights = [0.0] * _SIZE
+        # the same for features that are not scaled
+        self._rates = [0.0] * _SIZE
+        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._sorted_ratios: list[float] = []
+        self._hinge = Hinge(_SIZE)
+        self.num_observations = 0
+        # enough was observed to predict
+        self.ready = min_observations <= 0
+        # up to so many tokens in a step cost next to nothing beside those that are in it anyway; 0
+        # where no such size was found (``memory_bound``). Predictions know nothing of it
+        self.free_tokens = 0
+
+    @property
+    def wide_per_narrow(self) -> float:
+        """Tokens of wide rows for each narrow one, lately; 0.0 before any was measured."""
+        return self._hinge.wide_per_narrow
+
+    def predict(self, shape: StepShape) -> float:
+        """Expected seconds; 0.0 before the first observation."""
+        constant, per_token, per_key, per_row, per_narrow_key, any_wide = self._rates
+        wide_tokens, wide_keys, narrow_rows, narrow_keys = shape
+        seconds = constant + per_row * narrow_rows + per_narrow_key * narrow_keys
+        if wide_tokens > 0:
+            seconds += any_wide + per_token * wide_tokens + per_key * wide_keys
+        return seconds
+
+    def row_seconds(self, start: int) -> float:
+        """What one more row of one token adds to a step."""
+        return self._rates[3] + self._rates[4] * start
+
+    def quantile(self, q: float) -> float:
+        """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
+        if not self._sorted_ratios:
+            return 1.0
+        return self._sorted_ratios[
+            min(int(q * len(self._sorted_ratios)), len(self._sorted_ratios) - 1)
+        ]
+
+    def observe(self, shape: StepShape, seconds: float) -> float:
+        """Learn from one measured step. Returns what had been predicted for it."""
+        features = shape.features()
+        predicted = self.predict(shape)
+        if self.ready and predicted > 0.0:
+            self._ratios.append(seconds / predicted)
+        # instead of making the old ones lighter, make each heavier than the one before: most
+        # features of most steps are zero, and zeros need no work then
+        self._growth /= self._forgetting
+        weight = self._growth / max(seconds, 1e-6) ** 2
+        present = list(filter(_VALUE, enumerate(features)))
+        for i, x_i in present:
+            share = weight * x_i
+            self._moment[i] += share * seconds
+            row = self._gram[i]
+            for j, x_j in present:
+                row[j] += share * x_j
+        self._hinge.observe(present, weight, shape.wide_tokens, shape.narrow_rows, seconds)
+        self.num_observations += 1
+        self.ready = self.num_observations >= self._min_observations
+        if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
+            self._rescale()
+            self._solve()
+            self._sorted_ratios = sorted(self._ratios)
+        self._hinge.look(self.num_observations, self._gram, self._moment)
+        self.free_tokens = self._hinge.free_tokens
+        return predicted
+
+    def _rescale(self) -> None:
+        """Weigh the newest observation 1 again, before numbers grow out of hand."""
+        shrink = 1.0 / self._growth
+        self._gram = [[g * shrink for g in row] for row in self._gram]
+        self._moment = [m * shrink for m in self._moment]
+        self._hinge.rescale(shrink)
+        self._growth = 1.0
+
+    def _solve(self) -> None:
+        """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
+        weights, gram, moment = self._weights, self._gram, self._moment
+        ridge = _RIDGE * gram[0][0]
+        for _ in range(_SWEEPS if self.num_observations <= 64 else _LATER_SWEEPS):
+            for i in range(_SIZE):
+                row = gram[i]
+                diagonal = row[i] + ridge
+                if diagonal <= 0.0:
+                    continue
+                rest = sum(map(mul, row, weights)) - row[i] * weights[i]
+                weights[i] = max(0.0, (moment[i] - rest) / diagonal)
+        self._rates = list(map(mul, weights, _SCALES))

@@ -1,0 +1,52 @@
+"""Requests that wait for another one's prompt: the other choices of ``n > 1``.
+
+A fork is unready until its parent's prompt is computed; then it shares the parent's blocks. If the
+parent ends before that, the fork stands on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.core.request import Request
+
+__all__ = ["Forks"]
+
+
+class Forks:
+    """Unready forks by their parent's id."""
+
+    def __init__(self) -> None:
+        # to look at: empty in most steps, which costs a plain step no call
+        self.by_parent: dict[str, list[Request]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        for children in self.by_parent.values():
+            yield from children
+
+    def add(self, parent: Request, child: Request) -> None:
+        self.by_parent.setdefault(parent.request_id, []).append(child)
+        self._size += 1
+
+    def take(self, parent: Request) -> list[Request]:
+        """Take out all that wait for ``parent``; empty when none does."""
+        children = self.by_parent.pop(parent.request_id, [])
+        self._size -= len(children)
+        return children
+
+    def of(self, parent: Request) -> tuple[Request, ...]:
+        """Those that wait for ``parent``."""
+        return tuple(self.by_parent.get(parent.request_id, ()))
+
+    def remove(self, child: Request) -> None:
+        """Take one out that ended while it waited."""
+        assert child.asked.fork_of is not None
+        siblings = self.by_parent[child.asked.fork_of]
+        siblings.remove(child)
+        self._size -= 1
+        if not siblings:
+            del self.by_parent[child.asked.fork_of]

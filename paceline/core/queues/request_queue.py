@@ -1,0 +1,131 @@
+"""Waiting requests by order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+from paceline.core.request import Request
+
+__all__ = ["RequestQueue", "WaitingQueue"]
+
+# entries looked at for each member asked for
+_VISITS: Final = 4
+
+
+class WaitingQueue(Protocol):
+    """Requests that wait for admission. The scheduler pops the first, tries it, and pushes it back
+    if it does not fit."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """All members, in no particular order."""
+        ...
+
+    def __contains__(self, request: Request) -> bool: ...
+
+    def push(self, request: Request) -> None: ...
+
+    def peek(self) -> Request | None:
+        """The first, or None when empty."""
+        ...
+
+    def first(self, count: int) -> list[Request]:
+        """Members likely to be the next, in order, at most so many, and taking no longer the more
+        there are in all. Changes nothing."""
+        ...
+
+    def pop(self) -> Request | None:
+        """Take the first, or None when empty."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take a member out for good."""
+        ...
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every member can be popped exactly once."""
+        ...
+
+
+class RequestQueue:
+    """Requests by ``order``: a heap with lazy removal, O(log n) amortised."""
+
+    def __init__(self) -> None:
+        # (*order, number of the push, request), flat: comparing nested tuples costs twice as much
+        self._heap: list[tuple[float, int, int, Request]] = []
+        # with the number of the push that counts: one that came back has an entry for each
+        self._members: dict[str, tuple[int, Request]] = {}
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._members.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._members
+
+    def push(self, request: Request) -> None:
+        self._num_pushed += 1
+        self._members[request.request_id] = (self._num_pushed, request)
+        heapq.heappush(self._heap, (*request.order, self._num_pushed, request))
+
+    def peek(self) -> Request | None:
+        heap = self._heap
+        while heap:
+            # as ``_is_live``, without the call
+            _, _, number, request = heap[0]
+            member = self._members.get(request.request_id)
+            if member is not None and member[0] == number:
+                return request
+            heapq.heappop(heap)
+        return None
+
+    def first(self, count: int) -> list[Request]:
+        heap = self._heap
+        found: list[Request] = []
+        # nodes of the heap whose parents were visited, the least first
+        frontier = [(heap[0], 0)] if heap else []
+        # stale entries are few, but need not be
+        left = _VISITS * count
+        while frontier and len(found) < count and left:
+            left -= 1
+            entry, index = heapq.heappop(frontier)
+            if self._is_live(entry):
+                found.append(entry[3])
+            for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                heapq.heappush(frontier, (heap[child], child))
+        return found
+
+    def pop(self) -> Request | None:
+        request = self.peek()
+        if request is not None:
+            heapq.heappop(self._heap)
+            del self._members[request.request_id]
+            if not self._members:
+                self._heap.clear()
+        return request
+
+    def remove(self, request: Request) -> None:
+        # its heap entry goes when it surfaces, or here when most are stale
+        del self._members[request.request_id]
+        if not self._members:
+            self._heap.clear()
+        elif len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
+            self._heap = list(filter(self._is_live, self._heap))
+            heapq.heapify(self._heap)
+
+    def _is_live(self, entry: tuple[float, int, int, Request]) -> bool:
+        member = self._members.get(entry[3].request_id)
+        return member is not None and member[0] == entry[2]
+
+    def check_integrity(self) -> None:
+        live = [entry for entry in self._heap if self._is_live(entry)]
+        assert sorted(entry[3].request_id for entry in live) == sorted(self._members), (
+            "heap and members of the queue differ"
+        )
+        assert all(entry[:2] == entry[3].order for entry in live), "a member's order has changed"

@@ -1,0 +1,84 @@
+"""Why requests wait: seconds by reason, for all of them at the price of one.
+
+At every step the scheduler notes what holds the head of the queue up. That is what holds everybody
+behind it up too, so a request's own wait is the difference of two readings of one set of clocks.
+
+This module does not know what the reasons mean to the scheduler.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from operator import sub
+from typing import Final
+
+__all__ = ["REASONS", "Reason", "WaitClocks"]
+
+
+class Reason(enum.IntEnum):
+    """What held a request up; the lower-case names are the labels of metrics."""
+
+    # the step under way when it came: plans are made between steps
+    STEP = 0
+    # the tokens of the step were spent on others
+    BUDGET = 1
+    # max_num_seqs requests run
+    SLOTS = 2
+    # not enough KV blocks, now or as predicted
+    MEMORY = 3
+    # one more would make the running requests' tokens late
+    PACE = 4
+    # the policy holds arrivals back, or keeps room for one of its choice
+    POLICY = 5
+    # the memory-pressure valve is open
+    PRESSURE = 6
+
+
+REASONS: Final = tuple(reason.name.lower() for reason in Reason)
+
+
+class WaitClocks:
+    """One clock per reason, of which one runs at a time.
+
+    ``now`` must not go backwards.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [0.0] * len(REASONS)
+        self._reason: Reason | None = None
+        self._since = 0.0
+
+    def run(self, now: float) -> None:
+        """Up to ``now`` the queue was held up by what was noted last."""
+        if self._reason is not None:
+            self._seconds[self._reason] += max(0.0, now - self._since)
+        self._since = now
+
+    def note(self, reason: Reason | None, now: float) -> None:
+        """From ``now`` on the queue is held up by this; None: nobody waits."""
+        self.run(now)
+        self._reason = reason
+
+    def stop(self) -> None:
+        """Nobody waits any more, and it is not known since when: what no ``note`` has seen is not
+        counted."""
+        self._reason = None
+
+    def reading(self) -> tuple[float, ...]:
+        """Seconds by reason up to the last ``run`` or ``note``."""
+        return tuple(self._seconds)
+
+    def since(self, reading: Sequence[float], waited: float) -> list[float]:
+        """How a wait of ``waited`` seconds that began after ``reading`` was spent, by reason.
+
+        What no clock covers is ``Reason.STEP``; the sum is ``waited``.
+        """
+        spent = list(map(sub, self._seconds, reading))
+        covered = sum(spent)
+        if covered > waited:
+            # the clock that ran when the wait began had run before
+            scale = waited / covered
+            return [seconds * scale for seconds in spent]
+        spent[Reason.STEP] += waited - covered
+        return spent

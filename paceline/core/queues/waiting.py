@@ -1,0 +1,289 @@
+"""Requests that wait: a queue of the policy's for each tier, sums over them, and their wait clocks.
+
+This module does not know which policy orders the queues or what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Final
+
+from paceline.core.memory.offload import Offload
+from paceline.core.queues.request_queue import WaitingQueue
+from paceline.core.queues.wait_clocks import WaitClocks
+from paceline.core.request import Request
+from paceline.core.slo import NO_SLO
+from paceline.core.tier import Tier
+
+__all__ = ["WaitingRoom"]
+
+_ORDER: Final = attrgetter("order")
+# members whose swapped blocks may be fetched ahead, those that come next
+_LOOK_AHEAD: Final = 16
+
+
+def _is_targeted(request: Request) -> bool:
+    # all of it stays as it is while a request waits
+    return (
+        request.targets.ttft is not None
+        and request.tier is Tier.ORDINARY
+        and request.first_scheduled_time is None
+    )
+
+
+def _first_token_due(request: Request) -> float:
+    return request.asked.arrival_time + (request.targets.ttft or 0.0)
+
+
+def _promise(request: Request) -> tuple[float, int, Request] | None:
+    # unlike any other: requests themselves are never compared
+    deadline = request.targets.deadline
+    if deadline is None or request.tier is not Tier.PROMISED:
+        return None
+    return request.asked.arrival_time + deadline, request.order[1], request
+
+
+class WaitingRoom:
+    """All requests that could be admitted next. Those that wait for an event are in ``forks``.
+
+    Args:
+        make_queue: the policy's; called once for each tier. Only this room changes the queues.
+        later: the policy's key of a demoted request.
+        offload: keeps the blocks that waiting requests hold.
+        group: requests of one group are kept in one row, in order; one group for all where tenants
+            are not kept apart.
+    """
+
+    def __init__(
+        self,
+        make_queue: Callable[[], WaitingQueue],
+        later: Callable[[float], float],
+        offload: Offload,
+        group: Callable[[Request], str] = lambda _: "",
+    ) -> None:
+        # by tier
+        self._queues = tuple(make_queue() for _ in Tier)
+        # the queue of requests that are not best effort, to look at
+        self.ordinary = self._queues[Tier.ORDINARY]
+        self._later = later
+        self.offload = offload
+        self.group = group
+        self.clocks = WaitClocks()
+        # arrived since the last plan was made
+        self._newcomers: list[Request] = []
+        # ordinary members with a TTFT target that were never started, by group, in order; no group
+        # is empty
+        self._targeted: dict[str, list[Request]] = {}
+        # when their first tokens are due, sorted
+        self._dues: list[float] = []
+        # arrivals and departures of these
+        self.num_changes = 0
+        # members of tier PROMISED with a deadline, the earliest first: (deadline, number of
+        # arrival, request)
+        self.promised: list[tuple[float, int, Request]] = []
+        # by tier: new prompt tokens, favoured members, and new prompt tokens of these
+        self._num_tokens = [0] * len(Tier)
+        self._num_favoured = [0] * len(Tier)
+        self._favoured_tokens = [0] * len(Tier)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(*self._queues)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._queues[request.tier]
+
+    # ------------------------------------------------------------------ coming and going
+
+    def arrive(self, request: Request) -> None:
+        """A request begins to wait between two plans: until the next one for that alone."""
+        self.enter(request, request.asked.arrival_time)
+        self._newcomers.append(request)
+
+    def enter(self, request: Request, now: float) -> None:
+        """A request begins to wait while a plan is made."""
+        request.history.waiting_since = now
+        request.history.waits_before = self.clocks.reading()
+        self.push(request)
+
+    def begin_plan(self, now: float) -> None:
+        """Add up what members have waited for until now."""
+        self.clocks.run(now)
+        if self._newcomers:
+            reading = self.clocks.reading()
+            for request in self._newcomers:
+                request.history.waits_before = reading
+            self._newcomers.clear()
+
+    def rest(self) -> None:
+        """No request is left, and it may be long until a plan is made."""
+        self.clocks.stop()
+        self._newcomers.clear()
+
+    def leave(self, request: Request, now: float) -> None:
+        """A member that was taken is admitted: add up what it waited for."""
+        history = request.history
+        waited = max(0.0, now - history.waiting_since)
+        spent = self.clocks.since(history.waits_before, waited)
+        if history.waits:
+            spent = [old + new for old, new in zip(history.waits, spent, strict=True)]
+        history.waits = spent
+
+    def push(self, request: Request) -> None:
+        """Put a request at its place; one that was taken goes on waiting."""
+        tier = request.tier
+        self._size += 1
+        self._num_tokens[tier] += request.num_new_tokens
+        if request.favoured:
+            self._num_favoured[tier] += 1
+            self._favoured_tokens[tier] += request.num_new_tokens
+        if request.block_ids or request.num_swapped_tokens:
+            self.offload.enter(request)
+        if request.targets is not NO_SLO:
+            if _is_targeted(request):
+                self.num_changes += 1
+                insort(self._targeted.setdefault(self.group(request), []), request, key=_ORDER)
+                insort(self._dues, _first_token_due(request))
+            if (promise := _promise(request)) is not None:
+                insort(self.promised, promise)
+        self._queues[tier].push(request)
+
+    def take(self, head: Request) -> None:
+        """Take out the first of its tier."""
+        taken = self._queues[head.tier].pop()
+        assert taken is head, "another request came first"
+        self._uncount(head)
+
+    def remove(self, request: Request) -> None:
+        """Take a member out, wherever it stands."""
+        self._queues[request.tier].remove(request)
+        self._uncount(request)
+
+    def move(self, request: Request, change: Callable[[Request], None]) -> None:
+        """Change a member's tier or order, and put it at its new place."""
+        self.remove(request)
+        change(request)
+        self.push(request)
+
+    def _uncount(self, request: Request) -> None:
+        tier = request.tier
+        self._size -= 1
+        self._num_tokens[tier] -= request.num_new_tokens
+        if request.favoured:
+            self._num_favoured[tier] -= 1
+            self._favoured_tokens[tier] -= request.num_new_tokens
+        if request.block_ids or request.num_swapped_tokens:
+            self.offload.leave(request)
+        if request.targets is NO_SLO:
+            return
+        if _is_targeted(request):
+            self.num_changes += 1
+            group = self.group(request)
+            own = self._targeted[group]
+            del own[bisect_left(own, request.order, key=_ORDER)]
+            if not own:
+                del self._targeted[group]
+            del self._dues[bisect_left(self._dues, _first_token_due(request))]
+        if (promise := _promise(request)) is not None:
+            del self.promised[bisect_left(self.promised, promise)]
+
+    # ------------------------------------------------------------------ views
+
+    def peek_best_effort(self, *, pressing: bool) -> Request | None:
+        """The first best-effort request. Those without targets come last; among the others order
+        decides, but while deadlines press, requests that have missed theirs count as later."""
+        _, promised, relegated, background = self._queues
+        first, second = promised.peek(), relegated.peek()
+        if first is None or second is None:
+            return first or second or background.peek()
+        key, number = second.order
+        if pressing:
+            key = self._later(key)
+        return second if (key, number) < first.order else first
+
+    def first(self, *, pressing: bool) -> Request | None:
+        """The first of all: best effort only if no other request waits."""
+        return self._queues[0].peek() or self.peek_best_effort(pressing=pressing)
+
+    def oldest_best_effort(self) -> Request | None:
+        """The best-effort request that comes first by order alone."""
+        heads = [queue.peek() for queue in self._queues[1:]]
+        return min((head for head in heads if head is not None), key=_ORDER, default=None)
+
+    def any_before(self, tier: Tier) -> bool:
+        """Whether a request of an earlier tier waits."""
+        return any(map(len, self._queues[:tier]))
+
+    @property
+    def targeted(self) -> Mapping[str, Sequence[Request]]:
+        """Members whose first token is due at some time and has not come, by group, in order."""
+        return self._targeted
+
+    @property
+    def earliest_due(self) -> float:
+        """When the first of these first tokens is due; never, if there are none."""
+        return self._dues[0] if self._dues else math.inf
+
+    @property
+    def num_ordinary_tokens(self) -> int:
+        """``num_new_tokens`` of those that are not best effort."""
+        return self._num_tokens[Tier.ORDINARY]
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Of all members: prompt tokens that were not in the prefix cache when they arrived."""
+        return sum(self._num_tokens)
+
+    def ahead_of(self, request: Request) -> tuple[int, int]:
+        """(requests, new prompt tokens) taken to be served before a newcomer: all of them, less
+        best effort unless it is that itself; before a favoured one only favoured ones."""
+        tier = request.tier
+        tiers = Tier.BACKGROUND if Tier.ORDINARY < tier < Tier.BACKGROUND else tier + 1
+        if request.favoured:
+            return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
+        return sum(map(len, self._queues[:tiers])), sum(self._num_tokens[:tiers])
+
+    def upcoming(self, count: int) -> list[Request]:
+        """Requests likely to be admitted next, in order, at most so many."""
+        ordinary, *others = self._queues
+        found = ordinary.first(count)
+        if len(found) < count and any(map(len, others)):
+            *promised, background = (queue.first(count - len(found)) for queue in others)
+            found += [*sorted(chain(*promised), key=_ORDER), *background][: count - len(found)]
+        return found
+
+    def fetch_ahead(self, num_running: int, max_tokens: int) -> None:
+        """Fetch the swapped blocks of the members that come next, with a block to spare for each
+        running request; see ``Offload.prefetch``."""
+        if self.offload.has_swapped:
+            self.offload.prefetch(self.upcoming(_LOOK_AHEAD), num_running, max_tokens)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless sums and members agree."""
+        members = list(self)
+        assert len(members) == self._size
+        self.offload.check_integrity(members)
+        assert sorted(filter(None, map(_promise, members))) == self.promised
+        self._check_targeted(members)
+        for tier, queue in enumerate(self._queues):
+            assert all(request.tier == tier for request in queue)
+            assert sum(request.num_new_tokens for request in queue) == self._num_tokens[tier]
+            favoured = [request.num_new_tokens for request in queue if request.favoured]
+            assert len(favoured) == self._num_favoured[tier]
+            assert sum(favoured) == self._favoured_tokens[tier]
+            queue.check_integrity()
+
+    def _check_targeted(self, members: list[Request]) -> None:
+        targeted = sorted(filter(_is_targeted, members), key=_ORDER)
+        assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
+        assert self._dues == sorted(map(_first_token_due, targeted))
+        for group, own in self._targeted.items():
+            assert own and all(self.group(request) == group for request in own)
+            assert own == sorted(own, key=_ORDER)

@@ -1,0 +1,186 @@
+"""What one step may do: the seam between the plain step and everything that exists for targets.
+
+A ``Pacing`` makes the limits anew for each step. ``Plain`` is the null object: it serves requests
+without targets, and nothing that exists for targets is on its call path; it does not know tenants
+or forecasts either. ``pacing.paced.Paced`` is the other one.
+
+::
+
+    limits = pacing.limits(now, starts, held=...)        tokens, passes, gates
+    for part in limits.passes:
+        rows for part.running, then for part.must_run
+        admit waiting requests up to tier part.last      limits.next / demotes / obstacle / admitted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from paceline.core.memory.pressure import Pressure
+from paceline.core.policies import overrides
+from paceline.core.predict.step_time import StepShape
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.request import Request
+from paceline.core.step.builder import StepBuilder
+from paceline.core.step.displacement import Displacement
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
+
+__all__ = ["Pacing", "Pass", "Plain", "StepLimits", "cap_chunk"]
+
+# prompt tokens of a step under memory pressure, at least
+_MIN_CHUNK = 32
+
+
+class Pass(NamedTuple):
+    """Part of a step: rows for running requests of some tiers, then admissions of these tiers."""
+
+    # get rows in this order
+    running: list[Request]
+    # requests of later tiers, one token behind, that must not sit this step out
+    must_run: list[Request]
+    # waiting requests up to this tier are admitted
+    last: Tier
+
+
+class StepLimits:
+    """The limits of a plain step, and the base of others. Good for one step.
+
+    Args:
+        tokens: of all rows together; one for each running request and one more at least.
+    """
+
+    # running requests of later passes ask ``takes`` before they get a row
+    asks = False
+    # rows of requests without targets are metered by ``added``
+    meters = False
+    # promised best-effort requests come before those that missed their targets
+    pressing = False
+    # prompt tokens kept for a request that others made way for
+    reserved = 0
+    # a best-effort request that gives its memory up before anything is planned
+    evicted: Request | None = None
+    # predicted seconds of ordinary rows alone; None: there are no others
+    ordinary_seconds: float | None = None
+    # in order; a token is kept for every running request of later passes
+    passes: Sequence[Pass] = ()
+
+    def __init__(self, state: SchedulerState, tokens: int) -> None:
+        self.tokens = tokens
+        # prompt tokens of the step, for forecasts
+        self.chunk_tokens = tokens
+        self._waiting = state.waiting
+        self._running = state.running.requests
+        self._max_num_seqs = state.config.max_num_seqs
+
+    # ------------------------------------------------------------------ admission
+
+    def next(
+        self, step: StepBuilder, last: Tier, passed: Sequence[Request]
+    ) -> Request | Reason | None:
+        """The waiting request that is tried next, or why no other is tried in this pass.
+
+        Args:
+            last: the pass admits requests up to this tier.
+            passed: requests that were tried in this pass and not admitted.
+        """
+        head = self._waiting.ordinary.peek()
+        if head is None:
+            return None
+        if step.budget <= 0:
+            return Reason.BUDGET
+        return Reason.SLOTS if len(self._running) >= self._max_num_seqs else head
+
+    def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
+        """Whether the request, just taken from the queue, was moved to a later tier instead."""
+        return False
+
+    def obstacle(self, request: Request) -> Reason | None:
+        """What keeps the request out beside memory; None: nothing."""
+        return None
+
+    def admitted(self, request: Request) -> None:
+        """The request was admitted, and gets its first row next."""
+
+    # ------------------------------------------------------------------ rows of later passes
+
+    def takes(self, step: StepBuilder, request: Request) -> bool:
+        """Whether a running request of a later pass gets a row."""
+        return True
+
+    def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
+        """Tokens of the largest chunk of a best-effort request that this step has room for."""
+        return max(1, step.budget)
+
+    def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
+        """A row was added; ``before`` is the step without it. Called only if ``meters``."""
+
+    def lengthened(self, step: StepBuilder, before: StepShape) -> None:
+        """Best-effort rows were added in the first pass, or a best-effort request was admitted;
+        ``before`` is the step without that."""
+
+    def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
+        """The first of several passes is over; ``num_must_run`` of its rows are best effort."""
+
+
+class Pacing(Protocol):
+    """Makes the limits of steps. The scheduler asks one of two, see ``Scheduler``."""
+
+    @property
+    def pressing(self) -> bool:
+        """Promised best-effort requests come before those that missed their targets, as of the last
+        step."""
+        ...
+
+    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
+        """The limits of the step that is planned now. Moves requests between tiers first, and
+        preempts running requests for a better one that waits.
+
+        Args:
+            starts: when the step is predicted to start.
+            held: the policy admits no request for now.
+        """
+        ...
+
+    def rest(self) -> None:
+        """The last request has ended: nothing of a request is kept."""
+        ...
+
+
+def cap_chunk(tokens: int, num_running: int, pressure: Pressure) -> int:
+    """Tokens of a step under memory pressure: a quarter of the prompt tokens."""
+    if pressure < Pressure.SMALL_CHUNKS:
+        return tokens
+    return min(tokens, num_running + max(_MIN_CHUNK, (tokens - num_running) // 4))
+
+
+class Plain:
+    """The null object of ``Pacing``: steps are no larger than brings throughput, running requests
+    get their tokens first, and waiting ones are admitted in the policy's order."""
+
+    pressing = False
+
+    def __init__(self, state: SchedulerState, displacement: Displacement) -> None:
+        self._state = state
+        # without best effort, the other policies displace no request
+        displaces = overrides(state.policy, "displaces")
+        self._displacement = displacement if displaces else None
+
+    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
+        state = self._state
+        running = state.running.requests
+        tokens = state.chunk.plain_tokens(running)
+        limits = StepLimits(state, tokens)
+        limits.chunk_tokens = tokens - len(running)
+        if state.valve.level:
+            limits.tokens = cap_chunk(tokens, len(running), state.valve.level)
+        if self._displacement is not None and not held:
+            head = state.waiting.ordinary.peek()
+            if head is not None:
+                limits.reserved = self._displacement.make_way(head, now, state.policy.displaces)
+        limits.passes = (Pass(list(running), [], Tier.ORDINARY),)
+        return limits
+
+    def rest(self) -> None:
+        """Nothing of a request is kept."""

@@ -1,0 +1,113 @@
+"""One step as passes over data: rows for running requests, then admissions, tier by tier.
+
+A plain step has one pass. State lives in what the passes are given; the planner keeps none from one
+step to the next.
+
+This module does not know how the passes are chosen, how requests arrive and end, nor what a step
+brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.queues.wait_clocks import Reason
+from paceline.core.request import Request, RequestStatus
+from paceline.core.step.admission import Admission
+from paceline.core.step.builder import StepBuilder
+from paceline.core.step.kinds import choose_kind, fill_narrow
+from paceline.core.step.limits import Pass, StepLimits
+from paceline.core.step.rows import Rows
+from paceline.core.step.state import SchedulerState
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Fills steps."""
+
+    def __init__(self, state: SchedulerState, rows: Rows, admission: Admission) -> None:
+        self._state = state
+        self._mixes = state.policy.mixes
+        self._waiting = state.waiting
+        self._running = state.running
+        self._rows = rows
+        self._admission = admission
+
+    def fill(
+        self, step: StepBuilder, limits: StepLimits, now: float, *, held: bool
+    ) -> Reason | None:
+        """Plan rows, and return what holds the head of the queue up; None if nothing does.
+
+        Args:
+            held: the policy admits no request for now.
+        """
+        if not self._mixes:
+            choose_kind(step, limits, self._state, held)
+        if limits.evicted is not None:
+            self._running.preempt(limits.evicted, now)
+        held_by = Reason.POLICY if held or not step.wide else None
+        for number, part in enumerate(limits.passes):
+            held_by = self._run(step, limits, number, part, held_by, now)
+        if not step.rows and not step.narrow:
+            fill_narrow(step, limits, self._running.requests, self._rows, now)
+        for child in step.forked:
+            self._waiting.enter(child, now)
+        return held_by
+
+    def _run(
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        number: int,
+        part: Pass,
+        held_by: Reason | None,
+        now: float,
+    ) -> Reason | None:
+        """One pass; no request is admitted if ``held_by`` says why. Returns what does now."""
+        running, later = part.running, 0
+        if len(limits.passes) > 1:
+            running = _still_running(running)
+            later = sum(len(_still_running(p.running)) for p in limits.passes[number + 1 :])
+        reserved = later
+        if not number:
+            reserved += len(part.must_run) + limits.reserved
+        preempted = bool(running) and self._rows.extend(
+            step, limits, running, reserved, now, limited=number > 0
+        )
+        if held_by is None and preempted and self._running.requests:
+            held_by = Reason.MEMORY
+        num_rows = len(step.rows)
+        preempted = bool(part.must_run) and self._must_run(step, limits, part.must_run, now)
+        num_must_run = len(step.rows) - num_rows
+        if held_by is None and len(self._waiting):
+            step.budget -= later
+            held_by = self._admission.let_in(step, limits, part.last, now)
+            step.budget += later
+        if held_by is None and preempted:
+            held_by = Reason.MEMORY
+        if number == 0 and len(limits.passes) > 1:
+            limits.first_pass_done(step, num_must_run)
+        return held_by
+
+    def _must_run(
+        self, step: StepBuilder, limits: StepLimits, must_run: Sequence[Request], now: float
+    ) -> bool:
+        """Rows for best effort that must not sit the step out. Returns whether a request had to
+        give way for them."""
+        running = _still_running(must_run)
+        if not running:
+            return False
+        for request in running:
+            request.num_skipped_steps = 0
+        before = step.shape
+        # they are narrow: no token has to be left for others
+        preempted = self._rows.extend(step, limits, running, 0, now, limited=False)
+        limits.lengthened(step, before)
+        return preempted
+
+
+def _still_running(requests: Sequence[Request]) -> list[Request]:
+    """Requests that have not made way for others in this step."""
+    running = RequestStatus.RUNNING
+    return [request for request in requests if request.status is running]

@@ -1,0 +1,214 @@
+"""Rows for running requests: a token each, and what is left for those that are further behind.
+
+This module does not know which requests are admitted, or in which order tiers are served.
+"""
+
+from __future__ import annotations
+
+from paceline.core.memory.kv_cache import Extension
+from paceline.core.outputs import ScheduledRow
+from paceline.core.request import Request
+from paceline.core.step.builder import StepBuilder
+from paceline.core.step.limits import StepLimits
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
+
+__all__ = ["Rows"]
+
+# see builder.py
+_new = tuple.__new__
+
+
+class Rows:
+    """Writes rows into steps."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._kv = state.kv
+        self._running = state.running
+        self._forks = state.forks
+        self._offload = state.waiting.offload
+        self._expendable = state.policy.expendable
+        self._mixes = state.policy.mixes
+        self._block_size = state.cache.block_size
+        self._caches = state.cache.enable_prefix_caching
+
+    def extend(
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        running: list[Request],
+        later: int,
+        now: float,
+        *,
+        limited: bool,
+    ) -> bool:
+        """Rows for ``running``, in order, leaving a token for each of ``later`` others. Requests
+        that have to give way are taken out of the list. Returns whether any had to.
+
+        Args:
+            running: of best effort all, or none.
+            limited: they get rows only as far as ``limits`` has room for best effort.
+        """
+        preempted = False
+        asks = limited and limits.asks
+        plain = self._mixes and not self._forks.by_parent and not (limited and limits.meters)
+        index = 0
+        while index < len(running):
+            if plain:
+                index = self._plain_rows(step, limits if asks else None, running, index)
+                if index == len(running):
+                    break
+            request = running[index]
+            num_tokens = self._num_tokens(step, limits, running, index, later, limited)
+            if not num_tokens:
+                index += 1
+                continue
+            extension = self._kv.extend(request, num_tokens)
+            if extension is None:
+                preempted = True
+                extension = self._make_room(step, running, index, num_tokens, now, limited)
+                if extension is None:
+                    # the request itself gave way
+                    continue
+            if extension.copy is not None:
+                step.copies.append(extension.copy)
+            self.add(step, limits, request, num_tokens, extension.new_block_ids)
+            index += 1
+        return preempted
+
+    def _num_tokens(
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        running: list[Request],
+        index: int,
+        later: int,
+        limited: bool,
+    ) -> int:
+        """Tokens of the row of ``running[index]``; 0: it gets none. See ``extend``."""
+        request = running[index]
+        behind = request.num_uncomputed_tokens
+        if behind == 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
+            # nothing left to compute, or only to wait for the last token
+            return 0
+        if not self._mixes:
+            takes = step.narrow if behind == 1 else step.wide
+        else:
+            takes = not limited or limits.takes(step, request)
+        if not takes or behind == 1:
+            return int(takes)
+        reserved = len(running) - index - 1 + later
+        num_tokens = max(1, min(behind, step.budget - reserved))
+        if limited:
+            num_tokens = min(num_tokens, limits.chunk(step, request, admission=False))
+        return num_tokens
+
+    def _plain_rows(
+        self, step: StepBuilder, limits: StepLimits | None, running: list[Request], index: int
+    ) -> int:
+        """Rows of one token for the requests from ``index`` on, by the shortest way, up to the
+        first that needs more than that; ``extend`` would do the same for each. Most rows of most
+        steps are such. Returns where it stopped.
+
+        Args:
+            limits: asked before each row; None: every request gets one.
+        """
+        rows, requests = step.rows, step.requests
+        pool, block_size, caches = self._kv.pool, self._block_size, self._caches
+        first, num_keys, skipped = index, 0, 0
+        for request in running[index:] if index else running:
+            computed = request.num_computed_tokens
+            pending = request.num_pending_tokens
+            total = request.num_tokens + pending
+            held = len(request.block_ids) * block_size
+            if (
+                total - computed != 1
+                or total >= request.max_total_tokens
+                or request.shares_tail
+                or (computed >= held and not pool.num_free)
+            ):
+                break
+            index += 1
+            if limits is not None:
+                step.count_plain(index - 1 - first - skipped, num_keys)
+                first, num_keys, skipped = index - 1, 0, 0
+                if not limits.takes(step, request):
+                    skipped = 1
+                    continue
+            block_ids: tuple[int, ...] = ()
+            if computed == held:
+                block_ids = tuple(pool.allocate(1))
+                request.block_ids += block_ids
+            rows.append(_new(ScheduledRow, (request.request_id, computed, 1, block_ids, True)))
+            requests.append(request)
+            num_keys += computed
+            request.num_computed_tokens = total
+            request.num_pending_tokens = pending + 1
+            if caches and total // block_size > request.num_hashed_blocks:
+                self._kv.cache_computed(request)
+        step.count_plain(index - first - skipped, num_keys)
+        return index
+
+    def _make_room(
+        self,
+        step: StepBuilder,
+        running: list[Request],
+        index: int,
+        num_tokens: int,
+        now: float,
+        limited: bool,
+    ) -> Extension | None:
+        """Blocks for ``num_tokens`` tokens of ``running[index]`` from waiting requests, else from
+        running ones; None: the request itself had to give its own up."""
+        request = running[index]
+        while True:
+            if not self._offload.drop_blocks():
+                victim = self._victim(step, running, index, limited)
+                self._running.preempt(victim, now)
+                if victim in running:
+                    running.remove(victim)
+                if victim is request:
+                    return None
+            extension = self._kv.extend(request, num_tokens)
+            if extension is not None:
+                return extension
+
+    def _victim(
+        self, step: StepBuilder, running: list[Request], index: int, limited: bool
+    ) -> Request:
+        """The request that gives blocks up for ``running[index]``: none that has a row already,
+        and of ``running`` none before it."""
+        candidates = running[index:]
+        tier = running[index].tier
+        if tier is not Tier.BACKGROUND:
+            taken = {request.request_id for request in [*step.requests, *running]}
+            rest = [r for r in self._running.requests if r.request_id not in taken]
+            if tier is Tier.ORDINARY or limited:
+                candidates += [r for r in rest if r.tier > tier]
+            else:
+                # it must run: nearly all others of best effort have more time
+                candidates = [r for r in rest if r.best_effort] or candidates
+        return self._running.preemption.victim(candidates, self._expendable)
+
+    def add(
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        request: Request,
+        num_tokens: int,
+        new_block_ids: tuple[int, ...],
+    ) -> None:
+        """A row of the next ``num_tokens`` tokens, whose blocks the request has."""
+        if limits.meters:
+            before = step.shape
+            step.add(request, num_tokens, new_block_ids)
+            limits.added(step, request, before)
+        else:
+            step.add(request, num_tokens, new_block_ids)
+        end = request.num_computed_tokens
+        if end // self._block_size > request.num_hashed_blocks:
+            self._kv.cache_computed(request)
+        if self._forks.by_parent and end >= request.num_prompt_tokens:
+            for child in self._forks.take(request):
+                self._kv.fork(request, child)
+                step.forked.append(child)

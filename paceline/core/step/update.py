@@ -1,0 +1,205 @@
+"""What a step sampled: appended to its requests, and sent to their callers.
+
+This module does not know how the step was chosen.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Protocol
+
+from paceline.core.outputs import (
+    RequestUpdate,
+    ScheduledRow,
+    SchedulerOutput,
+    StepResult,
+    Timeline,
+    TokenLogprobs,
+)
+from paceline.core.policies import overrides
+from paceline.core.queues.wait_clocks import REASONS
+from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
+
+__all__ = ["Updates", "update_of"]
+
+# a NamedTuple made by tuple's constructor costs half of one made by its own
+_new = tuple.__new__
+_SAMPLES = ScheduledRow._fields.index("samples")
+# of (reason, seconds); they are never negative
+_SECONDS = itemgetter(1)
+
+# of one row, None where it asked for none
+_Logprobs = tuple[TokenLogprobs, ...] | None
+
+
+class _Finish(Protocol):
+    def __call__(self, request: Request, reason: FinishReason, *, prune: bool) -> None: ...
+
+
+class Updates:
+    """Takes results in.
+
+    Args:
+        finish: ends a request; without ``prune`` it stays among the running ones for now.
+    """
+
+    def __init__(self, state: SchedulerState, finish: _Finish) -> None:
+        self._last = state.last
+        self._finish = finish
+        self._sampled = state.policy.sampled
+        # most policies do not count what was served
+        self._counts = overrides(state.policy, "served", "sampled")
+
+    def take_in(
+        self,
+        plan: SchedulerOutput,
+        requests: list[Request],
+        result: StepResult,
+        now: float,
+        *,
+        tell_all: bool,
+    ) -> tuple[RequestUpdate, ...]:
+        """See ``Scheduler.update``; ``requests`` are those of the plan's rows."""
+        failed = dict(result.errors)
+        logprobs = result.logprobs or (None,) * len(plan.rows)
+        updates: list[RequestUpdate] = []
+        # the requests of all new tokens, for the policy to count
+        counted: list[Request] = []
+        finished, samples_at = RequestStatus.FINISHED, _SAMPLES
+        # this loop turns once for every token
+        for request, row, token_ids, row_logprobs in zip(
+            requests, plan.rows, result.sampled, logprobs, strict=True
+        ):
+            if row[samples_at]:
+                request.num_pending_tokens -= 1
+            elif not failed:
+                continue
+            if request.status is finished:
+                continue
+            total = request.num_tokens + 1
+            if (
+                len(token_ids) == 1
+                and total < request.max_total_tokens
+                and token_ids[0] not in request.stop_ids
+                and request.history.told
+                and not failed
+            ):
+                # nearly all, by the shortest way: ``_append`` and ``_tell`` would do the same
+                request.output_token_ids.append(token_ids[0])
+                request.num_tokens = total
+                counted.append(request)
+                if tell_all:
+                    updates.append(_plain_update(request, token_ids, row_logprobs))
+                continue
+            if row.request_id in failed:
+                self._finish(request, FinishReason.ERROR, prune=False)
+                updates.append(update_of(request, (), None, failed[row.request_id]))
+            elif row[samples_at]:
+                token_ids = self._append(request, token_ids, now)
+                counted += [request] * len(token_ids)
+                self._tell(updates, request, token_ids, row_logprobs, tell_all)
+        if self._counts:
+            self._sampled(counted)
+        return tuple(updates)
+
+    def _append(self, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, ...]:
+        """Append tokens until one ends the output. Returns those that count."""
+        if request.first_token_time is None:
+            request.first_token_time = now
+            forecast, bias = request.history.predicted_ttft, request.history.forecast_bias
+            disturbed = request.tier is not Tier.ORDINARY or request.aged or request.num_preemptions
+            if forecast is not None and not disturbed:
+                took = now - request.asked.arrival_time
+                self._last.first_tokens.append((forecast, bias, took))
+        sampling = request.asked.sampling
+        for count, token_id in enumerate(token_ids, 1):
+            request.output_token_ids.append(token_id)
+            request.num_tokens += 1
+            num_output = request.num_tokens - request.num_prompt_tokens
+            if token_id in request.stop_ids and num_output >= sampling.min_tokens:
+                if token_id not in sampling.eos_token_ids:
+                    request.stop_reason = token_id
+                self._finish(request, FinishReason.STOP, prune=False)
+            elif request.num_tokens >= request.max_total_tokens:
+                self._finish(request, FinishReason.LENGTH, prune=False)
+            else:
+                continue
+            return token_ids[:count]
+        return token_ids
+
+    def _tell(
+        self,
+        updates: list[RequestUpdate],
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: _Logprobs,
+        tell_all: bool,
+    ) -> None:
+        """Add the news of a request with these new tokens, and its story if it has changed."""
+        tells = not request.history.told
+        request.history.told = True
+        if tell_all or request.finish_reason is not None:
+            updates.append(update_of(request, token_ids, logprobs, tells=tells))
+
+
+def _plain_update(
+    request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs
+) -> RequestUpdate:
+    """What ``update_of`` makes of a request that goes on and has been told of."""
+    return _new(
+        RequestUpdate,
+        (
+            request.request_id,
+            token_ids,
+            logprobs,
+            None,
+            None,
+            request.history.num_cached_tokens,
+            request.first_scheduled_time,
+            request.num_preemptions,
+            None,
+            None,
+        ),
+    )
+
+
+def update_of(
+    request: Request,
+    token_ids: tuple[int, ...],
+    logprobs: _Logprobs,
+    error: str | None = None,
+    *,
+    tells: bool = False,
+) -> RequestUpdate:
+    """The news of a request with these new tokens; its timeline with the last, and with those
+    that tell it."""
+    return _new(
+        RequestUpdate,
+        (
+            request.request_id,
+            token_ids,
+            logprobs,
+            request.finish_reason,
+            request.stop_reason,
+            request.history.num_cached_tokens,
+            request.first_scheduled_time or 0.0,
+            request.num_preemptions,
+            error,
+            _timeline_of(request) if tells or request.finish_reason is not None else None,
+        ),
+    )
+
+
+def _timeline_of(request: Request) -> Timeline:
+    history = request.history
+    return Timeline(
+        waited=tuple(filter(_SECONDS, zip(REASONS, history.waits, strict=False))),
+        num_chunks=history.num_chunks,
+        num_preemptions=request.num_preemptions,
+        num_recomputed_tokens=history.num_recomputed_tokens,
+        num_swapped_tokens=history.num_restored_tokens,
+        relegated=history.demoted,
+        predicted_ttft=history.predicted_ttft,
+    )

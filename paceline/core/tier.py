@@ -1,0 +1,84 @@
+"""Tiers: what a request has to lose by waiting, and the only moves that change it.
+
+::
+
+    from \\ move   demote      restore    age         favour
+    ORDINARY       RELEGATED   -          -           ORDINARY
+    PROMISED       RELEGATED   -          ORDINARY    PROMISED
+    RELEGATED      -           PROMISED   ORDINARY    -
+    BACKGROUND     -           -          ORDINARY    BACKGROUND
+
+*Demote*: a target can no longer be met, so the request yields to those whose targets can.
+*Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
+*Age*: a best-effort request has waited too long: it is ordinary work without targets, for good.
+*Favour*: the tenant has far less than an equal share when the request arrives.
+
+This module does not know requests, queues or when a move is due.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+from paceline.core.slo import Slo
+
+__all__ = ["Move", "Tier", "after", "tier_of"]
+
+
+class Tier(enum.IntEnum):
+    """What a request has to lose by waiting; the more, the sooner it is served."""
+
+    # targets, or none, of a request that is not best effort
+    ORDINARY = 0
+    # best effort with targets that can still be met
+    PROMISED = 1
+    # a target was missed or cannot be met any more
+    RELEGATED = 2
+    # best effort without targets
+    BACKGROUND = 3
+
+
+class Move(enum.Enum):
+    """What may happen to the tier of a request."""
+
+    DEMOTE = "demote"
+    RESTORE = "restore"
+    AGE = "age"
+    FAVOUR = "favour"
+
+
+_TRANSITIONS: Final[Mapping[Move, Mapping[Tier, Tier]]] = {
+    Move.DEMOTE: {Tier.ORDINARY: Tier.RELEGATED, Tier.PROMISED: Tier.RELEGATED},
+    Move.RESTORE: {Tier.RELEGATED: Tier.PROMISED},
+    Move.AGE: {
+        Tier.PROMISED: Tier.ORDINARY,
+        Tier.RELEGATED: Tier.ORDINARY,
+        Tier.BACKGROUND: Tier.ORDINARY,
+    },
+    Move.FAVOUR: {
+        Tier.ORDINARY: Tier.ORDINARY,
+        Tier.PROMISED: Tier.PROMISED,
+        Tier.BACKGROUND: Tier.BACKGROUND,
+    },
+}
+
+
+def tier_of(slo: Slo) -> Tier:
+    """The tier of a request that arrives with these targets."""
+    if not slo.best_effort:
+        return Tier.ORDINARY
+    return Tier.BACKGROUND if slo.background else Tier.PROMISED
+
+
+def after(tier: Tier, move: Move) -> Tier:
+    """The tier after a move.
+
+    Raises:
+        ValueError: the table has no such move from this tier.
+    """
+    try:
+        return _TRANSITIONS[move][tier]
+    except KeyError:
+        raise ValueError(f"a request of tier {tier.name} cannot {move.value}") from None
