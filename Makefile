@@ -12,7 +12,8 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
-#   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
+#   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER;
+#                       MODEL_SHAPE=FILE for models it does not know, PARTS=vllm for that part alone)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
