@@ -26,8 +26,8 @@ class CacheConfig:
     num_blocks: int
     # reuse blocks of equal prefixes across requests
     enable_prefix_caching: bool = True
-    # blocks of cached prefixes that no request uses are kept up to so many; beyond that the oldest is
-    # taken before a block that was never used, whose memory the system may still have; None: all
+    # blocks of cached prefixes that no request uses are kept up to so many; beyond that the oldest
+    # is taken before a block that was never used, whose memory the system may still have; None: all
     max_idle_blocks: int | None = None
     # share of the pool kept free when a request is admitted beside running ones, so that their
     # growth does not at once preempt one of them

@@ -106,8 +106,8 @@ class BlockPool:
     def release(self, block_ids: Sequence[int], *, forget: bool = False) -> None:
         """Drop a reference of each block of one table, given in table order.
 
-        Blocks that no other table holds become free. The tail is freed first, hence evicted first: a
-        prefix stays useful longer than what followed it. ``forget`` also drops them from the
+        Blocks that no other table holds become free. The tail is freed first, hence evicted
+        first: a prefix stays useful longer than what followed it. ``forget`` also drops them from the
         prefix cache (their content is not to be trusted).
         """
         hashes, ref_counts = self._hashes, self._ref_counts

@@ -7,9 +7,9 @@ Memory of one request, ``block_size`` = 4::
                  `--------------'                        full blocks, hashed: others may share them
                                    `-----------'         written by this request alone
 
-A block that another request references is never written. Full prefix blocks are never written again;
-the one exception is the tail that forks of a prompt (``n > 1``) share, which the first to write
-copies (copy-on-write).
+A block that another request references is never written. Full prefix blocks are never written
+again; the one exception is the tail that forks of a prompt (``n > 1``) share, which the first to
+write copies (copy-on-write).
 
 This module does not know queues, budgets or time.
 """

@@ -55,8 +55,8 @@ class Preemption:
         candidates: Sequence[Request],
         choose: Callable[[Sequence[Request]], Sequence[Request]],
     ) -> Request:
-        """The request that gives blocks up: of those that the policy would rather lose, the one that
-        loses least.
+        """The request that gives blocks up: of those that the policy would rather lose, the one
+        that loses least.
 
         Args:
             candidates: running requests in the policy's order, not empty. The first is spared

@@ -124,12 +124,12 @@ class _Turns:
     The level is the virtual time of fair queueing (Demers, Keshav and Shenker, SIGCOMM'89): the
     counter of a tenant that had always waited if what is served were handed out in drops, to all
     alike. So a token raises it by one part in as many as share: those that wait, and those who do
-    not but were served more than their share, until the level has come up with them. A waiting tenant
-    is above it for a time, then, and later ones enter above that tenant.
+    not but were served more than their share, until the level has come up with them. A waiting
+    tenant is above it for a time, then, and later ones enter above that tenant.
 
-    What is served while no request waits is taken from no tenant: then the level is the largest counter
-    that there ever was. No tenant enters above that, or further below the level than by what can
-    be saved up: ``saved``, divided among those who share.
+    What is served while no request waits is taken from no tenant: then the level is the largest
+    counter that there ever was. No tenant enters above that, or further below the level than by
+    what can be saved up: ``saved``, divided among those that share.
     """
 
     def __init__(self, saved: float) -> None:

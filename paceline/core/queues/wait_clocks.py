@@ -61,8 +61,8 @@ class WaitClocks:
         self._reason = reason
 
     def stop(self) -> None:
-        """No request waits any more, and it is not known since when: what no ``note`` has seen is not
-        counted."""
+        """No request waits any more, and it is not known since when: what no ``note`` has seen is
+        not counted."""
         self._reason = None
 
     def reading(self) -> tuple[float, ...]:
