@@ -107,8 +107,8 @@ class BlockPool:
         """Drop a reference of each block of one table, given in table order.
 
         Blocks that no other table holds become free. The tail is freed first, hence evicted
-        first: a prefix stays useful longer than what followed it. ``forget`` also drops them from the
-        prefix cache (their content is not to be trusted).
+        first: a prefix stays useful longer than what followed it. ``forget`` also drops them
+        from the prefix cache (their content is not to be trusted).
         """
         hashes, ref_counts = self._hashes, self._ref_counts
         if not self._cached:
