@@ -75,8 +75,9 @@ int paceline_abi(void) { return PACELINE_ABI; }
 const char* paceline_error(void) { return error_text.c_str(); }
 
 const char* paceline_variants(void) {
-  static const std::string names = names_of(usable_kernels());
-  return names.c_str();
+  thread_local std::string names;
+  const int failed = guarded([&] { names = names_of(usable_kernels()); });
+  return failed ? nullptr : names.c_str();
 }
 
 PacelineModel* paceline_create(const PacelineConfig* config) {

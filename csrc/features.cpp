@@ -1,5 +1,6 @@
 #include "features.h"
 
+#include <cstdlib>
 #include <stdexcept>
 
 #ifdef PL_X86
@@ -51,7 +52,9 @@ std::vector<const Kernels*> kernels_for(const Processor& p) {
   return found;
 }
 
-std::vector<const Kernels*> usable_kernels() {
+namespace {
+
+std::vector<const Kernels*> runnable_kernels() {
   Processor p;
 #ifdef PL_X86
   const Registers one = cpuid(1, 0), seven = cpuid(7, 0);
@@ -62,16 +65,30 @@ std::vector<const Kernels*> usable_kernels() {
   return kernels_for(p);
 }
 
+// throws std::invalid_argument naming what there is
+size_t find_kernels(const std::vector<const Kernels*>& found, const std::string& name, const char* whose) {
+  std::string names;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (name == found[i]->name) return i;
+    if (i) names += ", ";
+    names += found[i]->name;
+  }
+  throw std::invalid_argument(whose + ("instruction set '" + name) + "' does not run here; these do: " + names);
+}
+
+}  // namespace
+
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> found = runnable_kernels();
+  const char* most = std::getenv("PACELINE_ISA");
+  // an empty value is how a shell or a makefile passes on that there is none
+  if (most && *most) found.erase(found.begin(), found.begin() + ptrdiff_t(find_kernels(found, most, "PACELINE_ISA: ")));
+  return found;
+}
+
 const Kernels* choose_kernels(const char* name) {
   const std::vector<const Kernels*> found = usable_kernels();
-  if (!name) return found.front();
-  std::string names;
-  for (const Kernels* kernels : found) {
-    if (std::string(name) == kernels->name) return kernels;
-    if (!names.empty()) names += ", ";
-    names += kernels->name;
-  }
-  throw std::invalid_argument("instruction set '" + std::string(name) + "' does not run here; these do: " + names);
+  return name ? found[find_kernels(found, name, "")] : found.front();
 }
 
 }  // namespace paceline

@@ -77,7 +77,9 @@ typedef struct PacelineMatrix PacelineMatrix;
 
 int paceline_abi(void);
 const char* paceline_error(void);
-/* names of the variants that run here, best first, separated by commas */
+/* Names of the variants that run here, best first, separated by commas; until the thread's next call.
+ * The environment's PACELINE_ISA leaves out those better than the one it names; null with a message in
+ * paceline_error() where that one does not run here. */
 const char* paceline_variants(void);
 
 PacelineModel* paceline_create(const PacelineConfig* config);

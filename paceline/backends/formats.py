@@ -23,8 +23,8 @@ from paceline.core.errors import ConfigError
 
 __all__ = ["Formats", "choose_formats"]
 
-# kernels whose byte products are several times faster than their bfloat16 or float32 ones
-_BYTE_PRODUCTS: Final = ("avx512bf16", "avx512")
+# the only kernels whose byte products are no faster than their float32 ones
+_PLAIN: Final = "portable"
 _BFLOAT16_PRODUCTS: Final = "avx512bf16"
 # stored types of 16 bits and more; the others are GGUF's of 8 and fewer
 _WIDE: Final = ("float32", "bfloat16", "float16")
@@ -135,7 +135,7 @@ def _choose_compute(config: ModelConfig, block_size: int, device: str) -> tuple[
 
 def _native_dtype(config: ModelConfig) -> tuple[str, str]:
     best = variants()[0]
-    if config.stored_dtype not in _WIDE and best in _BYTE_PRODUCTS:
+    if config.stored_dtype not in _WIDE and best != _PLAIN:
         return "int8", (
             "int8 because it passes the accuracy gate on SmolLM2-135M (docs/accuracy.md), "
             f"{best} multiplies bytes fastest, and the file itself stores weights as "

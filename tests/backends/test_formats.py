@@ -69,8 +69,10 @@ def test_auto_takes_int8_for_a_file_of_few_bits(machine: pytest.MonkeyPatch) -> 
 
 
 def test_auto_needs_fast_byte_products(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(formats, "variants", lambda: ("avx2", "portable"))
+    machine.setattr(formats, "variants", lambda: ("portable",))
     assert names(choose(QUANTISED)) == ("native", "float32", "float32")
+    machine.setattr(formats, "variants", lambda: ("avx2", "portable"))
+    assert names(choose(QUANTISED)) == ("native", "int8", "bfloat16")
     machine.setattr(formats, "variants", lambda: ("avx512", "avx2", "portable"))
     assert names(choose(QUANTISED)) == ("native", "int8", "bfloat16")
     # bfloat16 is only worth it where it is multiplied

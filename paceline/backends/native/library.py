@@ -186,11 +186,18 @@ def library() -> ctypes.CDLL:
 
 
 def variants() -> tuple[str, ...]:
-    """Names of the kernel variants that this machine runs, best first; () without a library."""
+    """Names of the kernel variants that this machine runs, best first; () without a library.
+
+    The environment's PACELINE_ISA leaves out those better than the one it names. Raises ConfigError
+    where that one does not run here, naming those that do.
+    """
     loaded = _load()
     if isinstance(loaded, str):
         return ()
-    names: bytes = loaded.paceline_variants()
+    names: bytes | None = loaded.paceline_variants()
+    if names is None:
+        check(-1)
+        return ()
     return tuple(names.decode().split(","))
 
 
