@@ -39,6 +39,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
@@ -374,7 +375,7 @@ def main() -> None:
     sys.stdout.flush()
     print("our own live server")
     results["own"] = own()
-    print(json.dumps({"bench": "sim", "results": results}))
+    print(json.dumps({"bench": "sim", "machine": machine(), "results": results}))
 
 
 if __name__ == "__main__":

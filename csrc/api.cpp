@@ -155,6 +155,8 @@ const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states) {
   return names.c_str();
 }
 
+double paceline_clock_hz(void) { return clock_hz(); }
+
 PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns, int threads,
                                 const char* isa) {
   std::unique_ptr<PacelineMatrix> made;

@@ -1,5 +1,6 @@
 #include "features.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -89,6 +90,30 @@ std::vector<const Kernels*> usable_kernels() {
 const Kernels* choose_kernels(const char* name) {
   const std::vector<const Kernels*> found = usable_kernels();
   return name ? found[find_kernels(found, name, "")] : found.front();
+}
+
+double clock_hz() {
+  double best = 0;
+#if defined(__x86_64__) || defined(__aarch64__)
+  using Clock = std::chrono::steady_clock;
+  constexpr int kTurns = 20, kLoops = 10000, kAdds = 100;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    // each waits for the one before, a cycle on every processor. Of registers: some processors add
+    // constants before anything is issued
+    uint64_t x = uint64_t(turn), y = 3;
+    const auto began = Clock::now();
+    for (int i = 0; i < kLoops; ++i) {
+#ifdef __x86_64__
+      __asm__ volatile(".rept 100\n\taddq %1, %0\n\t.endr" : "+r"(x) : "r"(y) : "cc");
+#else
+      __asm__ volatile(".rept 100\n\tadd %0, %0, %1\n\t.endr" : "+r"(x) : "r"(y));
+#endif
+    }
+    const double rate = kLoops * double(kAdds) / std::chrono::duration<double>(Clock::now() - began).count();
+    if (rate > best) best = rate;
+  }
+#endif
+  return best;
 }
 
 }  // namespace paceline

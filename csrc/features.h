@@ -21,5 +21,8 @@ std::vector<const Kernels*> kernels_for(const Processor& processor);
 std::vector<const Kernels*> usable_kernels();
 // by name, or the best for null; throws std::invalid_argument naming what there is
 const Kernels* choose_kernels(const char* name);
+// cycles a second of the processor that the calling thread runs on, measured, which takes some
+// milliseconds; 0 where this is not known to measure it
+double clock_hz();
 
 }  // namespace paceline
