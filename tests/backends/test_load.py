@@ -194,9 +194,7 @@ PACKS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         (make_linear, torch.bfloat16),
     ],
 )
-def test_every_linear_is_linear(
-    make: Callable[..., Linear], dtype: torch.dtype, rows: int
-) -> None:
+def test_every_linear_is_linear(make: Callable[..., Linear], dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(50, 33), torch.randn(50), torch.randn(rows, 33)
     weight, bias, x = weight.to(dtype), bias.to(dtype), x.to(dtype)
