@@ -161,7 +161,8 @@ def _native_formats(
     config: ModelConfig, dtype: str, kv_dtype: str, levels: Sequence[str]
 ) -> tuple[str, str, str]:
     """Weights, KV cache and the reason, for what is "auto" of the two."""
-    if dtype != "auto" and len(caches := _KV_BESIDE[dtype]) == 1:
+    caches = _KV_BESIDE.get(dtype, ())
+    if len(caches) == 1:
         return dtype, caches[0], f"{caches[0]} in the KV cache as in the weights"
     level, pairs = measured(levels)
     proxy = "" if level == levels[0] else f" (whose figures stand for {levels[0]}'s)"
@@ -171,19 +172,25 @@ def _native_formats(
     if dtype != "auto":
         # these weights were asked for, whatever the gate says of them
         of_kind = [pair for pair in pairs if pair.weights == dtype]
+        if not of_kind:
+            why = f"because {level} was not measured with {dtype} weights"
+            return dtype, caches[0], f"{caches[0]} in the KV cache {why}"
         choice = fastest([pair for pair in of_kind if pair.passes] or of_kind)
         why = f"{choice.kv} in the KV cache {because} beside {dtype} weights (docs/processors.md)"
         return dtype, choice.kv, why
-    choice = fastest(
-        pair
-        for pair in pairs
-        if pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype)
-    )
+    stored = config.stored_dtype
+    found = [pair for pair in pairs if pair.passes and pair.steady and _suits(pair.weights, stored)]
+    if not found:
+        raise ConfigError(
+            f"nothing that was measured on {level} and passes the accuracy gate suits weights "
+            f"stored as {stored}: name formats with --dtype and --kv-dtype (docs/processors.md)"
+        )
+    choice = fastest(found)
     what = f"{choice.weights} weights"
     if kv_dtype == "auto":
         kv_dtype = choice.kv
         what += f" and {kv_dtype} in the KV cache"
-    suits = f"and suits weights stored as {config.stored_dtype} (docs/processors.md)"
+    suits = f"and suits weights stored as {stored} (docs/processors.md)"
     return choice.weights, kv_dtype, f"{what} {because} {suits}"
 
 

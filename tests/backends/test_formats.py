@@ -142,6 +142,13 @@ def test_a_level_without_figures_orders_formats_as_the_next_one(
     machine.setattr(formats, "variants", lambda: ("portable",))
     with pytest.raises(ConfigError, match=r"nothing was measured of portable.*--dtype"):
         choose(QUANTISED)
+    # timed, but judged in float32 alone
+    machine.setattr(levels, "_table", lambda: {"portable": TABLE["avx2"][:1]})
+    with pytest.raises(ConfigError, match=r"nothing that was measured on portable.*stored as Q4_1"):
+        choose(QUANTISED)
+    chosen = choose(QUANTISED, dtype="int8")
+    assert names(chosen) == ("native", "int8", "bfloat16")
+    assert "because portable was not measured with int8 weights" in chosen.why
 
 
 def test_one_of_two_is_chosen_beside_what_was_asked_for(machine: pytest.MonkeyPatch) -> None:
