@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.machine import machine
-from paceline.backends.formats import choose_formats
+from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import (
     NativeModel,
@@ -56,6 +56,7 @@ from paceline.backends.native import (
 from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
+from paceline.core.errors import ConfigError
 
 MODEL: Final = "smollm2-135m"
 WINDOWS: Final = 8
@@ -229,8 +230,16 @@ def compare(
 
 def automatic_format(path: Path, isa: str | None = None) -> str:
     """What ``--dtype auto --kv-dtype auto`` compute this model in, on this machine's CPU or on one
-    that has no better level than ``isa``."""
-    chosen = choose_formats(
+    that has no better level than ``isa``; "" on a level that has not been judged yet."""
+    try:
+        chosen = _chosen(path, isa)
+    except ConfigError:
+        return ""
+    return f"{chosen.dtype}/{chosen.kv_dtype}"
+
+
+def _chosen(path: Path, isa: str | None) -> Formats:
+    return choose_formats(
         open_checkpoint(path).config,
         compute="native",
         dtype="auto",
@@ -241,7 +250,6 @@ def automatic_format(path: Path, isa: str | None = None) -> str:
         torch_dtype=str,
         isa=isa,
     )
-    return f"{chosen.dtype}/{chosen.kv_dtype}"
 
 
 def show(level: str, results: dict[str, dict[str, Any]], automatic: str) -> None:

@@ -136,6 +136,18 @@ def test_what_auto_picks_is_near_float32_on_the_text(smollm2_path: Path) -> None
     assert figures.top1 > 0.9, figures
 
 
+def test_a_level_that_is_yet_to_be_judged_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats are chosen by the verdicts, and there are none before the first."""
+    if unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    save_model(tmp_path, "llama")
+    assert automatic_format(tmp_path)
+    monkeypatch.setattr("paceline.backends.levels._table", dict)
+    assert automatic_format(tmp_path) == ""
+
+
 @pytest.mark.parametrize("worst", [MAX_KL, MAX_KL * 1.1])
 def test_one_format_that_fails_fails_the_command(
     worst: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
