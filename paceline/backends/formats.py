@@ -190,7 +190,7 @@ def _native_formats(
     if kv_dtype == "auto":
         kv_dtype = choice.kv
         what += f" and {kv_dtype} in the KV cache"
-    suits = f"and suits weights stored as {stored} (docs/processors.md)"
+    suits = f"in any batch alike and suits weights stored as {stored} (docs/processors.md)"
     return choice.weights, kv_dtype, f"{what} {because} {suits}"
 
 
