@@ -31,6 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import StepResult
 from paceline.core.predict.step_time import StepShape
@@ -220,7 +221,7 @@ def main() -> None:
                     f"{name}_p99_ms": round(p99, 4),
                     f"{name}_p99_alone_ms": round(alone, 4),
                 }
-    print(json.dumps({"bench": "scheduler", "results": results}))
+    print(json.dumps({"bench": "scheduler", "machine": machine(), "results": results}))
 
 
 if __name__ == "__main__":

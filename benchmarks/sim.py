@@ -46,6 +46,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
 from benchmarks.sim_vllm import present, vllm
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -364,7 +365,7 @@ def main() -> None:
     if "own" in parts:
         print("our own live server")
         results["own"] = own()
-    print(json.dumps({"bench": "sim", "results": results}))
+    print(json.dumps({"bench": "sim", "machine": machine(), "results": results}))
 
 
 def chosen_parts(text: str) -> tuple[str, ...]:
