@@ -14,8 +14,8 @@ request.
 
 ``BASELINE=CHECKOUT`` compares with another checkout instead: PAIRS (20) pairs of runs by turns,
 each in a process of its own, A B, B A, A B, ..., of the rows ``fcfs``, ``everything`` and
-``fair-10`` with 10,000 waiting. Printed are the median ratios of p50 and p99, this checkout's by the
-other's, with the 95 % interval of their geometric mean (bootstrap over pairs).
+``fair-10`` with 10,000 waiting. Printed are the median ratios of p50 and p99, this checkout's by
+the other's, with the 95 % interval of their geometric mean (bootstrap over pairs).
 """
 
 from __future__ import annotations
