@@ -12,11 +12,16 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
-#   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
+#   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER;
+#                       MODEL_SHAPE=FILE for models it does not know, PARTS=vllm for that part alone)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
-#   make bench-accuracy   what reduced precision changes on real text; the gate
+#   make bench-accuracy   what reduced precision changes on real text; the gate, on every level of
+#                         the native kernels that runs here
+#   make bench-levels     steps of every format on every such level, and the gate; WRITE=1 renews the
+#                         table that `auto` chooses formats by
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
-#                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose)
+#                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose;
+#                         LEVEL=avx2 holds all engines to one level of instructions)
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
@@ -44,6 +49,8 @@ CLIENTS ?=
 RATES ?=
 BASE ?=
 SEEDS ?=
+LEVEL ?=
+WRITE ?=
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
@@ -54,11 +61,11 @@ STAMP := $(VENV)/.installed
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
 
-export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
+export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check replay format model venv clean clean-venv \
-	studies \
-	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
+	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
+	bench-peers bench-grammars \
 	bench-metrics bench-background bench-faults bench-overhead bench-startup
 .DEFAULT_GOAL := test
 
@@ -116,6 +123,9 @@ studies: $(STAMP)
 
 bench-accuracy: $(READY) model
 	@$(BIN)/python -m benchmarks.accuracy
+
+bench-levels: $(READY) model
+	@$(BIN)/python -m benchmarks.levels $(if $(WRITE),--write)
 
 bench-peers: $(READY) model
 	@$(BIN)/python -m benchmarks.peers

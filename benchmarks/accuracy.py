@@ -13,6 +13,10 @@ The text is read twice, because the native kernels take other ways for few and m
 reads one token of STEP_ROWS windows at a time, as decoding does (4-bit weights are read as such
 only up to 6 rows), ``prompts`` reads CHUNK tokens of every window at once. The gate holds for both.
 
+All of it is done once for every level of the native kernels that runs here, in float32 too
+(--levels chooses; the portable one, which takes hours, is left out unless it is all there is or
+named).
+
 The gate, chosen before any figure was seen:
 
 * KL at most 0.01 nats. The expected log-likelihood ratio a token is the KL: at 0.01 it takes 300
@@ -40,12 +44,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.formats import choose_formats
+from benchmarks.machine import machine
+from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import choose_threads
-from paceline.backends.native import NativeModel, checkpoint_tensors, unavailable_reason
+from paceline.backends.native import (
+    NativeModel,
+    checkpoint_tensors,
+    unavailable_reason,
+    variants,
+)
 from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
+from paceline.core.errors import ConfigError
 
 MODEL: Final = "smollm2-135m"
 WINDOWS: Final = 8
@@ -142,8 +153,11 @@ def text_windows(encode: Callable[[str], Sequence[int]], window: int) -> NDArray
     return np.array(windows, dtype=np.int64)
 
 
-def build(path: Path, name: str, threads: int, shape: tuple[int, int]) -> NativeModel:
-    """The model in a format, with room for ``shape``: windows, and tokens of each."""
+def build(
+    path: Path, name: str, threads: int, shape: tuple[int, int], isa: str | None = None
+) -> NativeModel:
+    """The model in a format, with room for ``shape``: windows, and tokens of each. ``isa``: the
+    level of instructions; None: the best here."""
     windows, length = shape
     checkpoint = open_checkpoint(path)
     dtype, kv_dtype = name.split("/")
@@ -156,6 +170,7 @@ def build(path: Path, name: str, threads: int, shape: tuple[int, int]) -> Native
         num_blocks=windows * -(-length // BLOCK),
         block_size=BLOCK,
         threads=threads,
+        isa=isa,
     )
 
 
@@ -213,9 +228,18 @@ def compare(
     return {name: comparison.figures() for name, comparison in sums.items()}
 
 
-def automatic_format(path: Path) -> str:
-    """What ``--dtype auto --kv-dtype auto`` compute this model in on this machine's CPU."""
-    chosen = choose_formats(
+def automatic_format(path: Path, isa: str | None = None) -> str:
+    """What ``--dtype auto --kv-dtype auto`` compute this model in, on this machine's CPU or on one
+    that has no better level than ``isa``; "" on a level that has not been judged yet."""
+    try:
+        chosen = _chosen(path, isa)
+    except ConfigError:
+        return ""
+    return f"{chosen.dtype}/{chosen.kv_dtype}"
+
+
+def _chosen(path: Path, isa: str | None) -> Formats:
+    return choose_formats(
         open_checkpoint(path).config,
         compute="native",
         dtype="auto",
@@ -224,12 +248,12 @@ def automatic_format(path: Path) -> str:
         device="cpu",
         # PyTorch, which does not compute here, is not asked
         torch_dtype=str,
+        isa=isa,
     )
-    return f"{chosen.dtype}/{chosen.kv_dtype}"
 
 
-def show(results: dict[str, dict[str, Any]], automatic: str) -> None:
-    print(f"\n{'weights/KV':20}{'read as':10}{'top-1':>9}{'KL':>11}{'perplexity':>12}{'ratio':>9}")
+def show(level: str, results: dict[str, dict[str, Any]], automatic: str) -> None:
+    print(f"\n{level:20}{'read as':10}{'top-1':>9}{'KL':>11}{'perplexity':>12}{'ratio':>9}")
     for name, result in results.items():
         for way in ("steps", "prompts"):
             got = result[way]
@@ -239,33 +263,23 @@ def show(results: dict[str, dict[str, Any]], automatic: str) -> None:
             )
         note = "passes" if result["passes"] else "FAILS"
         print(f"{'':20}{note}{' (what auto picks)' if name == automatic else ''}")
-    print(f"\ngate: KL <= {MAX_KL}, top-1 >= {MIN_TOP1:.0%}, "
-          f"perplexity ratio <= {MAX_PERPLEXITY_RATIO}")  # fmt: skip
+    sys.stdout.flush()
 
 
-def main() -> int:
-    from paceline.engine.tokenizer import load_tokenizer
-
-    parser = argparse.ArgumentParser(prog="benchmarks.accuracy")
-    parser.add_argument("--model", type=Path, help=f"a model's path (default: {MODEL})")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    args = parser.parse_args()
-    path = args.model or find_local(MODEL)
-    reason = unavailable_reason()
-    if path is None or reason is not None:
-        print(reason or f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
-        return 1
-    threads = choose_threads(None)
-    torch.set_num_threads(threads)
-    automatic = automatic_format(path)
-    windows = text_windows(load_tokenizer(path).encode, WINDOW)
+def judge(
+    path: Path, windows: NDArray[np.int64], formats: Sequence[str], level: str, threads: int
+) -> dict[str, dict[str, Any]]:
+    """Figures and verdicts by format, of the kernels of one level."""
     shape = (WINDOWS, WINDOW)
-    models = {name: build(path, name, threads, shape) for name in (REFERENCE, *args.formats)}
-    others = {name: forward_of(model, shape) for name, model in models.items()}
-    reference = others.pop(REFERENCE)
-    print(f"{windows.shape[0]} x {windows.shape[1]} tokens, {len(others)} formats", file=sys.stderr)
-    steps = compare(windows, reference, others, 1)
-    prompts = compare(windows, reference, others, CHUNK)
+    models = {name: build(path, name, threads, shape, level) for name in (REFERENCE, *formats)}
+    try:
+        others = {name: forward_of(model, shape) for name, model in models.items()}
+        reference = others.pop(REFERENCE)
+        steps = compare(windows, reference, others, 1)
+        prompts = compare(windows, reference, others, CHUNK)
+    finally:
+        for model in models.values():
+            model.close()
 
     def as_json(figures: Figures) -> dict[str, float]:
         return {
@@ -275,27 +289,60 @@ def main() -> int:
             "perplexity_ratio": round(figures.perplexity_ratio, 5),
         }
 
-    results = {
+    return {
         name: {
             "steps": as_json(steps[name]),
             "prompts": as_json(prompts[name]),
             "passes": steps[name].passes and prompts[name].passes,
         }
-        for name in args.formats
+        for name in formats
     }
-    show(results, automatic)
-    about = {
+
+
+def usual_levels(here: Sequence[str]) -> list[str]:
+    """Those that the gate is run on unless levels are named: all but the portable one, the last."""
+    return list(here[:-1] or here)
+
+
+def main() -> int:
+    from paceline.engine.tokenizer import load_tokenizer
+
+    here = variants()
+    parser = argparse.ArgumentParser(prog="benchmarks.accuracy")
+    parser.add_argument("--model", type=Path, help=f"a model's path (default: {MODEL})")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument(
+        "--levels", nargs="+", choices=here, default=usual_levels(here), metavar="LEVEL",
+        help=f"of the native kernels, of {', '.join(here)} (default: all but the last)",
+    )  # fmt: skip
+    args = parser.parse_args()
+    path = args.model or find_local(MODEL)
+    reason = unavailable_reason()
+    if path is None or reason is not None:
+        print(reason or f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
+        return 1
+    about = machine()
+    threads = choose_threads(None)
+    torch.set_num_threads(threads)
+    windows = text_windows(load_tokenizer(path).encode, WINDOW)
+    count = len(args.formats)
+    automatic, results = {}, {}
+    for level in args.levels:
+        print(f"{level}: {WINDOWS} x {WINDOW} tokens, {count} formats", file=sys.stderr)
+        automatic[level] = automatic_format(path, level)
+        results[level] = judge(path, windows, args.formats, level, threads)
+        show(level, results[level], automatic[level])
+    print(f"\ngate: KL <= {MAX_KL}, top-1 >= {MIN_TOP1:.0%}, "
+          f"perplexity ratio <= {MAX_PERPLEXITY_RATIO}")  # fmt: skip
+    about |= {
         "threads": threads,
-        "isa": models[REFERENCE].isa,
-        "python": sys.version.split()[0],
         "auto": automatic,
         "predictions": windows.shape[0] * (windows.shape[1] - 1),
         "gate": {"kl": MAX_KL, "top1": MIN_TOP1, "perplexity_ratio": MAX_PERPLEXITY_RATIO},
     }
     print(json.dumps({"bench": "accuracy", "machine": about, "results": results}))
-    for model in models.values():
-        model.close()
-    return 0 if all(result["passes"] for result in results.values()) else 1
+    passed = all(result["passes"] for part in results.values() for result in part.values())
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    from benchmarks.peers.__main__ import free_port, machine
+    from benchmarks.machine import machine
+    from benchmarks.peers.__main__ import free_port
 
     places, vocab = our_places()
     with tempfile.TemporaryDirectory() as folder:

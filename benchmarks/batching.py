@@ -38,7 +38,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -49,6 +48,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.machine import machine
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.request import Request, RequestSpec
@@ -227,26 +227,6 @@ def medians(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, flo
     return {name: statistics.median(values) for name, values in seen.items()}
 
 
-def machine(dtype: str, threads: int) -> dict[str, Any]:
-    """What this was measured on."""
-    import torch
-
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": threads,
-        "dtype": dtype,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def settings(
     args: argparse.Namespace, path: Path, max_num_seqs: int, length: int
 ) -> EngineSettings:
@@ -356,6 +336,7 @@ def main() -> None:
 
     # transformers uses this process's setting; the engine is given the same number
     torch.set_num_threads(args.threads)
+    about = machine()
     sizes = QUICK if os.environ.get("QUICK") else FULL
     results: dict[str, Any] = {}
     if args.only != "mixed":
@@ -365,7 +346,7 @@ def main() -> None:
     dtype = results.pop("dtype", args.dtype)
     report = {
         "bench": "batching",
-        "machine": machine(dtype, args.threads),
+        "machine": about | {"threads": args.threads, "dtype": dtype, "torch": torch.__version__},
         "results": results,
     }
     print()

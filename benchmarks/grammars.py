@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from benchmarks.grammar_outputs import generate_all
+from benchmarks.machine import machine
 from paceline.checkpoints.resolve import find_local
 from paceline.core.errors import PacelineError
 from paceline.core.grammar import Grammar
@@ -420,7 +421,8 @@ def main() -> int:
     door = at_the_door(compiles, tokenizer)
     results["door"] = {status: len(keywords) for status, keywords in door.items()}
     results["validity"] = outputs = validity()
-    print(json.dumps({"bench": "grammars", "vocab": tokenizer.vocab_size, **results}))
+    about = {"bench": "grammars", "machine": machine(), "vocab": tokenizer.vocab_size}
+    print(json.dumps({**about, **results}))
     return 1 if outputs["invalid"] or outputs["failed"] or door["passed over"] else 0
 
 

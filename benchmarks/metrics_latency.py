@@ -32,6 +32,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from benchmarks.machine import machine
+
 STREAMS = 64
 QUICK = bool(os.environ.get("QUICK"))
 SECONDS = 5.0 if QUICK else 20.0
@@ -231,6 +233,7 @@ def report(
     worst = max(row["p99_ms"] for name, row in rows.items() if name.startswith("metrics port"))
     line = {
         "bench": "metrics_latency",
+        "machine": machine(),
         "p99_ms": worst,
         "within_target": worst < TARGET_MS,
         "model": model or "null",

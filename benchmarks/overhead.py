@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.callers import get
+from benchmarks.machine import machine
 from benchmarks.peers.http_client import body_lines
 
 STREAMS = 64
@@ -357,7 +358,8 @@ def main() -> int:
     largest = next(iter(found))
     print(f"\nlargest part: {largest}\n")
     results |= {"shares_of_the_event_loop": found, "largest": largest}
-    print(json.dumps({"bench": "overhead", "streams": STREAMS, "turns": TURNS, "results": results}))
+    about = {"bench": "overhead", "machine": machine(), "streams": STREAMS, "turns": TURNS}
+    print(json.dumps({**about, "results": results}))
     return 0
 
 

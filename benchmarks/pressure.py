@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from benchmarks.machine import machine
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.policies import FcfsPolicy, PolicyContext
@@ -177,7 +178,7 @@ def main() -> int:
     print(f"{'':30}" + "".join(f"{column:>15}" for column in columns))
     for name, row in results["parts"].items():
         print(f"{name:30}" + "".join(f"{row[column]:>15,}" for column in columns))
-    print(json.dumps({"bench": "pressure", "results": results}))
+    print(json.dumps({"bench": "pressure", "machine": machine(), "results": results}))
     return 0
 
 

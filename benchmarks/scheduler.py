@@ -11,17 +11,27 @@ same decisions, so that is what they cost where nothing else disturbs them. Rows
 default policy with all that predicts, paces, swaps and relieves pressure at work (see ``measure``).
 Rows ``fair-10`` and ``fair-each``: the same under ``fair``, with ten tenants and with one for each
 request.
+
+``BASELINE=CHECKOUT`` compares with another checkout instead: PAIRS (20) pairs of runs by turns,
+each in a process of its own, A B, B A, A B, ..., of the rows ``fcfs``, ``everything`` and
+``fair-10`` with 10,000 waiting. Printed are the median ratios of p50 and p99, this checkout's by
+the other's, with the 95 % interval of their geometric mean (bootstrap over pairs).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
+from benchmarks.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import StepResult
 from paceline.core.predict.step_time import StepShape
@@ -130,7 +140,56 @@ def measure(
     return times
 
 
+_RUN = """
+import json, sys
+from benchmarks.scheduler import RUNNING, measure
+policy, everything, tenants = json.loads(sys.argv[1])
+print(json.dumps(measure(RUNNING, 10_000, policy, everything=everything, tenants=tenants)))
+"""
+
+
+def _figures(checkout: Path, row: str) -> dict[str, float]:
+    """p50 and p99 of one run of a row in milliseconds, in a process of its own."""
+    command = [sys.executable, "-c", _RUN, json.dumps(ROWS[row][:3])]
+    run = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    times = sorted(1e3 * seconds for seconds in json.loads(run.stdout))
+    return {"p50": statistics.median(times), "p99": times[int(len(times) * 0.99)]}
+
+
+def compare(baseline: Path, pairs: int) -> None:
+    """See the module."""
+    here = Path(__file__).parents[1]
+    rng = random.Random(0)
+    results: dict[str, Any] = {"pairs": pairs}
+    print(f"schedule() + update() here by that in {baseline}, {pairs} pairs by turns")
+    print(f"{'row':>10} {'':>4} {'here ms':>8} {'there ms':>8} {'ratio':>6} {'95 %':>15}")
+    for row in ("fcfs", "everything", "fair-10"):
+        ours: list[dict[str, float]] = []
+        theirs: list[dict[str, float]] = []
+        for turn in range(pairs):
+            both = [(ours, here), (theirs, baseline)]
+            for found, checkout in both if turn % 2 == 0 else reversed(both):
+                found.append(_figures(checkout, row))
+        for name in ("p50", "p99"):
+            ratios = [a[name] / b[name] for a, b in zip(ours, theirs, strict=True)]
+            logs = [math.log(ratio) for ratio in ratios]
+            means = sorted(statistics.fmean(rng.choices(logs, k=pairs)) for _ in range(2_000))
+            low, high = math.exp(means[50]), math.exp(means[-51])
+            here_ms, there_ms = (statistics.median(f[name] for f in own) for own in (ours, theirs))
+            ratio = statistics.median(ratios)
+            print(
+                f"{row:>10} {name:>4} {here_ms:8.3f} {there_ms:8.3f} {ratio:6.3f} "
+                f"{low:7.3f}-{high:.3f}",
+                flush=True,
+            )
+            results[f"{row}_{name}"] = [round(each, 4) for each in (ratio, low, high)]
+    print(json.dumps({"bench": "scheduler-turns", "results": results}))
+
+
 def main() -> None:
+    if baseline := os.environ.get("BASELINE"):
+        compare(Path(baseline).resolve(), int(os.environ.get("PAIRS") or 20))
+        return
     print(f"schedule() + update(), {RUNNING} running, {STEPS} steps, milliseconds")
     print(f"{'policy':>10} {'waiting':>8} {'p50':>7} {'p99':>7} {'max':>7} {'alone':>7}")
     results: dict[str, float] = {}
@@ -162,7 +221,7 @@ def main() -> None:
                     f"{name}_p99_ms": round(p99, 4),
                     f"{name}_p99_alone_ms": round(alone, 4),
                 }
-    print(json.dumps({"bench": "scheduler", "results": results}))
+    print(json.dumps({"bench": "scheduler", "machine": machine(), "results": results}))
 
 
 if __name__ == "__main__":

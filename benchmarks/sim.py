@@ -10,8 +10,13 @@ own        Two runs of ``paceline serve`` (default model, its defaults, prefix c
            the fitted simulator says a full queue is worked off at, so below saturation. Predicted
            and measured are compared as callers see them, over all requests and request by request.
            A request attains its target with TTFT <= 1 s and TPOT <= 100 ms.
-vllm       Every run below VLLM_RUNS (or the first argument): simulated from operator profiles, see
-           ``paceline.sim.vllm_runs``. Left out, saying so, when there is no such folder.
+vllm       Every run below VLLM_RUNS (or the first argument), simulated from operator profiles, see
+           ``paceline.sim.vllm_runs``: once from the operators alone, and once with what large steps
+           took beside them on the *other* runs of the same hardware (leave one out; nothing is
+           fitted to the run it is judged on). The errors with that time are the result; those of
+           the operators alone stand beside them. A run that cannot be predicted (no shape of its
+           model, no profile) is reported and left out; ``--model-shape
+           FILE`` (MODEL_SHAPE) gives more shapes.
 speed      One replica, 10 requests per second, Azure-conversation lengths (means 1,155 and 211
            tokens, lognormal), Llama-3.1-8B on the roofline of an H100: simulated seconds per second
            of processor time, the best of three. Then MANY short requests (50 + 8 tokens, 300 per
@@ -19,11 +24,13 @@ speed      One replica, 10 requests per second, Azure-conversation lengths (mean
 decisions  One trace through the live engine in virtual time and through the simulator; every policy
            and two sizes of the KV cache; equal digests of all plans.
 
-Errors are (predicted - measured) / measured. QUICK=1: shorter runs. The last line is JSON.
+Errors are (predicted - measured) / measured. QUICK=1: shorter runs. PARTS=vllm,speed runs some
+parts only. The last line is JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -39,7 +46,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
+from benchmarks.sim_vllm import present, vllm
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
@@ -53,12 +62,13 @@ from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
-from paceline.sim.vllm_runs import VllmRun, find_runs, predict
+from paceline.sim.vllm_runs import find_runs
 
 QUICK = os.environ.get("QUICK", "") not in ("", "0")
 SECONDS = 25.0 if QUICK else 100.0
 MANY = 20_000 if QUICK else 1_000_000
 LOAD = 0.7
+PARTS = ("decisions", "vllm", "speed", "own")
 TTFT_TARGET, TPOT_TARGET = 1.0, 0.1
 RECORDED = Load(2.0, SECONDS, (150.0, 0.8, 8, 900), (40.0, 0.7, 4, 160), seed=1)
 # the rate is set once the capacity is known
@@ -164,10 +174,6 @@ def saturated_rate(config: ReplicaConfig, times: StepTimes) -> float:
     return most / ends[most - 1]
 
 
-def present(values: Iterator[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
 def compare_own(
     predicted: Sequence[Served], measured: Sequence[Served], load: float
 ) -> dict[str, Any]:
@@ -224,32 +230,6 @@ def percentile(values: Sequence[float], q: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-# ---------------------------------------------------------------------- vLLM
-
-
-def vllm(folder: Path) -> dict[str, Any]:
-    metrics: dict[str, Callable[[Sequence[Any]], float]] = {
-        "ttft_mean": lambda of: statistics.mean(present(x.ttft for x in of)),
-        "ttft_p50": lambda of: statistics.median(present(x.ttft for x in of)),
-        "tpot_mean": lambda of: statistics.mean(present(x.tpot for x in of)),
-        "e2e_mean": lambda of: statistics.mean(present(x.e2e for x in of)),
-    }
-    results = {}
-    for path in find_runs(folder):
-        run = VllmRun.read(path)
-        served = predict(run, folder / "profiles")
-        row: dict[str, float] = {}
-        for name, of in metrics.items():
-            ours, theirs = of(served), of(run.requests)
-            row[f"{name}_err"] = round(ours / theirs - 1.0, 4)
-            print(
-                f"  {run.name:>26} {name:>9}: vLLM {1e3 * theirs:9.1f} ms, predicted "
-                f"{1e3 * ours:9.1f} ms, {ours / theirs - 1.0:+.1%}"
-            )
-        results[run.name] = row
-    return results
 
 
 # ---------------------------------------------------------------------- speed and memory
@@ -353,28 +333,48 @@ def trace() -> Iterator[Arrival]:
 
 
 def main() -> None:
-    argument = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("VLLM_RUNS", "")
-    folder = Path(argument or "../shared/vllm-runs")
+    parser = argparse.ArgumentParser(prog="benchmarks.sim")
+    default = os.environ.get("VLLM_RUNS") or "../shared/vllm-runs"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(default))
+    shape = os.environ.get("MODEL_SHAPE")
+    parser.add_argument("--model-shape", type=Path, default=Path(shape) if shape else None)
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    models = ModelShape.read(arguments.model_shape) if arguments.model_shape else ()
+    parts = chosen_parts(os.environ.get("PARTS", ""))
     results: dict[str, Any] = {}
-    print("identical decisions: live engine and simulator")
-    results["identical_decisions"] = identical_decisions()
-    print(f"recorded vLLM runs in {folder}")
-    if find_runs(folder):
-        results["vllm"] = vllm(folder)
-    else:
-        print("  none there: left out")
-        results["vllm"] = {}
-    print("speed and memory")
-    fast, peak, totals = speed()
-    results["speed_x"], results["peak_rss_mb"] = round(fast, 1), round(peak, 1)
-    print(
-        f"  {fast:.0f} simulated seconds per second of processor time; {totals.num_arrivals:,} "
-        f"requests, {totals.num_steps:,} steps: peak {peak:.0f} MB"
-    )
-    sys.stdout.flush()
-    print("our own live server")
-    results["own"] = own()
-    print(json.dumps({"bench": "sim", "results": results}))
+    if "decisions" in parts:
+        print("identical decisions: live engine and simulator")
+        results["identical_decisions"] = identical_decisions()
+    if "vllm" in parts:
+        print(f"recorded vLLM runs in {folder}")
+        if find_runs(folder):
+            results |= vllm(folder, models)
+        else:
+            print("  none there: left out")
+            results["vllm"] = {}
+    if "speed" in parts:
+        print("speed and memory")
+        fast, peak, totals = speed()
+        results["speed_x"], results["peak_rss_mb"] = round(fast, 1), round(peak, 1)
+        print(
+            f"  {fast:.0f} simulated seconds per second of processor time; {totals.num_arrivals:,} "
+            f"requests, {totals.num_steps:,} steps: peak {peak:.0f} MB"
+        )
+        sys.stdout.flush()
+    if "own" in parts:
+        print("our own live server")
+        results["own"] = own()
+    print(json.dumps({"bench": "sim", "machine": machine(), "results": results}))
+
+
+def chosen_parts(text: str) -> tuple[str, ...]:
+    """The parts to run; all of them where none is named. Raises SystemExit for an unknown one."""
+    named = tuple(part for part in text.split(",") if part)
+    unknown = [part for part in named if part not in PARTS]
+    if unknown:
+        raise SystemExit(f"PARTS={text}: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    return named or PARTS
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.__main__ import free_port, machine
+from benchmarks.machine import machine
+from benchmarks.peers.__main__ import free_port
 from benchmarks.peers.base import Command, Unavailable
 from benchmarks.peers.http_client import complete
 from benchmarks.peers.process import Process

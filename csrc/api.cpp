@@ -75,8 +75,9 @@ int paceline_abi(void) { return PACELINE_ABI; }
 const char* paceline_error(void) { return error_text.c_str(); }
 
 const char* paceline_variants(void) {
-  static const std::string names = names_of(usable_kernels());
-  return names.c_str();
+  thread_local std::string names;
+  const int failed = guarded([&] { names = names_of(usable_kernels()); });
+  return failed ? nullptr : names.c_str();
 }
 
 PacelineModel* paceline_create(const PacelineConfig* config) {
@@ -153,6 +154,8 @@ const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states) {
   names = names_of(kernels_for({cpuid[0], cpuid[1], cpuid[2], cpuid[3], states}));
   return names.c_str();
 }
+
+double paceline_clock_hz(void) { return clock_hz(); }
 
 PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns, int threads,
                                 const char* isa) {

@@ -1,5 +1,7 @@
 #include "features.h"
 
+#include <chrono>
+#include <cstdlib>
 #include <stdexcept>
 
 #ifdef PL_X86
@@ -51,7 +53,9 @@ std::vector<const Kernels*> kernels_for(const Processor& p) {
   return found;
 }
 
-std::vector<const Kernels*> usable_kernels() {
+namespace {
+
+std::vector<const Kernels*> runnable_kernels() {
   Processor p;
 #ifdef PL_X86
   const Registers one = cpuid(1, 0), seven = cpuid(7, 0);
@@ -62,16 +66,54 @@ std::vector<const Kernels*> usable_kernels() {
   return kernels_for(p);
 }
 
+// throws std::invalid_argument naming what there is
+size_t find_kernels(const std::vector<const Kernels*>& found, const std::string& name, const char* whose) {
+  std::string names;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (name == found[i]->name) return i;
+    if (i) names += ", ";
+    names += found[i]->name;
+  }
+  throw std::invalid_argument(whose + ("instruction set '" + name) + "' does not run here; these do: " + names);
+}
+
+}  // namespace
+
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> found = runnable_kernels();
+  const char* most = std::getenv("PACELINE_ISA");
+  // an empty value is how a shell or a makefile passes on that there is none
+  if (most && *most) found.erase(found.begin(), found.begin() + ptrdiff_t(find_kernels(found, most, "PACELINE_ISA: ")));
+  return found;
+}
+
 const Kernels* choose_kernels(const char* name) {
   const std::vector<const Kernels*> found = usable_kernels();
-  if (!name) return found.front();
-  std::string names;
-  for (const Kernels* kernels : found) {
-    if (std::string(name) == kernels->name) return kernels;
-    if (!names.empty()) names += ", ";
-    names += kernels->name;
+  return name ? found[find_kernels(found, name, "")] : found.front();
+}
+
+double clock_hz() {
+  double best = 0;
+#if defined(__x86_64__) || defined(__aarch64__)
+  using Clock = std::chrono::steady_clock;
+  constexpr int kTurns = 20, kLoops = 10000, kAdds = 100;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    // each waits for the one before, a cycle on every processor. Of registers: some processors add
+    // constants before anything is issued
+    uint64_t x = uint64_t(turn), y = 3;
+    const auto began = Clock::now();
+    for (int i = 0; i < kLoops; ++i) {
+#ifdef __x86_64__
+      __asm__ volatile(".rept 100\n\taddq %1, %0\n\t.endr" : "+r"(x) : "r"(y) : "cc");
+#else
+      __asm__ volatile(".rept 100\n\tadd %0, %0, %1\n\t.endr" : "+r"(x) : "r"(y));
+#endif
+    }
+    const double rate = kLoops * double(kAdds) / std::chrono::duration<double>(Clock::now() - began).count();
+    if (rate > best) best = rate;
   }
-  throw std::invalid_argument("instruction set '" + std::string(name) + "' does not run here; these do: " + names);
+#endif
+  return best;
 }
 
 }  // namespace paceline

@@ -77,7 +77,9 @@ typedef struct PacelineMatrix PacelineMatrix;
 
 int paceline_abi(void);
 const char* paceline_error(void);
-/* names of the variants that run here, best first, separated by commas */
+/* Names of the variants that run here, best first, separated by commas; until the thread's next call.
+ * The environment's PACELINE_ISA leaves out those better than the one it names; null with a message in
+ * paceline_error() where that one does not run here. */
 const char* paceline_variants(void);
 
 PacelineModel* paceline_create(const PacelineConfig* config);
@@ -111,6 +113,8 @@ void* paceline_cache(PacelineModel* model, int64_t* bytes);
 /* What paceline_variants would name on a processor whose cpuid says leaf 1 ecx, leaf 7 ebx, leaf 7 ecx and
  * leaf 7.1 eax, under a system that saves these register states (XCR0); until the thread's next call. */
 const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states);
+/* measured cycles a second of the calling thread's processor, 0 where that is not known */
+double paceline_clock_hz(void);
 
 PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns,
                                 int threads, const char* isa);

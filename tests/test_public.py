@@ -146,6 +146,7 @@ def test_the_architecture_names_every_file_of_the_core() -> None:
         "docs/policies.md",
         "docs/scheduling.md",
         "docs/simulator.md",
+        "docs/processors.md",
         *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/studies").glob("*.md"))),
     ],
 )
@@ -159,7 +160,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def test_documents_name_make_targets_that_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for document in ("README.md", "CONTRIBUTING.md"):
+    for document in ("README.md", "CONTRIBUTING.md", "docs/processors.md"):
         text = (ROOT / document).read_text()
         for target in re.findall(r"^    make ([\w-]+)", text, flags=re.MULTILINE):
             assert target in targets, f"{document}: make {target}"

@@ -39,6 +39,7 @@ from typing import Any
 from benchmarks.faults.rows import ROWS, Row, reference
 from benchmarks.faults.server import FaultyServer
 from benchmarks.faults.storage import Redis, disk_full, redis_gone, small_disk
+from benchmarks.machine import machine
 
 FLAGS = (
     "--kv-cache-memory", "512MiB", "--max-engine-restarts", "20", "--stall-timeout", "20",
@@ -109,7 +110,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW")
     args = parser.parse_args()
     results = run(args.model, args.rows)
-    print(json.dumps({"bench": "faults", "results": results}))
+    print(json.dumps({"bench": "faults", "machine": machine(), "results": results}))
     return 0
 
 

@@ -60,7 +60,8 @@ from benchmarks.goodput.loads import (
     tenants,
     ttft,
 )
-from benchmarks.peers.__main__ import free_port, machine
+from benchmarks.machine import machine
+from benchmarks.peers.__main__ import free_port
 from benchmarks.peers.base import Peer, Places, Unavailable
 from benchmarks.peers.http_client import Timing
 from benchmarks.peers.online import TRACE, Server, name_lengths

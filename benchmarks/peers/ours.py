@@ -29,7 +29,8 @@ class Paceline:
     """See ``base.Peer``.
 
     Args:
-        formats: the variants: "weights/KV cache", as ``--dtype`` and ``--kv-dtype`` take them.
+        formats: the variants: "weights/KV cache", as ``--dtype`` and ``--kv-dtype`` take them;
+            "auto/auto" is what ``paceline serve`` takes by itself.
         prefix_caching: on, as by default, in all rows; or off in all.
     """
 
@@ -115,7 +116,8 @@ def _load() -> tuple[_Engine, dict[str, Any]]:
             threads=int(threads),
         )
     )
-    return _Engine(core), {"version": __version__, "weights": info.dtype}
+    about = {"version": __version__, "weights": info.dtype, "kv": info.kv_dtype}
+    return _Engine(core), about | {"why": info.choice}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from importlib import import_module
 
+from benchmarks.machine import machine
 from benchmarks.studies.common import Study
 from benchmarks.studies.page import DOCS, write_page
 
@@ -56,7 +57,8 @@ def main() -> None:
             if study.plots is not None:
                 study.plots(DOCS)
         seconds[name] = round(time.perf_counter() - started, 1)
-    print(json.dumps({"bench": "studies", "results": {"seconds": seconds}}))
+    line = {"bench": "studies", "machine": machine(), "results": {"seconds": seconds}}
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

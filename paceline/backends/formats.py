@@ -2,32 +2,40 @@
 file best.
 
 Nothing is timed: the same file on the same machine always gets the same formats, or answers would
-change from start to start.
+change from start to start. What was measured beforehand is a table (``levels``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from paceline.backends.levels import fastest, measured
 from paceline.backends.native import (
     DTYPES,
+    KEPT,
     KV_DTYPES,
     unavailable_reason,
     unsupported_reason,
     variants,
 )
 from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.stored import stored_bits
 from paceline.core.errors import ConfigError
 
-__all__ = ["Formats", "choose_formats"]
+__all__ = ["Formats", "choose_formats", "usable_levels"]
 
-# kernels whose byte products are several times faster than their bfloat16 or float32 ones
-_BYTE_PRODUCTS: Final = ("avx512bf16", "avx512")
-_BFLOAT16_PRODUCTS: Final = "avx512bf16"
-# stored types of 16 bits and more; the others are GGUF's of 8 and fewer
-_WIDE: Final = ("float32", "bfloat16", "float16")
+# GGUF's own bytes, Q8_0, spend 8.5 bits a weight with their scales
+_BYTES: Final = 8.5
+_SIXTEEN: Final = 16.0
+# KV caches beside weights: a file of 16 bits has not asked for rounding
+_KV_BESIDE: Final = {
+    "q4": ("bfloat16", "int8"),
+    "int8": ("bfloat16", "int8"),
+    "bfloat16": ("bfloat16",),
+    "float32": ("float32",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +61,20 @@ def choose_formats(
     block_size: int,
     device: str,
     torch_dtype: Callable[[str], str],
+    isa: str | None = None,
 ) -> Formats:
     """Settle each of ``compute``, ``dtype`` and ``kv_dtype`` that is "auto".
 
-    ``auto`` takes the native kernels where they can serve the model; then int8 weights, which pass
-    the gate of docs/accuracy.md, where they are fast and the file itself stores 8 bits or fewer
-    (whoever serves a file of 16 bits has not asked for rounding); else bfloat16 where the processor
-    multiplies it, else float32. The KV cache is float32 beside float32 weights, else bfloat16.
+    ``auto`` takes the native kernels where they can serve the model. Of the formats that suit the
+    file it takes those that the table of ``levels`` has as fastest among what passes the gate of
+    docs/accuracy.md and gives a request the same answer whoever else is served
+    (docs/processors.md).
 
     Args:
         device: "cpu" or what PyTorch calls another one.
         torch_dtype: what PyTorch takes for a name, "auto" among them; raises ConfigError for names
             it does not compute in. Called only where PyTorch is to compute.
+        isa: the level of instructions that native kernels use; None: the best that runs here.
 
     Raises ConfigError for names that do not exist and combinations that nothing computes.
     """
@@ -75,34 +85,36 @@ def choose_formats(
             f"kv_dtype {kv_dtype!r} is not supported: use auto, {', '.join(KV_DTYPES)}"
         )
     reasons: list[str] = []
+    levels = usable_levels(isa)
     if compute == "auto":
-        compute, why = _choose_compute(config, block_size, device)
+        compute, why = _choose_compute(config, block_size, device, levels)
         reasons.append(why)
     if compute == "native":
         reason = _native_refusal(config, block_size, device)
         if reason is not None:
             raise ConfigError(f"--compute native {reason}; --compute torch serves it")
+    if compute == "native":
+        if dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"--compute native computes in {', '.join(DTYPES)}, not {dtype}")
+        if "auto" in (dtype, kv_dtype):
+            dtype, kv_dtype, why = _native_formats(config, dtype, kv_dtype, levels)
+            reasons.append(why)
+        return Formats(compute, dtype, kv_dtype, "; ".join(reasons))
+    if isa is not None:
+        raise ConfigError(
+            f"--isa {isa} chooses native kernels, and here PyTorch computes"
+            + (f": {reasons[0]}" if reasons else "")
+        )
     if dtype == "auto":
-        if compute == "native":
-            dtype, why = _native_dtype(config)
-        else:
-            dtype = torch_dtype("auto")
-            why = _multiplies(dtype, device)
-        reasons.append(why)
-    elif compute == "native" and dtype not in DTYPES:
-        raise ConfigError(f"--compute native computes in {', '.join(DTYPES)}, not {dtype}")
-    elif compute == "torch":
+        dtype = torch_dtype("auto")
+        reasons.append(_multiplies(dtype, device))
+    else:
         if dtype in DTYPES and dtype not in ("float32", "bfloat16"):
             raise ConfigError(
                 f"--dtype {dtype} needs --compute native, and here PyTorch computes"
                 + (f": {reasons[0]}" if reasons else "")
             )
         torch_dtype(dtype)
-    if compute == "native":
-        if kv_dtype == "auto":
-            kv_dtype, why = _native_kv_dtype(dtype)
-            reasons.append(why)
-        return Formats(compute, dtype, kv_dtype, "; ".join(reasons))
     if kv_dtype not in ("auto", dtype):
         raise ConfigError(
             f"--kv-dtype {kv_dtype} needs --compute native: PyTorch keeps the KV cache in the "
@@ -112,10 +124,20 @@ def choose_formats(
     return Formats(compute, dtype, dtype, "; ".join(reasons))
 
 
-def _native_kv_dtype(dtype: str) -> tuple[str, str]:
-    if dtype in ("float32", "bfloat16"):
-        return dtype, f"{dtype} in the KV cache as in the weights"
-    return "bfloat16", "bfloat16 in the KV cache because int8 there would add to the weights' error"
+def usable_levels(isa: str | None) -> tuple[str, ...]:
+    """Levels of the native kernels that may be used, best first; () without the library.
+
+    Args:
+        isa: the best of them; None: the best that runs here.
+
+    Raises ConfigError where ``isa`` does not run here, naming those that do.
+    """
+    levels = variants()
+    if isa is None or not levels:
+        return levels
+    if isa not in levels:
+        raise ConfigError(f"--isa {isa} does not run here; these do: {', '.join(levels)}")
+    return levels[levels.index(isa) :]
 
 
 def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | None:
@@ -126,23 +148,62 @@ def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | 
     return None if reason is None else f"cannot serve this: {reason}"
 
 
-def _choose_compute(config: ModelConfig, block_size: int, device: str) -> tuple[str, str]:
+def _choose_compute(
+    config: ModelConfig, block_size: int, device: str, levels: Sequence[str]
+) -> tuple[str, str]:
     reason = _native_refusal(config, block_size, device)
     if reason is not None:
         return "torch", f"the native path {reason}"
-    return "native", f"native kernels for {variants()[0]}"
+    return "native", f"native kernels for {levels[0]}"
 
 
-def _native_dtype(config: ModelConfig) -> tuple[str, str]:
-    best = variants()[0]
-    if config.stored_dtype not in _WIDE and best in _BYTE_PRODUCTS:
-        return "int8", (
-            "int8 because it passes the accuracy gate on SmolLM2-135M (docs/accuracy.md), "
-            f"{best} multiplies bytes fastest, and the file itself stores weights as "
-            f"{config.stored_dtype}"
+def _native_formats(
+    config: ModelConfig, dtype: str, kv_dtype: str, levels: Sequence[str]
+) -> tuple[str, str, str]:
+    """Weights, KV cache and the reason, for what is "auto" of the two."""
+    caches = _KV_BESIDE.get(dtype, ())
+    if len(caches) == 1:
+        return dtype, caches[0], f"{caches[0]} in the KV cache as in the weights"
+    level, pairs = measured(levels)
+    proxy = "" if level == levels[0] else f" (whose figures stand for {levels[0]}'s)"
+    because = f"because that is the fastest on {level}{proxy} of what passes the accuracy gate"
+    # a cache that was asked for does not change which weights are best
+    pairs = tuple(pair for pair in pairs if pair.kv in _KV_BESIDE[pair.weights])
+    if dtype != "auto":
+        # these weights were asked for, whatever the gate says of them
+        of_kind = [pair for pair in pairs if pair.weights == dtype]
+        if not of_kind:
+            why = f"because {level} was not measured with {dtype} weights"
+            return dtype, caches[0], f"{caches[0]} in the KV cache {why}"
+        choice = fastest([pair for pair in of_kind if pair.passes] or of_kind)
+        why = f"{choice.kv} in the KV cache {because} beside {dtype} weights (docs/processors.md)"
+        return dtype, choice.kv, why
+    stored = config.stored_dtype
+    found = [pair for pair in pairs if pair.passes and pair.steady and _suits(pair.weights, stored)]
+    if not found:
+        raise ConfigError(
+            f"nothing that was measured on {level} and passes the accuracy gate suits weights "
+            f"stored as {stored}: name formats with --dtype and --kv-dtype (docs/processors.md)"
         )
-    dtype = "bfloat16" if best == _BFLOAT16_PRODUCTS else "float32"
-    return dtype, _multiplies(dtype, "cpu")
+    choice = fastest(found)
+    what = f"{choice.weights} weights"
+    if kv_dtype == "auto":
+        kv_dtype = choice.kv
+        what += f" and {kv_dtype} in the KV cache"
+    suits = f"in any batch alike and suits weights stored as {stored} (docs/processors.md)"
+    return choice.weights, kv_dtype, f"{what} {because} {suits}"
+
+
+def _suits(weights: str, stored: str) -> bool:
+    """Whether auto may take weights for a file of this type: they round no more than the file's
+    own, but for 16 bits, which hold any file well, and files of so many bits never take twice
+    theirs."""
+    if weights == "q4":
+        return stored in KEPT
+    bits = stored_bits(stored)
+    if weights == "int8":
+        return bits <= _BYTES
+    return weights == "bfloat16" or bits > _SIXTEEN
 
 
 def _multiplies(dtype: str, device: str) -> str:

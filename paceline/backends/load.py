@@ -46,6 +46,7 @@ def load_backend(
     numa_fallback: bool = False,
     own_process: bool = False,
     compute: str = "torch",
+    isa: str | None = None,
     swap_bytes: int | None = None,
 ) -> WorkerBackend:
     """Open a checkpoint and get ready to run plans.
@@ -69,6 +70,7 @@ def load_backend(
             only those that compute do, which is none of the caller's.
         compute: "torch", "native" for the C++ library on the CPU, which adds the dtypes "int8"
             and "q4" of weights, or "auto": native where it can serve the model.
+        isa: level of the native kernels, a name of ``native.variants()``; None: the best.
         swap_bytes: host memory for swapped KV blocks; None: half the KV pool's size, taken as
             it is used; on CUDA 4 GiB at most, pinned at once.
 
@@ -105,6 +107,7 @@ def load_backend(
             block_size=block_size,
             device=place,
             torch_dtype=partial(_torch_dtype, device=place),
+            isa=isa,
         )
         _log.info(
             "compute=%s dtype=%s kv_dtype=%s%s",
@@ -117,6 +120,7 @@ def load_backend(
             block_size=block_size,
             max_model_len=length,
             threads=placement.threads,
+            isa=isa,
         )
         blocks, host_blocks = _choose_sizes(
             loader,
@@ -231,6 +235,7 @@ def _choose_loader(
     block_size: int,
     max_model_len: int,
     threads: int,
+    isa: str | None,
 ) -> ModelLoader:
     if formats.compute == "native":
         from paceline.backends.native.step import NativeLoader
@@ -242,6 +247,7 @@ def _choose_loader(
             block_size=block_size,
             max_model_len=max_model_len,
             threads=threads,
+            isa=isa,
         )
     from paceline.backends.torch.load import TorchLoader
 

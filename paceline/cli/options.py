@@ -70,17 +70,17 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--dtype",
         choices=("auto", "float32", "bfloat16", "int8", "q4"),
         default=default.dtype,
-        help="of the weights; auto takes int8 where the file's own weights have 8 bits or fewer "
-        "and the native kernels are fast at it, else bfloat16 where the machine is, and the line "
-        "that says the server is ready says why; int8 and q4 need --compute native (default auto)",
+        help="of the weights; auto takes what was measured to be fastest on this processor's level "
+        "among what passes the accuracy gate and rounds no more than the file, and the line that "
+        "says the server is ready says why; int8 and q4 need --compute native (default auto)",
     )
     group.add_argument(
         "--kv-dtype",
         choices=("auto", "float32", "bfloat16", "int8"),
         default=default.kv_dtype,
         help="of the KV cache; int8 holds nearly twice the tokens of bfloat16 in the same memory; "
-        "other than auto needs --compute native; auto: float32 with float32 weights, else bfloat16 "
-        "(default auto)",
+        "other than auto needs --compute native; auto: as the weights in 32 or 16 bits, else what "
+        "was measured to be fastest beside them (default auto)",
     )
     group.add_argument(
         "--compute",
@@ -88,6 +88,14 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         default=default.compute,
         help="native computes whole steps in the C++ library, on the CPU; auto takes it where it "
         f"can serve the model, and the log says why (default {default.compute})",
+    )
+    group.add_argument(
+        "--isa",
+        default=default.isa,
+        metavar="LEVEL",
+        help="level of the native kernels, such as avx2: no better one is used; one that does not "
+        "run here is refused with the names of those that do. The environment's PACELINE_ISA does "
+        "the same for every command (default: the best that runs, see docs/processors.md)",
     )
     group.add_argument(
         "--max-model-len",
@@ -205,6 +213,7 @@ def engine_settings(
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         compute=args.compute,
+        isa=args.isa,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         num_blocks=args.num_blocks,

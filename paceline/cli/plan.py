@@ -73,19 +73,30 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
         description="Divide a GPU's memory into weights and keys and values, and count sequences.",
     )
     parser.add_argument(
-        "--preset", choices=tuple(PRESETS), help=f"an exercise; flags change its numbers. {titles}"
+        "--preset",
+        type=str.lower,
+        choices=tuple(PRESETS),
+        help=f"an exercise; flags change its numbers. {titles}",
     )
     parser.add_argument("--model", metavar="NAME", help="a known model, or a checkpoint")
+    plan_fleet.add_model_shape(parser)
     parser.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one GPU")
     parser.add_argument("--hardware", metavar="NAME", help="a known GPU, instead of --memory")
     parser.add_argument(
         "--gpus", type=bounded_int(1), default=1, metavar="N", help="that share one model"
     )
     parser.add_argument(
-        "--weight-dtype", choices=tuple(_BYTES), default="bfloat16", help="default bfloat16"
+        "--weight-dtype",
+        type=str.lower,
+        choices=tuple(_BYTES),
+        help="default: as a GGUF file stores them, else bfloat16",
     )
     parser.add_argument(
-        "--kv-dtype", choices=tuple(_BYTES), default="bfloat16", help="default bfloat16"
+        "--kv-dtype",
+        type=str.lower,
+        choices=tuple(_BYTES),
+        default="bfloat16",
+        help="default bfloat16",
     )
     parser.add_argument("--weights", type=byte_count, metavar="SIZE", help="instead of a model's")
     parser.add_argument(
@@ -114,10 +125,11 @@ def _run_memory(args: argparse.Namespace) -> int:
     from paceline.sim.step_times.roofline import HardwareCard
 
     preset = PRESETS[args.preset] if args.preset else None
-    model = find_model(args.model) if args.model else None
+    model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
     weights, per_token = args.weights, args.kv_per_token
     if model is not None:
-        weights = weights or model.num_parameters * _BYTES[args.weight_dtype]
+        per_weight = _BYTES[args.weight_dtype] if args.weight_dtype else model.bytes_per_weight
+        weights = weights or model.num_parameters * per_weight
         per_token = per_token or model.kv_bytes_per_token(_BYTES[args.kv_dtype])
     memory: float | None = args.memory
     if memory is None and args.hardware:
@@ -251,6 +263,7 @@ def _add_split(plans: argparse._SubParsersAction[Parser]) -> None:
         description="Balance prefill and decode replicas, by arithmetic on roofline step times.",
     )
     parser.add_argument("--model", required=True, metavar="NAME", help="known, or a checkpoint")
+    plan_fleet.add_model_shape(parser)
     parser.add_argument(
         "--hardware", required=True, metavar="NAME", help="known; a wrong name lists them"
     )
@@ -283,7 +296,9 @@ def _run_split(args: argparse.Namespace) -> int:
     from paceline.sim.workload import parse_seconds
 
     card = HardwareCard.named(args.hardware)
-    times = RooflineStepTimes(card, find_model(args.model), degree=args.gpus)
+    times = RooflineStepTimes(
+        card, find_model(args.model, plan_fleet.given_shapes(args)), degree=args.gpus
+    )
     # half grown on average, but the longest must fit
     room = times.num_blocks(1) // (args.prompt + args.output // 2)
     if times.num_blocks(1) < args.prompt + args.output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int
@@ -13,8 +14,12 @@ from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.sim.plan import FleetAnswer, FleetOption
+    from paceline.sim.step_times.models import ModelShape
 
-__all__ = ["add_parser"]
+__all__ = ["add_model_shape", "add_parser", "given_shapes"]
+
+# of a plan that says how much is needed, where nothing will do
+_NONE_WILL_DO = 1
 
 
 def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
@@ -25,6 +30,7 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         "found. Lists separated by commas are all tried.",
     )
     parser.add_argument("--model", metavar="NAME", help="known, or a checkpoint")
+    add_model_shape(parser)
     parser.add_argument("--hardware", metavar="NAME[,NAME]", help="known; a wrong name lists them")
     parser.add_argument(
         "--step-times",
@@ -63,6 +69,24 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_run_fleet)
 
 
+def add_model_shape(parser: argparse.ArgumentParser) -> None:
+    """The flag that ``given_shapes`` reads."""
+    parser.add_argument(
+        "--model-shape",
+        type=Path,
+        metavar="FILE",
+        help="shapes of models that are not known: a checkpoint's config.json, or entries as in "
+        "paceline/sim/step_times/models.json",
+    )
+
+
+def given_shapes(args: argparse.Namespace) -> tuple[ModelShape, ...]:
+    """What --model-shape gives. Raises ConfigError for a file that is none."""
+    from paceline.sim.step_times.models import ModelShape
+
+    return ModelShape.read(args.model_shape) if args.model_shape else ()
+
+
 def _run_fleet(args: argparse.Namespace) -> int:
     from paceline.sim.plan import Target, best_fleet
     from paceline.sim.report import text_table
@@ -92,13 +116,16 @@ def _run_fleet(args: argparse.Namespace) -> int:
         for policy in policies
         for tokens in (args.max_num_batched_tokens or "").split(",")
     ]
+    unfit: list[tuple[str, str]] = []
     answers = best_fleet(
         options,
         workload,
         Target(args.attainment),
         prefix_block=workload.prefix_block,
         most=args.most,
+        on_unfit=lambda option, why: unfit.append((option.name, why)),
     )
+    done = 0 if any(answer.found.size is not None for answer in answers) else _NONE_WILL_DO
     if args.json:
         found = [
             {
@@ -107,12 +134,14 @@ def _run_fleet(args: argparse.Namespace) -> int:
                 "gpus": answer.gpus,
                 "price_per_hour": answer.price_per_hour,
                 "tried": answer.found.tried,
+                "reason": answer.reason,
                 "run": answer.found.best.as_json(),
             }
             for answer in answers
         ]
-        print(json.dumps({"plan": "fleet", "answers": found}))
-        return 0
+        left_out = [{"option": name, "reason": why} for name, why in unfit]
+        print(json.dumps({"plan": "fleet", "answers": found, "left_out": left_out}))
+        return done
     head = ["replica", "replicas", "GPUs", "attainment %", "TTFT p99 ms", "TPOT p99 ms"]
     rows = [[*head, "price/h", "per million tokens"]]
     for answer in answers:
@@ -130,7 +159,12 @@ def _run_fleet(args: argparse.Namespace) -> int:
             ]
         )
     print(text_table(rows))
-    return 0
+    for answer in answers:
+        if answer.reason:
+            print(f"{answer.option.name}: none will do: {answer.reason}")
+    for name, why in unfit:
+        print(f"{name}: left out: {why}")
+    return done
 
 
 def _kinds(args: argparse.Namespace) -> list[FleetOption]:
@@ -153,11 +187,11 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
     if args.step_times:
         if gpus != [1]:
             raise ConfigError("--gpus: the step times of --step-times are those of a whole replica")
-        fitted = open_step_times(args.step_times)
+        fitted = open_step_times(args.step_times, models=given_shapes(args))
         if fitted.config is not None:
             load_policy(fitted.config.scheduler.policy)
         return [FleetOption(args.step_times, fitted.another, price_per_hour=prices[0])]
-    model = find_model(args.model)
+    model = find_model(args.model, given_shapes(args))
     return [
         FleetOption.of_hardware(HardwareCard.named(name), model, count, price_per_hour=price)
         for name, price in zip(names, prices, strict=True)

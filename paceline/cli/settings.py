@@ -36,6 +36,8 @@ class EngineSettings:
     kv_dtype: str = "auto"
     # what computes: "torch", "native" for the C++ library, or "auto" for whichever is faster here
     compute: str = "auto"
+    # level of the native kernels, e.g. "avx2"; None: the best that runs
+    isa: str | None = None
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # tokens per KV block

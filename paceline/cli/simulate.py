@@ -40,7 +40,8 @@ examples:
       --router least-outstanding --speedup 0.5,1,1.5,2 --plot goodput.png
 
 Step times: roofline:HARDWARE,MODEL[,DEGREE], recorded:FILE (of paceline serve --record),
-profile:FOLDER[,PREFIX], fixed:SECONDS[,SECONDS_PER_TOKEN].
+profile:FOLDER[,PREFIX][,link=GB/S][,latency=TIME][,graphs=N][,host=TIME],
+fixed:SECONDS[,SECONDS_PER_TOKEN].
 """
 # a recording brings its own; without one
 _NUM_BLOCKS = 8192
@@ -65,6 +66,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--step-times", required=True, metavar="SPEC", help="where the seconds come from, see below"
+    )
+    parser.add_argument(
+        "--model-shape",
+        type=Path,
+        metavar="FILE",
+        help="shapes of models that are not known: a checkpoint's config.json, or entries as in "
+        "paceline/sim/step_times/models.json",
     )
     parser.add_argument(
         "--policy", default=None, metavar="NAME[,NAME...]", help="compared side by side"
@@ -188,7 +196,10 @@ def run(args: argparse.Namespace) -> int:
     print(side_by_side([result.summary for result in results]))
     for result in results:
         used = ", ".join(f"{share:.0%}" for share in result.entry["utilisation"])
-        print(f"{result.summary.name}: backends busy {used}")
+        print(
+            f"{result.summary.name}: backends busy {used}; requests of up to "
+            f"{result.entry['max_model_len']} tokens, prompt and output (--max-model-len)"
+        )
     return 0
 
 
@@ -203,14 +214,23 @@ def _plot(path: Path, results: list[_Result]) -> None:
     from paceline.sim.report.plots import plot_cdfs, plot_curves
 
     if len({result.entry["speedup"] for result in results}) == 1:
-        plot_cdfs({result.summary.name: result.metrics for result in results}, path)
+        count = max(result.summary.requests for result in results)
+        runs = {result.summary.name: result.metrics for result in results}
+        plot_cdfs(runs, path, title=f"{count} requests, simulated")
         return
     curves: dict[str, list[tuple[float, float]]] = {}
     for result in results:
         point = (result.entry["offered_rate"], result.summary.goodput)
         curves.setdefault(result.entry["policy"], []).append(point)
     lines = {name: sorted(line) for name, line in curves.items()}
-    plot_curves(lines, path, x="requests/s", y="goodput, requests/s")
+    plot_curves(
+        lines,
+        path,
+        x="requests/s",
+        y="goodput, requests/s",
+        title="Requests within their targets, simulated",
+        at_most_x="all of them",
+    )
 
 
 def _simulate(point: _Point) -> _Result:
@@ -252,6 +272,7 @@ def _simulate(point: _Point) -> _Result:
         "offered_rate": stream.rate,
         "steps": totals.num_steps,
         "utilisation": [busy / totals.end if totals.end else 0.0 for busy in totals.busy_seconds],
+        "max_model_len": pool.replicas[0].config.scheduler.max_model_len,
     }
     return _Result(summary, entry, metrics)
 
@@ -288,11 +309,13 @@ def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:
 def _pool(point: _Point) -> Pool:
     from paceline.sim.routing import make_router
     from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec
+    from paceline.sim.step_times.models import ModelShape
     from paceline.sim.step_times.spec import open_step_times
 
     args = point.args
     decoding = args.decode_replicas or 0
-    first = open_step_times(args.step_times, seed=args.seed)
+    models = ModelShape.read(args.model_shape) if args.model_shape else ()
+    first = open_step_times(args.step_times, seed=args.seed, models=models)
     others = range(1, args.replicas + decoding)
     sources = [first, *(first.another(args.seed + index) for index in others)]
     config = _config(point, sources[0])

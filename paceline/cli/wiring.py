@@ -60,6 +60,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--dtype", settings.dtype, "auto"),
         ("--kv-dtype", settings.kv_dtype, "auto"),
         ("--compute", settings.compute, "auto"),
+        ("--isa", settings.isa, None),
         ("--threads", settings.threads, None),
         ("--numa", settings.numa, "auto"),
     ):
@@ -107,6 +108,7 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
         numa_fallback=settings.numa_fallback,
         own_process=own_process,
         compute=settings.compute,
+        isa=settings.isa,
         # memory that could never be used
         swap_bytes=0 if settings.preemption == "recompute" else settings.swap_bytes,
     )

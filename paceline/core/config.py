@@ -26,11 +26,11 @@ class CacheConfig:
     num_blocks: int
     # reuse blocks of equal prefixes across requests
     enable_prefix_caching: bool = True
-    # blocks of cached prefixes that nobody uses are kept up to so many; beyond that the oldest is
-    # taken before a block that was never used, whose memory the system may still have; None: all
+    # blocks of cached prefixes that no request uses are kept up to so many; beyond that the oldest
+    # is taken before a block that was never used, whose memory the system may still have; None: all
     max_idle_blocks: int | None = None
     # share of the pool kept free when a request is admitted beside running ones, so that their
-    # growth does not at once preempt somebody
+    # growth does not at once preempt one of them
     watermark: float = 0.01
     # blocks of host memory that preempted requests may be moved to; 0: they are recomputed
     num_host_blocks: int = 0
@@ -66,7 +66,7 @@ class SchedulerConfig:
     # never more than makes steps efficient; False: the whole budget every step
     adaptive_token_budget: bool = True
     # where a step is planned while another runs: so long before that one is predicted to end, so
-    # that whoever arrives until then is in the plan. More than steps last: at once
+    # that requests which arrive until then are in the plan. More than steps last: at once
     plan_lead_s: float = 0.002
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
     best_effort_step_s: float = 0.03
@@ -84,7 +84,7 @@ class SchedulerConfig:
     background_share: float | None = None
     # how many waiting requests behind a head that does not fit are tried in one step
     bypass_window: int = 8
-    # how often one head may be passed before everybody waits for it
+    # how often one head may be passed before all others wait for it
     max_bypasses: int = 64
     # admit a request only if memory is predicted to last until those running end; False: if its
     # known tokens fit now

@@ -100,7 +100,7 @@ class RequestFailedError(EngineError):
 
 class PoisonedRequestError(RequestFailedError):
     """The engine ended under this request, and again when it was tried once more: asking a third
-    time would end it for everybody else."""
+    time would end it for all others."""
 
 
 class EngineDrainingError(EngineError):

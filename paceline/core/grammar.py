@@ -23,7 +23,7 @@ from paceline.core.errors import InvalidRequestError
 __all__ = ["ConstrainedBackend", "Grammar", "MatcherSource", "TokenMatcher"]
 
 _KINDS: Final = ("json_schema", "regex", "lark")
-# characters; the largest schema in public collections that anybody generates from is far below
+# characters; the largest schema that people generate from in public collections is far below
 _MAX_SOURCE: Final = {"json_schema": 1 << 18, "regex": 1 << 14, "lark": 1 << 16}
 
 

@@ -137,7 +137,7 @@ class StepResult:
 
 class Timeline(NamedTuple):
     """What became of a request and why: sent with its first token, with the first after each
-    preemption or relegation, and when it ends, so that it is known wherever the caller stops
+    preemption or demotion, and when it ends, so that it is known wherever the caller stops
     reading."""
 
     # (reason, seconds) spent waiting to be admitted, first or again; see ``core.waits``
@@ -173,5 +173,5 @@ class RequestUpdate(NamedTuple):
     num_preemptions: int
     # set with finish_reason ERROR
     error: str | None = None
-    # set with any finish_reason, and with the first tokens since it was let in or relegated
+    # set with any finish_reason, and with the first tokens since it was admitted or demoted
     timeline: Timeline | None = None

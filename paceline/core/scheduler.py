@@ -25,43 +25,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter
-from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.offload import Offload
-from paceline.core.memory.outlook import Outlooks
-from paceline.core.memory.preemption import Preemption
-from paceline.core.memory.pressure import PressureValve
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
 from paceline.core.pacing.door import Door, Expired
 from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
-from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
-from paceline.core.predict.chunk import ChunkSize
-from paceline.core.predict.output_length import LengthHistory, WorkEstimator
-from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.queues.forks import Forks
-from paceline.core.queues.running import RunningList
-from paceline.core.queues.wait_clocks import REASONS, Reason
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.policies import SchedulingPolicy
+from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import ClassUse, SchedulerStats, take_census
 from paceline.core.step.admission import Admission
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
-from paceline.core.step.in_flight import StepsInFlight
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
-from paceline.core.step.state import LastPlan, SchedulerState
+from paceline.core.step.state import check_integrity, make_state, take_stats
 from paceline.core.step.update import Updates, update_of
 
 __all__ = ["Scheduler"]
-
-# waiting requests whose swapped blocks may be fetched ahead, those that come next
-_LOOK_AHEAD: Final = 16
 
 
 class Scheduler:
@@ -76,29 +59,23 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None = None
     ) -> None:
-        self.config = config
-        self.cache = cache
-        self.step_time = StepTimeModel()
-        self.lengths = LengthHistory()
-        self.valve = PressureValve(config.pressure_threshold)
-        self._state = state = self._make_state(policy)
-        self.policy, self.kv = state.policy, state.kv
+        self.config, self.cache = config, cache
+        self.state = state = make_state(config, cache, policy)
+        self.policy, self.kv, self.valve = state.policy, state.kv, state.valve
+        self.step_time, self.lengths = state.step_time, state.lengths
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
+        self._steps, self._last = state.steps, state.last
         # without a reason to tell tenants apart they are not counted
         self._tenants = TenantShares() if self.policy.keeps_tenants_apart else None
-        self._door = Door(state, self.valve, self._tenants)
-        rows, outlooks = Rows(state), Outlooks(self.kv, state.work)
-        self._admission = Admission(state, rows, outlooks)
+        self._door = Door(state, self._tenants)
+        rows = Rows(state)
+        self._admission = Admission(state, rows)
         self._planner = Planner(state, rows, self._admission)
-        displacement = Displacement(state, outlooks)
-        chunk = ChunkSize(
-            self.step_time, config.max_num_batched_tokens, adaptive=config.adaptive_token_budget
-        )
-        self._plain = Plain(state, chunk, displacement, self.valve)
-        self._paced = Paced(state, chunk, self.valve, self._admission, displacement, self._tenants)
+        displacement = Displacement(state)
+        self._plain = Plain(state, displacement)
+        self._paced = Paced(state, self._admission, displacement, self._tenants)
         self._pacing: Pacing = self._plain
-        self._steps, self._last = state.steps, state.last
-        self._updates = Updates(self.policy, self._running, state.last, self._finish)
+        self._updates = Updates(state, self._finish)
         self._requests: dict[str, Request] = {}
         # requests dropped before they were started, until they are asked for
         self._expired: list[Expired] = []
@@ -108,29 +85,6 @@ class Scheduler:
         self._num_steps = 0
         self._num_discarded_tokens = 0
         self._rest()
-
-    def _make_state(self, policy: SchedulingPolicy | None) -> SchedulerState:
-        config, cache = self.config, self.cache
-        kv = KVCacheManager(cache)
-        work = WorkEstimator(self.step_time, self.lengths)
-        policy = policy or make_policy(PolicyContext(config, work))
-        # where tenants are not kept apart, all requests make one row
-        group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
-        waiting = WaitingRoom(policy.make_queue, policy.later, Offload(kv), group)
-        preemption = Preemption(config, cache, kv, work)
-        return SchedulerState(
-            config=config,
-            cache=cache,
-            policy=policy,
-            step_time=self.step_time,
-            work=work,
-            kv=kv,
-            waiting=waiting,
-            forks=Forks(),
-            running=RunningList(preemption, waiting, cache.block_size),
-            steps=StepsInFlight(self.step_time, config.plan_lead_s),
-            last=LastPlan(config.max_num_batched_tokens),
-        )
 
     # ------------------------------------------------------------------ events in
 
@@ -203,8 +157,7 @@ class Scheduler:
     @property
     def plan_at(self) -> float:
         """When the next step is best planned while one runs: as late as can be, so that requests
-        which arrive until then are in it, and yet before the one that runs has ended. Minus
-        infinity: at once."""
+        which arrive until then are in it, yet before that one ends. Minus infinity: at once."""
         return self._steps.plan_at
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -231,7 +184,7 @@ class Scheduler:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
         if held_by is not None and held_by is not Reason.PRESSURE:
-            self._fetch_ahead(len(running))
+            self._waiting.fetch_ahead(len(running), self.config.max_num_batched_tokens)
         plan = SchedulerOutput(
             self._num_steps,
             tuple(step.rows),
@@ -261,14 +214,6 @@ class Scheduler:
         num_free = kv.pool.num_free + kv.num_fetched_blocks
         self.valve.update(1.0 - num_free / self.cache.num_blocks)
 
-    def _fetch_ahead(self, num_running: int) -> None:
-        """Fetch the swapped blocks of the requests that come next, with a block to spare for each
-        running one."""
-        offload = self._waiting.offload
-        if offload.has_swapped:
-            upcoming = self._waiting.upcoming(_LOOK_AHEAD)
-            offload.prefetch(upcoming, num_running, self.config.max_num_batched_tokens)
-
     # ------------------------------------------------------------------ results in
 
     def update(
@@ -281,7 +226,10 @@ class Scheduler:
         """
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
-        return self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
+        updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
+        if self._running.num_ended:
+            self._running.prune()
+        return updates
 
     def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
         """End a request and free its blocks; ``prune`` takes it out of the running list too."""
@@ -298,14 +246,12 @@ class Scheduler:
             self._door.limits.limit(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        failed = reason is FinishReason.ERROR or reason is FinishReason.ABORT
-        if failed and request.first_scheduled_time is not None:
-            history = request.history
-            computed = max(request.num_computed_tokens, history.num_lost_tokens)
-            self._num_discarded_tokens += max(0, computed - history.num_found_tokens)
-        self.kv.end(request, forget=reason is FinishReason.ERROR)
-        if not failed:
+        if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(request.label, request.num_output_tokens)
+        elif request.first_scheduled_time is not None:
+            computed = max(request.num_computed_tokens, request.history.num_lost_tokens)
+            self._num_discarded_tokens += max(0, computed - request.history.num_found_tokens)
+        self.kv.end(request, forget=reason is FinishReason.ERROR)
         del self._requests[request.request_id]
         if self._tenants is not None:
             self._tenants.went(request.asked.tenant)
@@ -321,10 +267,8 @@ class Scheduler:
         self._door.limits.rest()
         self._last.held_by = None
         # requests without targets need no pacing, unless something is kept of all of them
-        if self._tenants is None and self.config.background_share is None:
-            self._pacing = self._plain
-        else:
-            self._pacing = self._paced
+        plain = self._tenants is None and self.config.background_share is None
+        self._pacing = self._plain if plain else self._paced
 
     # ------------------------------------------------------------------ views
 
@@ -334,33 +278,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot, cheap enough to take every step."""
-        kv, steps, deferred = self.kv, self._steps, len(self._forks)
-        return SchedulerStats(
-            num_running=len(self._running.requests),
-            num_waiting=len(self._waiting) + deferred,
-            num_waiting_capacity=len(self._waiting),
-            num_waiting_deferred=deferred,
-            num_blocks=self.cache.num_blocks,
-            num_free_blocks=kv.pool.num_free,
-            num_preemptions=self._running.num_preemptions,
-            prefix_cache_queries=kv.num_queried_tokens,
-            prefix_cache_hits=kv.num_hit_tokens,
+        return take_stats(
+            self.state,
             num_recomputed_tokens=self._admission.num_recomputed_tokens,
-            num_swapped_out_blocks=kv.num_swapped_out,
-            num_swapped_in_blocks=kv.num_swapped_in,
             num_relegated=self._paced.feasibility.num_demoted,
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._door.limits.refused.items()),
-            waited=tuple(zip(REASONS, self._waiting.clocks.reading(), strict=True)),
-            pressure_level=self.valve.level,
-            predicted_step_seconds=steps.predicted_seconds,
-            actual_step_seconds=steps.actual_seconds,
-            num_prefill_tokens=steps.num_prefill_tokens,
-            num_decode_tokens=steps.num_decode_tokens,
-            num_cached_free_blocks=kv.pool.num_cached_free,
-            num_host_blocks=self.cache.num_host_blocks,
-            num_free_host_blocks=kv.num_free_host_blocks,
-            held_by=None if self._last.held_by is None else REASONS[self._last.held_by],
         )
 
     def census(self) -> tuple[ClassUse, ...]:
@@ -369,24 +292,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
-        forks = list(self._forks)
-        running = self._running.requests
-        known = [*running, *self._waiting, *forks]
-        assert len(known) == len(self._requests), "a request is lost or in two places"
-        assert {id(r) for r in known} == {id(r) for r in self._requests.values()}
-        assert len(running) <= self.config.max_num_seqs, "too many requests run"
-        self._running.check_integrity()
-        for request in running:
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens
-        for request in [*self._waiting, *forks]:
-            assert request.status is RequestStatus.WAITING
-            assert not request.block_ids or request.asked.fork_of or request.num_swapped_tokens
-        for request in known:
-            flying = self._steps.num_rows(request)
-            assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
-            assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
-        for fork in forks:
-            assert fork.asked.fork_of in self._requests, "a fork waits for no request"
-        self._waiting.check_integrity()
-        self.kv.check_integrity(known)
+        check_integrity(self.state, self._requests)

@@ -52,7 +52,7 @@ class SchedulerStats:
     num_cached_free_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
-    # what holds the head of the queue up, a name of ``core.waits``; None: nobody waits
+    # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: none waits
     held_by: str | None = None
 
 

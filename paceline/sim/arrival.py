@@ -50,6 +50,8 @@ class Served:
     cached_tokens: int
     preemptions: int
     refused: bool = False
+    # of a refusal, for people; "" where nothing was refused
+    reason: str = ""
 
     @property
     def ttft(self) -> float | None:

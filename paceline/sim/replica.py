@@ -25,7 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
 
-from paceline.core.errors import EngineDeadError, RequestError
+from paceline.core.errors import (
+    EngineDeadError,
+    NeverFitsError,
+    QueueFullError,
+    RequestError,
+)
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request, RequestSpec
@@ -78,7 +83,7 @@ class Replica:
     """See the module. Driven by ``Simulator`` through ``submit`` and ``run``.
 
     Args:
-        on_end: called with a job that ended here and True, or with one that was refused and False.
+        on_end: called with a job that ended here and "", or with one that was refused and why.
         on_plan: called with every plan, the time it was made, and when its step starts and ends.
     """
 
@@ -88,7 +93,7 @@ class Replica:
         config: ReplicaConfig,
         step_times: StepTimes,
         prompts: PromptMaker,
-        on_end: Callable[[Replica, Job, bool, float], None],
+        on_end: Callable[[Replica, Job, str, float], None],
         on_plan: Callable[[int, SchedulerOutput, float, float, float], None] | None = None,
     ) -> None:
         self.index = index
@@ -180,7 +185,7 @@ class Replica:
                 self._execute(plan, now)
             for expired in scheduler.take_expired():
                 job = self._jobs.pop(expired.request_id)
-                self._on_end(self, job, False, now)
+                self._on_end(self, job, "waited too long", now)
 
     def _add(self, job: Job, now: float) -> None:
         arrival = job.arrival
@@ -189,12 +194,13 @@ class Replica:
         # the live engine's name for the first choice of a request
         request_id = f"{job.number}/0"
         prompt = self._prompts.tokens(arrival, job.number)
+        sampling = _sampling(output, most)
         try:
             request = Request(
                 RequestSpec(
                     request_id=request_id,
                     prompt_token_ids=[*prompt, _TOKEN[0]] if job.received else prompt,
-                    sampling=_sampling(output, most),
+                    sampling=sampling,
                     arrival_time=arrival.at,
                     priority=arrival.priority,
                     slo=slo_of(arrival),
@@ -202,8 +208,8 @@ class Replica:
                 )
             )
             self.scheduler.add_request(request)
-        except RequestError:
-            self._on_end(self, job, False, now)
+        except RequestError as error:
+            self._on_end(self, job, self._reason(error, len(prompt) + sampling.max_tokens), now)
             return
         job.request = request
         self._jobs[request_id] = job
@@ -274,13 +280,23 @@ class Replica:
         for update in self.scheduler.update(step.plan, result, now, tell_all=False):
             job = self._jobs.pop(update[0])
             job.last_token = now
-            self._on_end(self, job, True, now)
+            self._on_end(self, job, "", now)
 
-    def served(self, job: Job, *, refused: bool = False) -> Served:
-        """The record of a job that ended on this replica."""
+    def _reason(self, error: RequestError, num_tokens: int) -> str:
+        """Why a request of so many tokens was refused, in the words of reports."""
+        if isinstance(error, QueueFullError):
+            return error.reason
+        if isinstance(error, NeverFitsError):
+            limit = self.scheduler.config.max_model_len
+            return "context limit" if num_tokens > limit else "larger than the KV cache"
+        return "invalid"
+
+    def served(self, job: Job, *, reason: str = "") -> Served:
+        """The record of a job that ended on this replica; ``reason`` if it was refused."""
+        refused = bool(reason)
         request = job.request
         if request is None:
-            return Served(job.arrival, self.index, None, None, None, 0, 0, 0, refused)
+            return Served(job.arrival, self.index, None, None, None, 0, 0, 0, refused, reason)
         first, last = request.first_token_time, job.last_token
         return Served(
             job.arrival,
@@ -292,6 +308,7 @@ class Replica:
             request.history.num_cached_tokens,
             request.num_preemptions,
             refused,
+            reason,
         )
 
 

@@ -279,11 +279,12 @@ class Simulator:
             replica.due = due
             self._push(due, replica)
 
-    def _ended(self, replica: Replica, job: Job, served: bool, now: float) -> None:
+    def _ended(self, replica: Replica, job: Job, reason: str, now: float) -> None:
         group = self._group_of[replica.index]
         model = self._model_of[replica.index]
         group.outstanding[replica.index - group.first] -= job.weight
-        record = replica.served(job, refused=not served)
+        served = not reason
+        record = replica.served(job, reason=reason)
         self._num_preemptions += record.preemptions
         arrival = job.arrival
         before = self._handed.pop(job.number, None)
@@ -296,6 +297,7 @@ class Simulator:
                 output_tokens=before.output_tokens + record.output_tokens,
                 preemptions=before.preemptions + record.preemptions,
                 refused=record.refused,
+                reason=record.reason,
             )
         elif served and model.back is not None and arrival.output_tokens > 1:
             assert model.transfer is not None

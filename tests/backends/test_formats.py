@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.backends import formats
+from paceline.backends import formats, levels
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.native import library, unavailable_reason
+from paceline.backends.levels import Measured
+from paceline.backends.native import library, unavailable_reason, variants
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
@@ -24,11 +25,34 @@ QUANTISED = replace(PLAIN, stored_dtype="Q4_1")
 native = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 
+# of the best level 4 bits are fastest; of the next one bytes, where 4 bits do not pass the gate
+TABLE = {
+    "avx512bf16": (
+        Measured("float32", "float32", {"step": 9.0}, 0.0, True),
+        Measured("bfloat16", "bfloat16", {"step": 3.0}, 0.0002, True),
+        Measured("int8", "bfloat16", {"step": 2.0}, 0.003, True),
+        Measured("int8", "int8", {"step": 1.99}, 0.004, True),
+        Measured("q4", "bfloat16", {"step": 1.5}, 0.003, True),
+        Measured("q4", "int8", {"step": 1.2}, 0.004, True),
+    ),
+    "avx2": (
+        Measured("float32", "float32", {"step": 9.0}, 0.0, True),
+        # slower than float32, and still half the bytes
+        Measured("bfloat16", "bfloat16", {"step": 10.0}, 0.0002, True),
+        Measured("int8", "bfloat16", {"step": 4.0}, 0.003, True),
+        Measured("int8", "int8", {"step": 3.0}, 0.004, True),
+        Measured("q4", "bfloat16", {"step": 1.5}, 0.02, False),
+        Measured("q4", "int8", {"step": 1.2}, 0.02, False),
+    ),
+}
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A CPU with AVX-512 BF16, whatever this one is, and a native library."""
+    """A CPU with AVX-512 BF16, whatever this one is, a native library, and figures of ours."""
     monkeypatch.setattr(formats, "unavailable_reason", lambda: None)
     monkeypatch.setattr(formats, "variants", lambda: ("avx512bf16", "avx2", "portable"))
+    monkeypatch.setattr(levels, "_table", lambda: TABLE)
     return monkeypatch
 
 
@@ -55,28 +79,109 @@ def names(chosen: Formats) -> tuple[str, str, str]:
     return chosen.compute, chosen.dtype, chosen.kv_dtype
 
 
-def test_auto_takes_int8_for_a_file_of_few_bits(machine: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stored", "best", "second"),
+    [
+        # as stored in both, so that nothing is rounded twice
+        ("Q4_0", ("q4", "int8"), ("int8", "int8")),
+        ("Q4_1", ("q4", "int8"), ("int8", "int8")),
+        # 4 bits on another grid, or more of them; int8 KV is not 5 % faster on the best level
+        ("Q4_K", ("int8", "bfloat16"), ("int8", "int8")),
+        ("IQ4_NL", ("int8", "bfloat16"), ("int8", "int8")),
+        ("Q6_K", ("int8", "bfloat16"), ("int8", "int8")),
+        ("Q8_0", ("int8", "bfloat16"), ("int8", "int8")),
+        ("Q2_K", ("int8", "bfloat16"), ("int8", "int8")),
+        # never twice the file's bytes, nor fewer bits than it has
+        ("float16", ("bfloat16", "bfloat16"), ("bfloat16", "bfloat16")),
+        ("bfloat16", ("bfloat16", "bfloat16"), ("bfloat16", "bfloat16")),
+        ("float32", ("bfloat16", "bfloat16"), ("float32", "float32")),
+        ("float64", ("bfloat16", "bfloat16"), ("float32", "float32")),
+    ],
+)
+def test_auto_takes_the_fastest_that_passes_and_suits_the_file(
+    machine: pytest.MonkeyPatch, stored: str, best: tuple[str, str], second: tuple[str, str]
+) -> None:
+    config = replace(PLAIN, stored_dtype=stored)
+    for isa, expected in ((None, best), ("avx2", second)):
+        chosen = choose(config, isa=isa)
+        assert names(chosen) == ("native", *expected), isa
+        level = isa or "avx512bf16"
+        for words in (f"native kernels for {level}", f"fastest on {level} of what passes", stored):
+            assert words in chosen.why
+
+
+def test_auto_takes_nothing_that_changes_with_who_else_is_served(
+    machine: pytest.MonkeyPatch,
+) -> None:
+    drifting = [
+        replace(pair, drift=1e-2 if pair.weights == "q4" else 1e-3) for pair in TABLE["avx512bf16"]
+    ]
+    machine.setattr(levels, "_table", lambda: {"avx512bf16": tuple(drifting)})
+    assert names(choose(QUANTISED)) == ("native", "int8", "bfloat16")
+    assert names(choose(QUANTISED, dtype="q4")) == ("native", "q4", "int8")
+
+
+def test_no_file_of_few_bits_becomes_float32(machine: pytest.MonkeyPatch) -> None:
+    """However fast that is: it takes four to eight times the file's bytes."""
+    costs = {"float32": 1.0, "bfloat16": 2.0, "int8": 3.0, "q4": 4.0}
+    pairs = [replace(pair, steps_ms={"a": costs[pair.weights]}) for pair in TABLE["avx512bf16"]]
+    machine.setattr(levels, "_table", lambda: {"avx512bf16": tuple(pairs)})
+    for stored in ("Q2_K", "Q4_1", "Q8_0", "float16"):
+        chosen = choose(replace(PLAIN, stored_dtype=stored))
+        assert names(chosen) == ("native", "bfloat16", "bfloat16")
+    assert names(choose(PLAIN)) == ("native", "float32", "float32")
+
+
+def test_a_level_without_figures_orders_formats_as_the_next_one(
+    machine: pytest.MonkeyPatch,
+) -> None:
+    machine.setattr(formats, "variants", lambda: ("avx10", "avx2", "portable"))
     chosen = choose(QUANTISED)
+    assert names(chosen) == ("native", "int8", "int8")
+    assert "fastest on avx2 (whose figures stand for avx10's)" in chosen.why
+    machine.setattr(formats, "variants", lambda: ("portable",))
+    with pytest.raises(ConfigError, match=r"nothing was measured of portable.*--dtype"):
+        choose(QUANTISED)
+    # timed, but judged in float32 alone
+    machine.setattr(levels, "_table", lambda: {"portable": TABLE["avx2"][:1]})
+    with pytest.raises(ConfigError, match=r"nothing that was measured on portable.*stored as Q4_1"):
+        choose(QUANTISED)
+    chosen = choose(QUANTISED, dtype="int8")
     assert names(chosen) == ("native", "int8", "bfloat16")
-    for words in ("avx512bf16", "accuracy gate", "Q4_1", "bfloat16 in the KV cache because int8"):
-        assert words in chosen.why
-    # no more rounding than the file's own
-    assert names(choose(replace(PLAIN, stored_dtype="bfloat16"))) == ("native", *["bfloat16"] * 2)
-    # nothing left to choose, nothing to explain
-    assert choose(QUANTISED, compute="native", dtype="q4", kv_dtype="int8").why == ""
+    assert "because portable was not measured with int8 weights" in chosen.why
+
+
+def test_one_of_two_is_chosen_beside_what_was_asked_for(machine: pytest.MonkeyPatch) -> None:
+    chosen = choose(QUANTISED, dtype="int8", isa="avx2")
+    assert names(chosen) == ("native", "int8", "int8")
+    assert "; int8 in the KV cache because that is the fastest on avx2" in chosen.why
+    chosen = choose(QUANTISED, kv_dtype="bfloat16")
+    assert names(chosen) == ("native", "q4", "bfloat16")
+    assert "; q4 weights because that is the fastest on avx512bf16" in chosen.why
     plain = choose(PLAIN, compute="native", dtype="float32")
     assert plain.why == "float32 in the KV cache as in the weights"
+    # nothing left to choose, nothing to explain
+    assert choose(QUANTISED, compute="native", dtype="q4", kv_dtype="int8").why == ""
+    # whoever asks for what does not pass, or is not steady, gets it
+    assert names(choose(QUANTISED, dtype="q4", isa="avx2")) == ("native", "q4", "int8")
 
 
-def test_auto_needs_fast_byte_products(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(formats, "variants", lambda: ("avx2", "portable"))
-    assert names(choose(QUANTISED)) == ("native", "float32", "float32")
-    machine.setattr(formats, "variants", lambda: ("avx512", "avx2", "portable"))
-    assert names(choose(QUANTISED)) == ("native", "int8", "bfloat16")
-    # bfloat16 is only worth it where it is multiplied
-    chosen = choose(PLAIN)
-    assert names(chosen) == ("native", "float32", "float32")
-    assert "does not multiply bfloat16" in chosen.why
+def test_a_level_is_of_the_native_kernels_that_run_here(machine: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--isa avx10 does not run here; these do: avx512bf16, a"):
+        choose(isa="avx10")
+    with pytest.raises(ConfigError, match=r"--isa avx2 chooses native kernels.*PyTorch computes"):
+        choose(isa="avx2", compute="torch")
+    with pytest.raises(ConfigError, match="PyTorch computes: the native path runs on the CPU, not"):
+        choose(isa="avx2", device="cuda:0")
+
+
+@native
+@pytest.mark.parametrize("isa", variants())
+def test_a_model_is_computed_on_the_level_asked_for(llama_folder: Path, isa: str) -> None:
+    backend = load(llama_folder, compute="auto", dtype="auto", block_size=16, isa=isa)
+    assert f"native kernels for {isa}; " in backend.info.choice
+    assert backend._runner._model._model.isa == isa  # type: ignore[attr-defined]
+    backend.close()
 
 
 def test_without_the_library_pytorch_computes(machine: pytest.MonkeyPatch) -> None:

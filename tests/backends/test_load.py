@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.backends.load import _choose_sizes
 from paceline.backends.steps import ModelLoader
 from paceline.backends.torch.attention import block_bytes
-from paceline.backends.torch.linear import DenseLinear, PackedLinear, make_linear
+from paceline.backends.torch.linear import DenseLinear, Linear, PackedLinear, make_linear
 from paceline.backends.torch.weights import load_weights
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
@@ -170,21 +171,48 @@ def test_shapes_are_checked_when_read(llama_folder: Path) -> None:
         load_weights(Tampered(inner, name, (48, 32)), dtype=torch.float32, device=cpu)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# as ``make_linear`` asks; on other processors packing raises
+PACKS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_packed_linear_is_linear(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (PackedLinear, torch.float32),
+        pytest.param(
+            PackedLinear,
+            torch.bfloat16,
+            marks=pytest.mark.skipif(
+                not PACKS_BFLOAT16,
+                reason="needs avx512bw, avx512vl and avx512dq: oneDNN packs no bfloat16 without",
+            ),
+        ),
+        (DenseLinear, torch.float32),
+        (DenseLinear, torch.bfloat16),
+        (make_linear, torch.float32),
+        (make_linear, torch.bfloat16),
+    ],
+)
+def test_every_linear_is_linear(make: Callable[..., Linear], dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(50, 33), torch.randn(50), torch.randn(rows, 33)
     weight, bias, x = weight.to(dtype), bias.to(dtype), x.to(dtype)
     exact = x.double() @ weight.double().T
     tolerance = 1e-4 if dtype is torch.float32 else 0.15
     with torch.inference_mode():
-        for linear in (PackedLinear(weight), DenseLinear(weight), make_linear(weight)):
-            torch.testing.assert_close(linear(x).double(), exact, atol=tolerance, rtol=0)
-        for linear in (PackedLinear(weight, bias), DenseLinear(weight, bias)):
-            torch.testing.assert_close(
-                linear(x).double(), exact + bias.double(), atol=tolerance, rtol=0
-            )
+        for linear, expected in (
+            (make(weight), exact),
+            (make(weight, bias), exact + bias.double()),
+        ):
+            torch.testing.assert_close(linear(x).double(), expected, atol=tolerance, rtol=0)
+
+
+def test_weights_are_packed_where_the_processor_can() -> None:
+    weight = torch.randn(50, 33)
+    assert isinstance(make_linear(weight), PackedLinear)
+    expected = PackedLinear if PACKS_BFLOAT16 else DenseLinear
+    assert isinstance(make_linear(weight.bfloat16()), expected)
     assert isinstance(make_linear(weight.double()), DenseLinear)
 
 

@@ -136,16 +136,37 @@ def test_what_auto_picks_is_near_float32_on_the_text(smollm2_path: Path) -> None
     assert figures.top1 > 0.9, figures
 
 
+def test_a_level_that_is_yet_to_be_judged_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats are chosen by the verdicts, and there are none before the first."""
+    if unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    save_model(tmp_path, "llama")
+    assert automatic_format(tmp_path)
+    monkeypatch.setattr("paceline.backends.levels._table", dict)
+    assert automatic_format(tmp_path) == ""
+
+
 @pytest.mark.parametrize("worst", [MAX_KL, MAX_KL * 1.1])
 def test_one_format_that_fails_fails_the_command(
     worst: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """q4/int8 alone, which auto never picks, and only as prompts are read."""
-    model = SimpleNamespace(isa="any", close=lambda: None)
+    """q4/int8 alone, on one of two levels, and only as prompts are read."""
+    built: list[str] = []
+
+    class Model(SimpleNamespace):
+        def close(self) -> None:
+            built.append("closed")
+
+    def build(path: Path, name: str, threads: int, shape: tuple[int, int], level: str) -> Model:
+        built.append(f"{level} {name}")
+        return Model()
+
     for name, value in (
-        ("unavailable_reason", None), ("find_local", Path("m.gguf")), ("build", model),
-        ("automatic_format", "int8/bfloat16"), ("forward_of", None),
-        ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
+        ("unavailable_reason", None), ("find_local", Path("m.gguf")), ("machine", {"cpu": "x"}),
+        ("variants", ("new", "old", "portable")), ("automatic_format", "q4/int8"),
+        ("forward_of", None), ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
     ):  # fmt: skip
         monkeypatch.setattr(accuracy, name, lambda *arguments, value=value: value)
     monkeypatch.setattr(
@@ -153,16 +174,23 @@ def test_one_format_that_fails_fails_the_command(
     )
 
     def figures(windows: object, reference: object, others: list[str], size: int) -> object:
+        fails = built[-1].startswith("old") and size > 1
         return {
-            name: Figures(1.0, worst if name == "q4/int8" and size > 1 else 0.0, 9.0, 1.0)
+            name: Figures(1.0, worst if name == "q4/int8" and fails else 0.0, 9.0, 1.0)
             for name in others
         }
 
     monkeypatch.setattr(accuracy, "compare", figures)
+    monkeypatch.setattr(accuracy, "build", build)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr("sys.argv", ["accuracy"])
     assert accuracy.main() == (worst > MAX_KL)
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["machine"]["predictions"] == WINDOWS * (WINDOW - 1) >= 4000
-    assert answer["results"]["q4/int8"]["passes"] == (worst <= MAX_KL)
-    assert set(answer["results"]) == set(accuracy.FORMATS)
+    # the portable level takes hours
+    assert set(answer["results"]) == {"new", "old"}
+    assert answer["results"]["new"]["q4/int8"]["passes"]
+    assert answer["results"]["old"]["q4/int8"]["passes"] == (worst <= MAX_KL)
+    assert set(answer["results"]["old"]) == set(accuracy.FORMATS)
+    # float32 of the same level is what its formats are compared with
+    assert f"old {REFERENCE}" in built and built.count("closed") == 2 * (1 + len(accuracy.FORMATS))

@@ -73,6 +73,7 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--device", "cpu"], "device", "cpu"),
         (["--dtype", "float32"], "dtype", "float32"),
         (["--compute", "native"], "compute", "native"),
+        (["--isa", "avx2"], "isa", "avx2"),
         (["--kv-dtype", "int8"], "kv_dtype", "int8"),
         (["--max-model-len", "100"], "max_model_len", 100),
         (["--threads", "3"], "threads", 3),

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
+from paceline.checkpoints.gguf_format import read_gguf
 from paceline.cli.main import main
 from paceline.cli.plugins import GROUP
 from paceline.core.policies import POLICIES
+from paceline.sim.plan import find_model
+from paceline.sim.step_times.models import ModelShape
+from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+from tests.checkpoints.builders import write_gguf
 from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    """A plan's answer; the exit code is 0 unless it is that none of the fleets will do."""
+    code = main(["plan", *arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    answers = found.get("answers", [])
+    assert code == int(bool(answers) and all(a["replicas"] is None for a in answers))
+    return found
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -170,6 +181,7 @@ def test_fleet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| 1 x H100-SXM |")
     assert "none will do" in lines[3]
+    assert lines[4].startswith("1 x L4: none will do: alone on a replica, 0.0% of requests")
     said = refused(capsys, *FLEET, "--price-per-hour", "1,2")
     assert "2 prices for 1 kinds of hardware" in said
     assert "must be at least 1, got 0" in refused(capsys, *FLEET, "--gpus", "0")
@@ -226,3 +238,68 @@ def test_a_fleet_is_of_one_thing_or_the_other(capsys: pytest.CaptureFixture[str]
     alone = ("fleet", "--workload", LOAD, "--ttft", "1", "--step-times", "fixed:0.01")
     assert "says nothing about memory" in refused(capsys, *alone)
     assert "--gpus: the step times" in refused(capsys, *alone, "--gpus", "2")
+
+
+def test_none_will_do_says_why_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *FLEET, "--tpot", "1ms"]) == 1
+    said = capsys.readouterr().out
+    assert "TPOT reaches" in said and "1 ms are asked for" in said
+    assert "take faster ones (--hardware, --gpus) or other targets" in said
+    busy = (*FLEET, "--workload", LOAD + ",speedup=8", "--most", "1")
+    assert main(["plan", *busy]) == 1
+    assert "with up to 1 replicas, 99% are asked for: allow more with --most" in (
+        capsys.readouterr().out
+    )
+
+
+def test_hardware_that_a_model_does_not_fit_on_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = (*FLEET, "--hardware", "t4,h100-sxm")
+    assert main(["plan", *flags]) == 0
+    assert "1 x T4: left out: meta-llama/Llama-3.1-8B needs" in capsys.readouterr().out
+    assert plan(capsys, *flags)["left_out"][0]["option"] == "1 x T4"
+
+
+@pytest.mark.parametrize(
+    ("model", "card"), [("LLAMA-3.1-8B", "H100-sxm"), ("Llama-3.1-8b", "h100sxm")]
+)
+def test_names_are_case_blind(model: str, card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = [model if x == "llama-3.1-8b" else card if x == "h100-sxm" else x for x in SPLIT]
+    assert plan(capsys, *changed) == plan(capsys, *SPLIT)
+    typed = ("memory", "--preset", "80GB-40GB")
+    assert plan(capsys, *typed)["paged"] == 71
+    int8 = plan(capsys, *MEMORY, "--weight-dtype", "INT8")
+    assert int8 == plan(capsys, *MEMORY, "--weight-dtype", "int8")
+
+
+def test_a_gguf_file_takes_what_it_takes_as_it_is_stored(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", quantise=GGMLQuantizationType.Q4_0)
+    stored = sum(tensor.num_bytes for tensor in read_gguf(path).tensors.values())
+    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = (*flags, "--mean-len", "32")
+    assert plan(capsys, *flags)["weight_bytes"] == pytest.approx(stored)
+    asked = plan(capsys, *flags, "--weight-dtype", "int4")["weight_bytes"]
+    assert asked != pytest.approx(stored, rel=0.01)
+    # and a step reads as much
+    shape = find_model(str(path))
+    card = HardwareCard.named("h100-sxm")
+    room = RooflineStepTimes(card, shape).kv_capacity_bytes
+    assert room == pytest.approx(0.9 * card.memory - stored)
+
+
+def test_a_model_of_a_file_is_planned_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "shape.json"
+    path.write_text(json.dumps(asdict(ModelShape.named("llama-3.1-8b")) | {"name": "Mine-8B"}))
+    changed = ["mine-8b" if x == "llama-3.1-8b" else x for x in (*MEMORY, *SPLIT)]
+    memory, split = changed[: len(MEMORY)], changed[len(MEMORY) :]
+    assert "known are" in refused(capsys, *memory)
+    for given, known in ((memory, MEMORY), (split, SPLIT)):
+        assert plan(capsys, *given, "--model-shape", str(path)) == plan(capsys, *known)
+    fleet = ["mine-8b" if x == "llama-3.1-8b" else x for x in FLEET]
+    found = plan(capsys, *fleet, "--model-shape", str(path))
+    assert found["answers"][0]["replicas"] == plan(capsys, *FLEET)["answers"][0]["replicas"]

@@ -276,3 +276,48 @@ def test_plots_and_timelines(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert sum(event["ph"] == "X" for event in events) == run["steps"]
     assert main([*FIXED, "--policy", "fcfs,sjf", "--timeline", str(path)]) == 2
     assert "--timeline shows one simulation, but 2 are asked for" in capsys.readouterr().err
+
+
+def test_a_model_of_a_file_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "_name_or_path": "Unheard-of-1B",
+                "num_hidden_layers": 16,
+                "hidden_size": 2048,
+                "num_attention_heads": 16,
+                "intermediate_size": 8192,
+                "vocab_size": 32000,
+            }
+        )
+    )
+    flags = (*BASE, "--step-times", "roofline:H100-SXM,Unheard-of-1B")
+    assert main([*flags]) == 2
+    assert "--model-shape FILE" in capsys.readouterr().err
+    (found,) = runs(capsys, *flags, "--model-shape", str(path))
+    assert found["finished"] == 60
+
+
+def test_refusals_are_told_by_reason_beside_the_limit_in_force(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limits = ("--max-model-len", "300", "--num-blocks", "12", "--block-size", "16")
+    (found,) = runs(capsys, *FIXED, *limits)
+    assert found["max_model_len"] == 300
+    assert set(found["refusals"]) == {"context limit", "larger than the KV cache"}
+    assert sum(found["refusals"].values()) == found["refused"] > 0
+    assert main([*FIXED, *limits]) == 0
+    printed = capsys.readouterr().out
+    assert "| refused: context limit" in printed
+    assert "requests of up to 300 tokens" in printed
+    (full,) = runs(capsys, *FIXED, "--max-num-seqs", "1", "--max-queue", "2")
+    assert set(full["refusals"]) == {"queue-full"}
+
+
+def test_tenants_have_figures_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("simulate", "--workload", f"{WORKLOAD},tenants=a(9)+b(1)", *FIXED[3:])
+    (found,) = runs(capsys, *flags)
+    assert set(found["by_tenant"]) == {"a", "b"}
+    assert main([*flags]) == 0
+    assert "TTFT mean of tenant b ms" in capsys.readouterr().out

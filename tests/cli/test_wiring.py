@@ -172,6 +172,7 @@ def test_settings_reach_the_engine() -> None:
         ({"dtype": "float32"}, "--dtype float32"),
         ({"kv_dtype": "int8"}, "--kv-dtype int8 changes nothing"),
         ({"threads": 2}, "--threads 2"),
+        ({"isa": "avx2"}, "--isa avx2 changes nothing"),
         ({"numa": "off"}, "--numa off changes nothing"),
         ({"num_blocks": None, "kv_cache_bytes": 100}, "hold no block"),
         ({"pipeline_depth": 0}, "pipeline_depth"),

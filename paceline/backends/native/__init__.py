@@ -12,10 +12,11 @@ from paceline.backends.native.model import (
     NativeModel,
     unsupported_reason,
 )
-from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
+from paceline.backends.native.tensors import KEPT, RawTensor, checkpoint_tensors
 
 __all__ = [
     "DTYPES",
+    "KEPT",
     "KV_DTYPES",
     "NativeModel",
     "RawTensor",

@@ -142,6 +142,7 @@ _SIGNATURES: Final = {
     "paceline_attention": (c_int, (c_void_p, POINTER(Step), c_void_p, c_void_p)),
     "paceline_cache": (c_void_p, (c_void_p, POINTER(c_int64))),
     "paceline_variants_for": (c_char_p, (POINTER(c_uint32), c_uint64)),
+    "paceline_clock_hz": (c_double, ()),
     "paceline_matrix": (c_void_p, (c_int, c_int, c_void_p, c_int64, c_int64, c_int, c_char_p)),
     "paceline_matrix_destroy": (None, (c_void_p,)),
     "paceline_matrix_multiply": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int)),
@@ -186,11 +187,18 @@ def library() -> ctypes.CDLL:
 
 
 def variants() -> tuple[str, ...]:
-    """Names of the kernel variants that this machine runs, best first; () without a library."""
+    """Names of the kernel variants that this machine runs, best first; () without a library.
+
+    The environment's PACELINE_ISA leaves out those better than the one it names. Raises ConfigError
+    where that one does not run here, naming those that do.
+    """
     loaded = _load()
     if isinstance(loaded, str):
         return ()
-    names: bytes = loaded.paceline_variants()
+    names: bytes | None = loaded.paceline_variants()
+    if names is None:
+        check(-1)
+        return ()
     return tuple(names.decode().split(","))
 
 

@@ -11,7 +11,7 @@ from paceline.backends.native.library import Step, check, library
 from paceline.backends.native.model import DTYPES, Integers, NativeModel
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor
 
-__all__ = ["PackedMatrix", "attend", "cache_bytes", "read_bandwidth", "variants_for"]
+__all__ = ["PackedMatrix", "attend", "cache_bytes", "clock_hz", "read_bandwidth", "variants_for"]
 
 
 class PackedMatrix:
@@ -118,6 +118,12 @@ def attend(
         )
     )
     return out
+
+
+def clock_hz() -> float:
+    """Cycles a second of the processor that this thread runs on, measured in some milliseconds; 0
+    on architectures where it is not known how."""
+    return float(library().paceline_clock_hz())
 
 
 def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:

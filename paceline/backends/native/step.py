@@ -87,6 +87,8 @@ class NativeLoader:
     block_size: int
     max_model_len: int
     threads: int
+    # level of the kernels; None: the best that runs here
+    isa: str | None = None
 
     # memory is taken when it is written
     max_host_bytes = math.inf
@@ -108,6 +110,7 @@ class NativeLoader:
             num_blocks=num_blocks + num_host_blocks,
             block_size=self.block_size,
             threads=self.threads,
+            isa=self.isa,
         )
 
         def move(count: int) -> None:

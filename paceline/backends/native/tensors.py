@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from paceline.checkpoints.base import Checkpoint
 from paceline.core.errors import CheckpointError
 
-__all__ = ["KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
+__all__ = ["KEPT", "KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
 
 # GGUF's names and numbers of the types that the library reads
 TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+
+# those whose blocks 4-bit weights take as they are (csrc/matrix.cpp): nothing is rounded again
+KEPT: Final = frozenset({"Q4_0", "Q4_1"})
 
 # PacelineTensor by the name's part behind the layer
 KINDS: Final = {

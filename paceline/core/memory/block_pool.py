@@ -1,6 +1,6 @@
 """KV blocks: reference counts, the prefix cache's index, and the order of eviction.
 
-A block is free exactly when nobody references it. Free blocks keep their hash, so a later request
+A block is free exactly when no table references it. Free blocks keep their hash, so a later request
 with the same prefix can take them back; ``allocate`` takes from the front of the free queue::
 
     free queue   [ without hash | never used | least recently freed ... most recently freed ]
@@ -36,7 +36,7 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         # ids from here on were never taken
         self._num_used = 0
-        # used, free, not hashed: nobody looks for them, the last one freed is the first one taken
+        # used, free, not hashed: no lookup finds them, the last one freed is the first one taken
         self._blank: list[int] = []
         # free and hashed, least recently freed first; ids are keys, and an OrderedDict is a linked
         # list with O(1) removal from the middle
@@ -99,16 +99,16 @@ class BlockPool:
         """Add a reference to each; a free block leaves the free queue with its content."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                # whoever was found is findable
+                # a block that was found is findable
                 del self._findable[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, forget: bool = False) -> None:
         """Drop a reference of each block of one table, given in table order.
 
-        Blocks nobody else holds become free. The tail is freed first, hence evicted first: a
-        prefix stays useful longer than what followed it. ``forget`` also drops them from the
-        prefix cache (their content is not to be trusted).
+        Blocks that no other table holds become free. The tail is freed first, hence evicted
+        first: a prefix stays useful longer than what followed it. ``forget`` also drops them
+        from the prefix cache (their content is not to be trusted).
         """
         hashes, ref_counts = self._hashes, self._ref_counts
         if not self._cached:

@@ -7,9 +7,9 @@ Memory of one request, ``block_size`` = 4::
                  `--------------'                        full blocks, hashed: others may share them
                                    `-----------'         written by this request alone
 
-A block that somebody else references is never written. Full prefix blocks are never written again;
-the one exception is the tail that forks of a prompt (``n > 1``) share, which whoever writes first
-copies (copy-on-write).
+A block that another request references is never written. Full prefix blocks are never written
+again; the one exception is the tail that forks of a prompt (``n > 1``) share, which the first to
+write copies (copy-on-write).
 
 This module does not know queues, budgets or time.
 """
@@ -101,7 +101,7 @@ class KVCacheManager:
         self._prefetches: list[BlockSwap] = []
         self.num_swapped_out = 0
         self.num_swapped_in = 0
-        # held by waiting requests alone, and to be taken back whenever somebody needs them
+        # held by waiting requests alone, and to be taken back whenever others need them
         self.num_fetched_blocks = 0
         # tokens looked up in, and served from, the prefix cache since start
         self.num_queried_tokens = 0
@@ -287,11 +287,22 @@ class KVCacheManager:
         request.block_ids.extend(new_block_ids)
         return Extension(tuple(new_block_ids), copy)
 
+    def land_prefix(self, request: Request) -> None:
+        """Put the whole blocks of a prompt that was computed elsewhere into the prefix cache, where
+        the first plan finds them, unless others needed the room before that."""
+        held = self.starting_blocks(request)
+        usable = (request.num_tokens - 1) // self.block_size
+        missing = request.block_hashes[len(held) : usable]
+        self.pool.acquire(held)
+        landed = self.pool.allocate(min(len(missing), self.pool.num_free))
+        self.pool.register(landed, missing[: len(landed)])
+        self.pool.release([*held, *landed])
+
     def fork(self, parent: Request, child: Request) -> None:
         """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
 
         The last prompt token is computed again, for its logits; the block it lies in is copied by
-        whoever writes to it first.
+        the first to write to it.
         """
         prompt_blocks = blocks_for(parent.num_prompt_tokens, self.block_size)
         child.block_ids = parent.block_ids[:prompt_blocks]

@@ -19,7 +19,7 @@ __all__ = ["MemoryOutlook", "Outlooks", "capacity", "future_peak"]
 
 # of running requests' predicted lengths: on the safe side of the middle
 _LENGTH_QUANTILE = 0.7
-# of the cache, never promised to anybody
+# of the cache, never promised to requests
 _RESERVE = 0.03
 _MAX_TOTAL_TOKENS = attrgetter("max_total_tokens")
 
@@ -76,15 +76,15 @@ class MemoryOutlook:
         self._capacity = capacity(num_blocks, block_size)
         # as if every output became as long as it may
         self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
-        # (minus tokens to come, tokens now) of each, sorted; None until somebody needs to know
+        # (minus tokens to come, tokens now) of each, sorted; None until it is needed
         self._sequences: list[tuple[int, int]] | None = None
-        # tokens now of all those that run, as if nobody shared any
+        # tokens now of all those that run, as if none were shared
         self._wanted = 0
         # no less than their peak
         self._peak = math.inf
 
     def hold(self, num_held_blocks: int) -> None:
-        """So many blocks are in use by now; nobody was added meanwhile."""
+        """So many blocks are in use by now; no request was added meanwhile."""
         self._held = num_held_blocks * self._block_size
 
     def admits(self, request: Request, num_shared_blocks: int) -> bool:

@@ -1,8 +1,8 @@
-"""Who gives way when memory is short, and what becomes of what it had computed.
+"""Which request gives way when memory is short, and what becomes of what it had computed.
 
 A victim's blocks go back to the pool with their hashes, tail first to be evicted. So what is lost
-is the tail that others really needed, and the rest is found again (partial release). Where memory
-of the host is to be had, a copy is kept there if moving it twice is predicted to take less time
+is the tail that others really needed, and the rest is found again (partial release). Where there is
+room in host memory, a copy is kept there if moving it twice is predicted to take less time
 than computing it again.
 
 This module does not know queues or the order of requests.
@@ -55,11 +55,12 @@ class Preemption:
         candidates: Sequence[Request],
         choose: Callable[[Sequence[Request]], Sequence[Request]],
     ) -> Request:
-        """Who gives blocks up: of those whom the policy would rather lose, who loses least.
+        """The request that gives blocks up: of those that the policy would rather lose, the one
+        that loses least.
 
         Args:
             candidates: running requests in the policy's order, not empty. The first is spared
-                unless it is alone, so that somebody always gets on.
+                unless it is alone, so that one request always gets on.
             choose: the policy's ``expendable``.
         """
         if len(candidates) == 1:

@@ -144,23 +144,7 @@ class Deadlines:
         work = self._work_of(jobs, view, now, full)
         requests = [request for _, _, request in jobs]
         late = triage(requests, now, work.seconds, work.latest, self._waiting.group)
-        gone = {request.request_id for request in late}
-        stays = [request.request_id not in gone for request in requests]
-        self.verdict = Verdict(
-            not all_in_time(
-                now,
-                [_HASTE * own for own in compress(work.seconds, stays)],
-                list(compress(work.latest, stays)),
-            ),
-            tuple(
-                request
-                for (due, _, request), left in compress(
-                    zip(jobs, work.steps_left, strict=True), stays
-                )
-                if request.status is RequestStatus.RUNNING
-                and now + _HASTE * (left + _STEPS_BETWEEN_LOOKS) * full > due
-            ),
-        )
+        self.verdict = _verdict(jobs, work, late, now, full)
         return self._change(late, left_before)
 
     def _work_of(self, jobs: list[_Entry], view: RunningView, now: float, full: float) -> _Work:
@@ -261,3 +245,23 @@ class Deadlines:
 
     def _step_seconds(self, num_rows: int) -> float:
         return self._step_time.predict(StepShape(0, 0.0, num_rows, 0))
+
+
+def _verdict(
+    jobs: list[_Entry], work: _Work, late: list[Request], now: float, full: float
+) -> Verdict:
+    """What is true of the requests that are not left out."""
+    gone = {request.request_id for request in late}
+    stays = [request.request_id not in gone for _, _, request in jobs]
+    pressing = not all_in_time(
+        now,
+        [_HASTE * own for own in compress(work.seconds, stays)],
+        list(compress(work.latest, stays)),
+    )
+    hurried = tuple(
+        request
+        for (due, _, request), left in compress(zip(jobs, work.steps_left, strict=True), stays)
+        if request.status is RequestStatus.RUNNING
+        and now + _HASTE * (left + _STEPS_BETWEEN_LOOKS) * full > due
+    )
+    return Verdict(pressing, hurried)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.memory.kv_cache import blocks_for, fits
-from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import ArrivalForecast
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.request import Request, RequestStatus
@@ -52,14 +52,8 @@ class Door:
         tenants: None where they are not kept apart.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        valve: PressureValve,
-        tenants: TenantShares | None,
-    ) -> None:
+    def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
         self._state = state
-        self._valve = valve
         self._tenants = tenants
         self.forecast = ArrivalForecast(state)
         self.limits = QueueLimits(state.config)
@@ -93,7 +87,7 @@ class Door:
             running = sum(r.asked.tenant == tenant for r in state.running.requests)
             own = tenants.unfinished(tenant) - running + num_forks
         limits.check(
-            waiting, request.history.predicted_ttft, self._valve.level, own, num_forks=num_forks
+            waiting, request.history.predicted_ttft, state.valve.level, own, num_forks=num_forks
         )
 
     def expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:

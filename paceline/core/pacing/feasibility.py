@@ -162,16 +162,8 @@ class Feasibility:
         """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
         is next."""
         waiting = self._waiting.targeted
-        if not waiting or not self._enabled or not self._step_time.ready:
+        if not waiting or not self._enabled or not self._is_triage_due():
             return
-        # predictions move slowly: look again when a request came or went, or every so often
-        self._since_triage += 1
-        if (
-            self._triaged_at == self._waiting.num_changes
-            and self._since_triage < _STEPS_BETWEEN_TRIAGES
-        ):
-            return
-        self._since_triage = 0
         per_token = self._budget.seconds_per_token(view)
         unfinished = sum(
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
@@ -197,3 +189,16 @@ class Feasibility:
             if not loser.favoured:
                 self._waiting.move(loser, self.demote)
         self._triaged_at = self._waiting.num_changes
+
+    def _is_triage_due(self) -> bool:
+        """Predictions move slowly: when a request came or went, or every so often."""
+        if not self._step_time.ready:
+            return False
+        self._since_triage += 1
+        if (
+            self._triaged_at == self._waiting.num_changes
+            and self._since_triage < _STEPS_BETWEEN_TRIAGES
+        ):
+            return False
+        self._since_triage = 0
+        return True

@@ -102,30 +102,31 @@ class PacedLimits(StepLimits):
     def next(
         self, step: StepBuilder, last: Tier, passed: Sequence[Request]
     ) -> Request | Reason | None:
-        ordinary = last is Tier.ORDINARY
-        request = (
-            self._next_ordinary(step, passed)
-            if ordinary
-            else self._waiting.peek_best_effort(pressing=self.pressing)
-        )
-        if request is None or (not ordinary and request.tier > last):
+        if last is Tier.ORDINARY:
+            request = self._next_ordinary(step, passed)
+        else:
+            request = self._next_best_effort(last)
+        if request is None:
             return None
         if last is not self._last:
             self._last, self._num_demoted = last, 0
         many_demoted = self._num_demoted >= _MAX_DEMOTED
         if step.budget <= 0 or (many_demoted and step.rows):
             return Reason.BUDGET
-        if many_demoted and ordinary:
+        if many_demoted and last is Tier.ORDINARY:
             # a step without ordinary rows is for the requests just found to be late
             return None
         if len(self._running) >= self._max_num_seqs:
             return Reason.SLOTS
-        if request.tier is not Tier.ORDINARY and self._running:
-            if self.pressure >= Pressure.HOLD_BEST_EFFORT:
-                return Reason.PRESSURE
-            if not self._has_room(step, request, math.inf):
-                return Reason.BUDGET
-        return request
+        if request.tier is Tier.ORDINARY or not self._running:
+            return request
+        if self.pressure >= Pressure.HOLD_BEST_EFFORT:
+            return Reason.PRESSURE
+        return request if self._has_room(step, request, math.inf) else Reason.BUDGET
+
+    def _next_best_effort(self, last: Tier) -> Request | None:
+        request = self._waiting.peek_best_effort(pressing=self.pressing)
+        return None if request is None or request.tier > last else request
 
     def _next_ordinary(self, step: StepBuilder, passed: Sequence[Request]) -> Request | None:
         """The first ordinary request, or a best-effort one that has waited so long that its turn

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.ageing import Ageing
 from paceline.core.pacing.budget import AdaptiveBudget, FixedBudget, StepBudget
 from paceline.core.pacing.deadlines import Deadlines
@@ -29,7 +29,6 @@ from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
-from paceline.core.predict.chunk import ChunkSize
 from paceline.core.request import Request
 from paceline.core.step.admission import Admission
 from paceline.core.step.displacement import Displacement
@@ -56,15 +55,12 @@ class Paced:
     def __init__(
         self,
         state: SchedulerState,
-        chunk: ChunkSize,
-        valve: PressureValve,
         admission: Admission,
         displacement: Displacement,
         tenants: TenantShares | None,
     ) -> None:
-        config, model = state.config, state.step_time
+        config, model, chunk = state.config, state.step_time, state.chunk
         self._state = state
-        self._valve = valve
         self._admission = admission
         self._displacement = displacement
         self._tenants = tenants
@@ -91,7 +87,7 @@ class Paced:
         if self._tenants is not None:
             view, waiting_favoured = self._favour(view, self._tenants)
         allowance = self.budget.allow(view, starts)
-        pressure = self._valve.level
+        pressure = state.valve.level
         tokens = cap_chunk(allowance.tokens, len(running), pressure)
         background = self._bucket.seconds(view)
         self._ageing.look(now, view)

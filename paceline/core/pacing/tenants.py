@@ -50,7 +50,7 @@ class TenantShares:
         return len(self._lately) > 1
 
     def has_others(self, tenant: str) -> bool:
-        """Whether somebody else than ``tenant`` asks, or asked for something lately."""
+        """Whether a tenant other than ``tenant`` asks, or did lately."""
         return any(len(known) > (tenant in known) for known in (self._unfinished, self._lately))
 
     def unfinished(self, tenant: str) -> int:

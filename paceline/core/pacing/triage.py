@@ -62,6 +62,6 @@ def triage(
             end += work - largest
             left_out.append(loser)
         else:
-            # it is the largest, or late whoever else is left out
+            # it is the largest, or late in any case
             left_out.append(request)
     return left_out

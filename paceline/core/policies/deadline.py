@@ -19,7 +19,7 @@ class DeadlinePolicy(FcfsPolicy):
     2503.22562, with the work as the second term).
 
     Wins: attainment when targets differ. Loses: at overload plain EDF serves the late first and all
-    miss; admission must relegate what is hopeless, and here it does.
+    miss; requests that are hopeless must be demoted, and here they are.
     """
 
     def key(self, request: Request) -> float:

@@ -45,7 +45,7 @@ class FairPolicy(FcfsPolicy):
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
     one of them had saved up.
 
-    Each band counts for itself: what a tenant's best-effort requests were served, where others left
+    Each tier counts for itself: what a tenant's best-effort requests were served, where others left
     room, is not held against its ordinary ones.
 
     Wins: a light tenant is served at once whatever a heavy one floods. Loses: order of arrival
@@ -56,7 +56,7 @@ class FairPolicy(FcfsPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        # by band
+        # by tier
         self._turns: list[_Turns] = []
 
     def key(self, request: Request) -> float:
@@ -70,14 +70,14 @@ class FairPolicy(FcfsPolicy):
         self._turns.append(turns)
         return turns.queue
 
-    def counter(self, tenant: str, band: Tier = Tier.ORDINARY) -> float:
-        """Weighted tokens served to ``tenant``'s requests of one band, lifts included."""
-        return self._turns[band].counter(tenant)
+    def counter(self, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
+        """Weighted tokens served to ``tenant``'s requests of one tier, lifts included."""
+        return self._turns[tier].counter(tenant)
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
         # as if each were served whole before the next is chosen
         heads: list[tuple[float, tuple[float, int], str, int]] = []
-        # as long as the first of all may be another tenant's; whoever is asked about is not best
+        # as long as the first of all may be another tenant's; requests asked about are not best
         # effort, so it waits in the first of the queues
         tenants = islice(self._turns[Tier.ORDINARY].queue.in_order(), _MAX_LOOKS)
         following = next(tenants, None)
@@ -110,26 +110,26 @@ class FairPolicy(FcfsPolicy):
         tokens: list[defaultdict[str, float]] = [defaultdict(float) for _ in self._turns]
         ordinary = tokens[Tier.ORDINARY]
         for request in requests:
-            # asking for the band takes as long as all the rest
-            of_band = tokens[request.tier] if request.best_effort else ordinary
-            of_band[request.asked.tenant] += OUTPUT_WEIGHT
-        for turns, of_band in zip(self._turns, tokens, strict=True):
-            if of_band:
-                turns.charge(of_band)
+            # asking for the tier takes as long as all the rest
+            of_tier = tokens[request.tier] if request.best_effort else ordinary
+            of_tier[request.asked.tenant] += OUTPUT_WEIGHT
+        for turns, of_tier in zip(self._turns, tokens, strict=True):
+            if of_tier:
+                turns.charge(of_tier)
 
 
 class _Turns:
-    """Of one band: its queue, what each tenant was served, and the level where they come back.
+    """Of one tier: its queue, what each tenant was served, and the level where they come back.
 
     The level is the virtual time of fair queueing (Demers, Keshav and Shenker, SIGCOMM'89): the
     counter of a tenant that had always waited if what is served were handed out in drops, to all
     alike. So a token raises it by one part in as many as share: those that wait, and those who do
-    not but were served more than their share, until the level has come up with them. Whoever waits
-    waits above it for a time, then, and who comes later enters above him.
+    not but were served more than their share, until the level has come up with them. A waiting
+    tenant is above it for a time, then, and later ones enter above that tenant.
 
-    What is served while nobody waits is taken from nobody: then the level is the largest counter
-    that there ever was. No tenant enters above that, or further below the level than by what can
-    be saved up: ``saved``, divided among those who share.
+    What is served while no request waits is taken from no tenant: then the level is the largest
+    counter that there ever was. No tenant enters above that, or further below the level than by
+    what can be saved up: ``saved``, divided among those that share.
     """
 
     def __init__(self, saved: float) -> None:
@@ -201,8 +201,8 @@ class _Turns:
         self._lent[tenant] = max(own, self._level) - counter
 
     def _forget(self) -> None:
-        """Whoever calls may name as many tenants as they like: of those who do not wait, the half
-        that was served least begins anew. Nobody enters a queue further below its level for it."""
+        """Callers may name as many tenants as they like: of those that do not wait, the half that
+        was served least begins anew. None enters a queue further below its level for it."""
         waiting = self.queue.tenants
         idle = sorted(
             (served, name) for name, served in self._counters.items() if name not in waiting

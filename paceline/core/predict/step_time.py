@@ -1,4 +1,4 @@
-"""Seconds a step will take, from what is in it: fitted online, used by everybody who predicts.
+"""Seconds a step will take, from what is in it: fitted online, used by all who predict.
 
 The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
 mixed batches)::

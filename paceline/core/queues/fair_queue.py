@@ -14,12 +14,12 @@ __all__ = ["FairQueue"]
 
 class FairQueue:
     """One queue per tenant; the tenant served least goes first. Before all of them go requests that
-    were promoted (``patience``), whoever asks: others would for ever be served less.
+    have aged, of any tenant: others would for ever be served less.
 
     Args:
         counter: tokens served to a tenant so far, weighted. It may only grow.
         on_return: called when a tenant comes back from idle, before its request is queued: with
-            that and the least counter of those that have requests waiting; None: nobody has.
+            that and the least counter of those that have requests waiting; None: none has.
     """
 
     def __init__(
@@ -27,31 +27,31 @@ class FairQueue:
     ) -> None:
         self._counter = counter
         self._on_return = on_return
-        self._promoted = RequestQueue()
+        self._aged = RequestQueue()
         self._tenants: dict[str, RequestQueue] = {}
         # (counter, order of the head, tenant); stale once the counter or the head has moved on
         self._heap: list[tuple[float, tuple[float, int], str]] = []
         self._size = 0
 
     def __len__(self) -> int:
-        return self._size + len(self._promoted)
+        return self._size + len(self._aged)
 
     def __iter__(self) -> Iterator[Request]:
-        for queue in (self._promoted, *self._tenants.values()):
+        for queue in (self._aged, *self._tenants.values()):
             yield from queue
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those that have members, beside promoted ones."""
+        """Those that have members, beside aged ones."""
         return self._tenants.keys()
 
     def __contains__(self, request: Request) -> bool:
         queue = self._tenants.get(request.asked.tenant)
-        return (queue is not None and request in queue) or request in self._promoted
+        return (queue is not None and request in queue) or request in self._aged
 
     def push(self, request: Request) -> None:
         if request.aged:
-            self._promoted.push(request)
+            self._aged.push(request)
             return
         queue = self._tenants.get(request.asked.tenant)
         if queue is None:
@@ -64,7 +64,7 @@ class FairQueue:
             self._enter(request.asked.tenant)
 
     def peek(self) -> Request | None:
-        return self._promoted.peek() or self._peek_tenants()
+        return self._aged.peek() or self._peek_tenants()
 
     def _peek_tenants(self) -> Request | None:
         while self._heap:
@@ -82,7 +82,7 @@ class FairQueue:
         """Who would come next if every tenant that is served one fell behind the others."""
         tenants = islice(self.in_order(), count)
         rows = [self._tenants[tenant].first(count) for _, _, tenant in tenants]
-        rounds = chain(self._promoted.first(count), *zip_longest(*rows))
+        rounds = chain(self._aged.first(count), *zip_longest(*rows))
         return list(islice((request for request in rounds if request is not None), count))
 
     def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
@@ -116,8 +116,8 @@ class FairQueue:
                 yield entry
 
     def pop(self) -> Request | None:
-        if self._promoted:
-            return self._promoted.pop()
+        if self._aged:
+            return self._aged.pop()
         request = self._peek_tenants()
         if request is not None:
             heapq.heappop(self._heap)
@@ -126,8 +126,8 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        if request in self._promoted:
-            self._promoted.remove(request)
+        if request in self._aged:
+            self._aged.remove(request)
             return
         queue = self._tenants[request.asked.tenant]
         was_head = queue.peek() is request
@@ -155,7 +155,7 @@ class FairQueue:
 
     def check_integrity(self) -> None:
         assert self._size == sum(len(queue) for queue in self._tenants.values())
-        self._promoted.check_integrity()
+        self._aged.check_integrity()
         entered = {(order, tenant) for _, order, tenant in self._heap}
         for tenant, queue in self._tenants.items():
             queue.check_integrity()

@@ -35,6 +35,8 @@ class RunningList:
         # requests whose backend state is to be dropped by the next plan
         self._released: list[str] = []
         self.num_preemptions = 0
+        # requests in the list that have ended
+        self.num_ended = 0
 
     def start(self, request: Request) -> None:
         """The request was admitted and has its blocks."""
@@ -60,9 +62,12 @@ class RunningList:
         self.most_tokens[request.tier] -= request.max_total_tokens + self._block_size
         if prune:
             self.requests.remove(request)
+        else:
+            self.num_ended += 1
 
     def prune(self) -> None:
         """Forget requests that have ended."""
+        self.num_ended = 0
         running = RequestStatus.RUNNING
         self.requests[:] = [r for r in self.requests if r.status is running]
 

@@ -1,6 +1,6 @@
 """Why requests wait: seconds by reason, for all of them at the price of one.
 
-At every step the scheduler notes what holds the head of the queue up. That is what holds everybody
+At every step the scheduler notes what holds the head of the queue up. That is what holds all
 behind it up too, so a request's own wait is the difference of two readings of one set of clocks.
 
 This module does not know what the reasons mean to the scheduler.
@@ -56,13 +56,13 @@ class WaitClocks:
         self._since = now
 
     def note(self, reason: Reason | None, now: float) -> None:
-        """From ``now`` on the queue is held up by this; None: nobody waits."""
+        """From ``now`` on the queue is held up by this; None: no request waits."""
         self.run(now)
         self._reason = reason
 
     def stop(self) -> None:
-        """Nobody waits any more, and it is not known since when: what no ``note`` has seen is not
-        counted."""
+        """No request waits any more, and it is not known since when: what no ``note`` has seen is
+        not counted."""
         self._reason = None
 
     def reading(self) -> tuple[float, ...]:

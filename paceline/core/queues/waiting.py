@@ -22,6 +22,8 @@ from paceline.core.tier import Tier
 __all__ = ["WaitingRoom"]
 
 _ORDER: Final = attrgetter("order")
+# members whose swapped blocks may be fetched ahead, those that come next
+_LOOK_AHEAD: Final = 16
 
 
 def _is_targeted(request: Request) -> bool:
@@ -257,18 +259,19 @@ class WaitingRoom:
             found += [*sorted(chain(*promised), key=_ORDER), *background][: count - len(found)]
         return found
 
+    def fetch_ahead(self, num_running: int, max_tokens: int) -> None:
+        """Fetch the swapped blocks of the members that come next, with a block to spare for each
+        running request; see ``Offload.prefetch``."""
+        if self.offload.has_swapped:
+            self.offload.prefetch(self.upcoming(_LOOK_AHEAD), num_running, max_tokens)
+
     def check_integrity(self) -> None:
         """AssertionError unless sums and members agree."""
         members = list(self)
         assert len(members) == self._size
         self.offload.check_integrity(members)
-        targeted = sorted(filter(_is_targeted, members), key=_ORDER)
-        assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
-        assert self._dues == sorted(map(_first_token_due, targeted))
-        for group, own in self._targeted.items():
-            assert own and all(self.group(request) == group for request in own)
-            assert own == sorted(own, key=_ORDER)
         assert sorted(filter(None, map(_promise, members))) == self.promised
+        self._check_targeted(members)
         for tier, queue in enumerate(self._queues):
             assert all(request.tier == tier for request in queue)
             assert sum(request.num_new_tokens for request in queue) == self._num_tokens[tier]
@@ -276,3 +279,11 @@ class WaitingRoom:
             assert len(favoured) == self._num_favoured[tier]
             assert sum(favoured) == self._favoured_tokens[tier]
             queue.check_integrity()
+
+    def _check_targeted(self, members: list[Request]) -> None:
+        targeted = sorted(filter(_is_targeted, members), key=_ORDER)
+        assert sorted(chain(*self._targeted.values()), key=_ORDER) == targeted
+        assert self._dues == sorted(map(_first_token_due, targeted))
+        for group, own in self._targeted.items():
+            assert own and all(self.group(request) == group for request in own)
+            assert own == sorted(own, key=_ORDER)

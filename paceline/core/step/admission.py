@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.memory.outlook import MemoryOutlook, Outlooks, capacity
+from paceline.core.memory.outlook import MemoryOutlook, capacity
 from paceline.core.outputs import NewRequest
 from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import Reason
@@ -28,7 +28,7 @@ __all__ = ["Admission"]
 class Admission:
     """Admits waiting requests into steps."""
 
-    def __init__(self, state: SchedulerState, rows: Rows, outlooks: Outlooks) -> None:
+    def __init__(self, state: SchedulerState, rows: Rows) -> None:
         self._config = state.config
         self._served = state.policy.served
         self._charges = overrides(state.policy, "served")
@@ -36,7 +36,7 @@ class Admission:
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
-        self._outlooks = outlooks
+        self._outlooks = state.outlooks
         self._block_size = state.cache.block_size
         self._capacity = capacity(state.cache.num_blocks, state.cache.block_size)
         self.num_recomputed_tokens = 0

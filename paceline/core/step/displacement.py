@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.outlook import Outlooks
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -24,12 +23,12 @@ Displaces = Callable[[Request, Request], bool]
 class Displacement:
     """Makes way for the first waiting request, whose obstacles beside room are known to be none."""
 
-    def __init__(self, state: SchedulerState, outlooks: Outlooks) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._config = state.config
         self._cache = state.cache
         self._kv = state.kv
         self._running = state.running
-        self._outlooks = outlooks
+        self._outlooks = state.outlooks
 
     def make_way(self, head: Request, now: float, displaces: Displaces) -> int:
         """Preempt the running requests that stand in the way of ``head``, if any do.
@@ -113,15 +112,29 @@ def choose_displaced(
             break
     else:
         return []
+    return losers[: _fewest(losers, freed, counting, lasts)]
+
+
+def _fewest(
+    losers: Sequence[Request],
+    freed: list[int],
+    counting: Iterator[int],
+    lasts: Callable[[Sequence[Request], int], bool],
+) -> int:
+    """How many have to go for memory to last, if ``len(freed) - 1`` make room for now; 0: not even
+    all of them would do.
+
+    Args:
+        counting: goes on where ``freed`` ends.
+    """
     least = len(freed) - 1
     if lasts(losers[:least], freed[least]):
-        return losers[:least]
+        return least
     freed += counting
     if least == len(losers) or not lasts(losers, freed[-1]):
-        return []
+        return 0
     counts = range(least + 1, len(losers) + 1)
-    more = bisect_left(counts, True, key=lambda count: lasts(losers[:count], freed[count]))
-    return losers[: counts[more]]
+    return counts[bisect_left(counts, True, key=lambda n: lasts(losers[:n], freed[n]))]
 
 
 def _freed_blocks(head: Request, losers: Sequence[Request], kv: KVCacheManager) -> Iterator[int]:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.memory.pressure import Pressure
 from paceline.core.policies import overrides
-from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
@@ -162,16 +161,8 @@ class Plain:
 
     pressing = False
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        chunk: ChunkSize,
-        displacement: Displacement,
-        valve: PressureValve,
-    ) -> None:
+    def __init__(self, state: SchedulerState, displacement: Displacement) -> None:
         self._state = state
-        self._chunk = chunk
-        self._valve = valve
         # without best effort, the other policies displace no request
         displaces = overrides(state.policy, "displaces")
         self._displacement = displacement if displaces else None
@@ -179,11 +170,11 @@ class Plain:
     def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
         state = self._state
         running = state.running.requests
-        tokens = self._chunk.plain_tokens(running)
+        tokens = state.chunk.plain_tokens(running)
         limits = StepLimits(state, tokens)
         limits.chunk_tokens = tokens - len(running)
-        if self._valve.level:
-            limits.tokens = cap_chunk(tokens, len(running), self._valve.level)
+        if state.valve.level:
+            limits.tokens = cap_chunk(tokens, len(running), state.valve.level)
         if self._displacement is not None and not held:
             head = state.waiting.ordinary.peek()
             if head is not None:

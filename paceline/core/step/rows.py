@@ -59,21 +59,10 @@ class Rows:
                 if index == len(running):
                     break
             request = running[index]
-            behind = request.num_uncomputed_tokens
-            if (
-                # nothing left to compute, or only to wait for the last token
-                behind == 0
-                or request.num_computed_tokens + behind >= request.max_total_tokens
-                or not self._takes(step, limits if limited else None, request, behind)
-            ):
+            num_tokens = self._num_tokens(step, limits, running, index, later, limited)
+            if not num_tokens:
                 index += 1
                 continue
-            num_tokens = behind
-            if behind > 1:
-                reserved = len(running) - index - 1 + later
-                num_tokens = max(1, min(behind, step.budget - reserved))
-                if limited:
-                    num_tokens = min(num_tokens, limits.chunk(step, request, admission=False))
             extension = self._kv.extend(request, num_tokens)
             if extension is None:
                 preempted = True
@@ -86,6 +75,33 @@ class Rows:
             self.add(step, limits, request, num_tokens, extension.new_block_ids)
             index += 1
         return preempted
+
+    def _num_tokens(
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        running: list[Request],
+        index: int,
+        later: int,
+        limited: bool,
+    ) -> int:
+        """Tokens of the row of ``running[index]``; 0: it gets none. See ``extend``."""
+        request = running[index]
+        behind = request.num_uncomputed_tokens
+        if behind == 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
+            # nothing left to compute, or only to wait for the last token
+            return 0
+        if not self._mixes:
+            takes = step.narrow if behind == 1 else step.wide
+        else:
+            takes = not limited or limits.takes(step, request)
+        if not takes or behind == 1:
+            return int(takes)
+        reserved = len(running) - index - 1 + later
+        num_tokens = max(1, min(behind, step.budget - reserved))
+        if limited:
+            num_tokens = min(num_tokens, limits.chunk(step, request, admission=False))
+        return num_tokens
 
     def _plain_rows(
         self, step: StepBuilder, limits: StepLimits | None, running: list[Request], index: int
@@ -132,14 +148,6 @@ class Rows:
                 self._kv.cache_computed(request)
         step.count_plain(index - first - skipped, num_keys)
         return index
-
-    def _takes(
-        self, step: StepBuilder, limits: StepLimits | None, request: Request, behind: int
-    ) -> bool:
-        """Whether a running request gets a row: in steps of one kind, those of the kind."""
-        if not self._mixes:
-            return step.narrow if behind == 1 else step.wide
-        return limits is None or limits.takes(step, request)
 
     def _make_room(
         self,

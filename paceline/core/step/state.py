@@ -5,20 +5,29 @@ This module does not decide anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.policies import SchedulingPolicy
-from paceline.core.predict.output_length import WorkEstimator
+from paceline.core.memory.offload import Offload
+from paceline.core.memory.outlook import Outlooks
+from paceline.core.memory.preemption import Preemption
+from paceline.core.memory.pressure import PressureValve
+from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
+from paceline.core.predict.chunk import ChunkSize
+from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.queues.forks import Forks
 from paceline.core.queues.running import RunningList
-from paceline.core.queues.wait_clocks import Reason
+from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.request import Request, RequestStatus
+from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 
-__all__ = ["SchedulerState"]
+__all__ = ["LastPlan", "SchedulerState", "check_integrity", "make_state", "take_stats"]
 
 
 @dataclass(slots=True)
@@ -38,14 +47,20 @@ class LastPlan:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Made by the scheduler, which owns all of it; the members change, the references do not."""
+    """Owned by the scheduler; the members change, the references do not."""
 
     config: SchedulerConfig
     cache: CacheConfig
     policy: SchedulingPolicy
-    # seconds of a step, learned online, and how many tokens requests will have
+    # how full memory is
+    valve: PressureValve
+    # seconds of a step and lengths of outputs, learned online, and what follows from both
     step_time: StepTimeModel
+    lengths: LengthHistory
     work: WorkEstimator
+    # sizes of chunks, and whether memory will last, as these predict
+    chunk: ChunkSize
+    outlooks: Outlooks
     kv: KVCacheManager
     waiting: WaitingRoom
     forks: Forks
@@ -53,3 +68,102 @@ class SchedulerState:
     # steps whose results are not in
     steps: StepsInFlight
     last: LastPlan
+
+
+def make_state(
+    config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None
+) -> SchedulerState:
+    """All parts at rest; ``policy`` overrides ``config.policy``."""
+    step_time, lengths, kv = StepTimeModel(), LengthHistory(), KVCacheManager(cache)
+    work = WorkEstimator(step_time, lengths)
+    policy = policy or make_policy(PolicyContext(config, work))
+    # where tenants are not kept apart, all requests make one row
+    group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
+    waiting = WaitingRoom(policy.make_queue, policy.later, Offload(kv), group)
+    preemption = Preemption(config, cache, kv, work)
+    tokens = config.max_num_batched_tokens
+    return SchedulerState(
+        config=config,
+        cache=cache,
+        policy=policy,
+        valve=PressureValve(config.pressure_threshold),
+        step_time=step_time,
+        lengths=lengths,
+        work=work,
+        chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget),
+        outlooks=Outlooks(kv, work),
+        kv=kv,
+        waiting=waiting,
+        forks=Forks(),
+        running=RunningList(preemption, waiting, cache.block_size),
+        steps=StepsInFlight(step_time, config.plan_lead_s),
+        last=LastPlan(tokens),
+    )
+
+
+def take_stats(
+    state: SchedulerState,
+    *,
+    num_recomputed_tokens: int,
+    num_relegated: int,
+    num_discarded_tokens: int,
+    refused: tuple[tuple[str, int], ...],
+) -> SchedulerStats:
+    """A snapshot of the parts, with what others have counted."""
+    kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
+    return SchedulerStats(
+        num_running=len(state.running.requests),
+        num_waiting=len(waiting) + len(state.forks),
+        num_waiting_capacity=len(waiting),
+        num_waiting_deferred=len(state.forks),
+        num_blocks=kv.pool.num_blocks,
+        num_free_blocks=kv.pool.num_free,
+        num_preemptions=state.running.num_preemptions,
+        prefix_cache_queries=kv.num_queried_tokens,
+        prefix_cache_hits=kv.num_hit_tokens,
+        num_recomputed_tokens=num_recomputed_tokens,
+        num_swapped_out_blocks=kv.num_swapped_out,
+        num_swapped_in_blocks=kv.num_swapped_in,
+        num_relegated=num_relegated,
+        num_discarded_tokens=num_discarded_tokens,
+        refused=refused,
+        waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
+        pressure_level=state.valve.level,
+        predicted_step_seconds=steps.predicted_seconds,
+        actual_step_seconds=steps.actual_seconds,
+        num_prefill_tokens=steps.num_prefill_tokens,
+        num_decode_tokens=steps.num_decode_tokens,
+        num_cached_free_blocks=kv.pool.num_cached_free,
+        num_host_blocks=state.cache.num_host_blocks,
+        num_free_host_blocks=kv.num_free_host_blocks,
+        held_by=None if held_by is None else REASONS[held_by],
+    )
+
+
+def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
+    """AssertionError unless every invariant of requests, queues, tables and pool holds.
+
+    Args:
+        live: requests that have not ended, by id.
+    """
+    forks, running = list(state.forks), state.running.requests
+    waiting = [*state.waiting, *forks]
+    known = [*running, *waiting]
+    assert len(known) == len(live), "a request is lost or in two places"
+    assert {id(r) for r in known} == {id(r) for r in live.values()}
+    assert len(running) <= state.config.max_num_seqs, "too many requests run"
+    for request in running:
+        assert request.status is RequestStatus.RUNNING
+        assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens
+    for request in waiting:
+        assert request.status is RequestStatus.WAITING
+        assert not request.block_ids or request.asked.fork_of or request.num_swapped_tokens
+    for request in known:
+        flying = state.steps.num_rows(request)
+        assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
+        assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
+    for fork in forks:
+        assert fork.asked.fork_of in live, "a fork waits for no request"
+    state.running.check_integrity()
+    state.waiting.check_integrity()
+    state.kv.check_integrity(known)

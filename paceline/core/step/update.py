@@ -16,11 +16,10 @@ from paceline.core.outputs import (
     Timeline,
     TokenLogprobs,
 )
-from paceline.core.policies import SchedulingPolicy, overrides
-from paceline.core.queues.running import RunningList
+from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.step.state import LastPlan
+from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = ["Updates", "update_of"]
@@ -43,23 +42,15 @@ class Updates:
     """Takes results in.
 
     Args:
-        last: told of first tokens.
         finish: ends a request; without ``prune`` it stays among the running ones for now.
     """
 
-    def __init__(
-        self,
-        policy: SchedulingPolicy,
-        running: RunningList,
-        last: LastPlan,
-        finish: _Finish,
-    ) -> None:
-        self._running = running
-        self._last = last
+    def __init__(self, state: SchedulerState, finish: _Finish) -> None:
+        self._last = state.last
         self._finish = finish
-        self._sampled = policy.sampled
+        self._sampled = state.policy.sampled
         # most policies do not count what was served
-        self._counts = overrides(policy, "served", "sampled")
+        self._counts = overrides(state.policy, "served", "sampled")
 
     def take_in(
         self,
@@ -77,58 +68,44 @@ class Updates:
         # the requests of all new tokens, for the policy to count
         counted: list[Request] = []
         finished, samples_at = RequestStatus.FINISHED, _SAMPLES
-        ended = False
         # this loop turns once for every token
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
-            samples = row[samples_at]
-            if samples:
+            if row[samples_at]:
                 request.num_pending_tokens -= 1
+            elif not failed:
+                continue
             if request.status is finished:
                 continue
             total = request.num_tokens + 1
             if (
-                samples
-                and len(token_ids) == 1
+                len(token_ids) == 1
                 and total < request.max_total_tokens
                 and token_ids[0] not in request.stop_ids
                 and request.history.told
                 and not failed
             ):
-                # nearly all, by the shortest way: ``_append`` would do the same
+                # nearly all, by the shortest way: ``_append`` and ``_tell`` would do the same
                 request.output_token_ids.append(token_ids[0])
                 request.num_tokens = total
-                if self._counts:
-                    counted.append(request)
+                counted.append(request)
                 if tell_all:
                     updates.append(_plain_update(request, token_ids, row_logprobs))
                 continue
-            error = failed.get(row.request_id)
-            if error is not None:
+            if row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
-                updates.append(update_of(request, (), None, error))
-            elif samples:
-                token_ids, update = self._append(request, token_ids, row_logprobs, now, tell_all)
+                updates.append(update_of(request, (), None, failed[row.request_id]))
+            elif row[samples_at]:
+                token_ids = self._append(request, token_ids, now)
                 counted += [request] * len(token_ids)
-                if update is not None:
-                    updates.append(update)
-            ended = ended or request.finish_reason is not None
-        if self._counts and counted:
+                self._tell(updates, request, token_ids, row_logprobs, tell_all)
+        if self._counts:
             self._sampled(counted)
-        if ended:
-            self._running.prune()
         return tuple(updates)
 
-    def _append(
-        self,
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: _Logprobs,
-        now: float,
-        tell_all: bool,
-    ) -> tuple[tuple[int, ...], RequestUpdate | None]:
-        """Append tokens until one ends the output. Returns those that count, and the update."""
+    def _append(self, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, ...]:
+        """Append tokens until one ends the output. Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
             forecast, bias = request.history.predicted_ttft, request.history.forecast_bias
@@ -136,33 +113,35 @@ class Updates:
             if forecast is not None and not disturbed:
                 took = now - request.asked.arrival_time
                 self._last.first_tokens.append((forecast, bias, took))
-        reason: FinishReason | None = None
+        sampling = request.asked.sampling
         for count, token_id in enumerate(token_ids, 1):
-            reason = _append_one(request, token_id)
-            if reason is not None:
-                token_ids = token_ids[:count]
-                break
-        if reason is not None:
-            last = request.output_token_ids[-1]
-            if reason is FinishReason.STOP and last not in request.asked.sampling.eos_token_ids:
-                request.stop_reason = last
-            self._finish(request, reason, prune=False)
-            return token_ids, update_of(request, token_ids, logprobs)
+            request.output_token_ids.append(token_id)
+            request.num_tokens += 1
+            num_output = request.num_tokens - request.num_prompt_tokens
+            if token_id in request.stop_ids and num_output >= sampling.min_tokens:
+                if token_id not in sampling.eos_token_ids:
+                    request.stop_reason = token_id
+                self._finish(request, FinishReason.STOP, prune=False)
+            elif request.num_tokens >= request.max_total_tokens:
+                self._finish(request, FinishReason.LENGTH, prune=False)
+            else:
+                continue
+            return token_ids[:count]
+        return token_ids
+
+    def _tell(
+        self,
+        updates: list[RequestUpdate],
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: _Logprobs,
+        tell_all: bool,
+    ) -> None:
+        """Add the news of a request with these new tokens, and its story if it has changed."""
         tells = not request.history.told
         request.history.told = True
-        if not tell_all:
-            return token_ids, None
-        return token_ids, update_of(request, token_ids, logprobs, tells=tells)
-
-
-def _append_one(request: Request, token_id: int) -> FinishReason | None:
-    """Add one sampled token. Returns why the output ends with it, or None if it goes on."""
-    request.output_token_ids.append(token_id)
-    request.num_tokens += 1
-    num_output = request.num_tokens - request.num_prompt_tokens
-    if token_id in request.stop_ids and num_output >= request.asked.sampling.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if request.num_tokens >= request.max_total_tokens else None
+        if tell_all or request.finish_reason is not None:
+            updates.append(update_of(request, token_ids, logprobs, tells=tells))
 
 
 def _plain_update(

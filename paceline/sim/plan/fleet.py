@@ -12,6 +12,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.sim.arrival import Arrival
@@ -106,6 +108,8 @@ class FleetAnswer:
     option: FleetOption
     # None in ``size``: not even the largest fleet will do
     found: Found
+    # why no fleet will do, and what would; "" where one does
+    reason: str = ""
 
     @property
     def gpus(self) -> int | None:
@@ -120,10 +124,19 @@ class FleetAnswer:
 
 
 def run_fleet(
-    option: FleetOption, replicas: int, workload: Iterable[Arrival], *, prefix_block: int = 512
+    option: FleetOption,
+    replicas: int,
+    workload: Iterable[Arrival],
+    *,
+    prefix_block: int = 512,
+    metrics: Metrics | None = None,
 ) -> Summary:
-    """Simulate ``replicas`` of an option; its price, if known, goes into the cost."""
-    metrics = Metrics()
+    """Simulate ``replicas`` of an option; its price, if known, goes into the cost.
+
+    Args:
+        metrics: takes the requests in, for callers who want to look at them.
+    """
+    metrics = Metrics() if metrics is None else metrics
     specs = tuple(option.spec(seed) for seed in range(replicas))
     pool = Pool(specs, make_router(option.router))
     Simulator(pool, metrics.add, prefix_block=prefix_block).run(workload)
@@ -139,12 +152,13 @@ def best_fleet(
     *,
     prefix_block: int = 512,
     most: int = 64,
+    on_unfit: Callable[[FleetOption, str], None] | None = None,
 ) -> list[FleetAnswer]:
     """The smallest fleet of each option, the cheapest first: by price where known, else by GPUs.
 
-    Options that the model does not fit on are left out. Those on which a request misses its targets
-    even when it is alone are not searched: no number of replicas will do, and ``found.best`` is the
-    run of requests alone.
+    Options that the model does not fit on are left out, and ``on_unfit`` is told why. Those on
+    which a request misses its targets even when it is alone are not searched: no number of replicas
+    will do, and ``found.best`` is the run of requests alone.
 
     Raises:
         ConfigError: it fits on none of them; or no request of the workload has a target, which
@@ -162,21 +176,53 @@ def best_fleet(
             option.spec()
         except ConfigError as error:
             unfit.append(str(error))
+            if on_unfit is not None:
+                on_unfit(option, str(error))
             continue
 
         # served one by one, requests are as fast as they will ever be
-        alone = run_fleet(option, 1, _spaced(islice(workload, _NUM_ALONE)))
+        alone_metrics = Metrics()
+        alone = run_fleet(option, 1, _spaced(islice(workload, _NUM_ALONE)), metrics=alone_metrics)
         if alone.attainment < target.attainment - _ALONE_NOISE:
-            answers.append(FleetAnswer(option, Found(None, alone, ())))
+            reason = _why_not_alone(alone, alone_metrics, target)
+            answers.append(FleetAnswer(option, Found(None, alone, ()), reason))
             continue
 
         def run(size: int, option: FleetOption = option) -> Summary:
             return run_fleet(option, size, workload, prefix_block=prefix_block)
 
-        answers.append(FleetAnswer(option, smallest_fleet(run, target, most=most)))
+        found = smallest_fleet(run, target, most=most)
+        reason = ""
+        if found.size is None:
+            reason = (
+                f"{found.best.attainment:.1%} of requests are within their targets with up to "
+                f"{most} replicas, {target.attainment:.0%} are asked for: allow more with --most, "
+                "or take faster replicas (--hardware, --gpus)"
+            )
+        answers.append(FleetAnswer(option, found, reason))
     if not answers:
         raise ConfigError("; ".join(unfit) or "no option was given")
     return sorted(answers, key=_rank)
+
+
+def _why_not_alone(run: Summary, metrics: Metrics, target: Target) -> str:
+    """Which targets requests miss that have a replica to themselves, and what to change."""
+    said = [f"alone on a replica, {run.attainment:.1%} of requests are within their targets"]
+    for metric, label in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "E2E")):
+        values = metrics.values(metric)
+        wanted = metrics.targets(metric)
+        if len(values) and wanted:
+            reached = float(np.quantile(values, target.attainment))
+            if reached > wanted[0]:
+                said.append(
+                    f"{label} reaches {1e3 * reached:.1f} ms at best, {1e3 * wanted[0]:g} ms are "
+                    "asked for"
+                )
+    said += [f"{count} are refused: {reason}" for reason, count in run.refusals.items()]
+    return (
+        f"{'; '.join(said)}. More replicas do not help: take faster ones (--hardware, --gpus) or "
+        "other targets"
+    )
 
 
 def _spaced(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.gguf_format import read_gguf
 from paceline.core.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 
 __all__ = ["find_model"]
 
 
-def find_model(name: str) -> ModelShape:
-    """A known model (``step_times/models.json``), or the shape of a checkpoint folder or file.
+def find_model(name: str, models: Sequence[ModelShape] = ()) -> ModelShape:
+    """A known model (``step_times/models.json``), or the shape of a checkpoint folder or file. A
+    GGUF file's weights take what they take in the file.
+
+    Args:
+        models: shapes to look the name up in before those that are known.
 
     Raises:
         ConfigError: neither; the message lists the known ones.
@@ -21,13 +27,17 @@ def find_model(name: str) -> ModelShape:
     path = Path(name)
     if not path.exists():
         try:
-            return ModelShape.named(name)
+            return ModelShape.named(name, models)
         except ConfigError:
             known = ", ".join(shape.name.split("/")[-1].lower() for shape in known_models())
             raise ConfigError(
-                f"{name!r} is neither a checkpoint nor a known model; known are {known}"
+                f"{name!r} is neither a checkpoint nor a known model; known are {known}; "
+                "--model-shape FILE gives others"
             ) from None
     config = open_checkpoint(path).config
+    stored = 0
+    if path.is_file():
+        stored = sum(tensor.num_bytes for tensor in read_gguf(path).tensors.values())
     return ModelShape(
         name=name,
         num_layers=config.num_hidden_layers,
@@ -38,5 +48,6 @@ def find_model(name: str) -> ModelShape:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         tied=config.tie_word_embeddings,
+        stored_bytes=stored,
         source=str(path),
     )

@@ -7,6 +7,7 @@ from paceline.sim.report.metrics import (
     Distribution,
     Metrics,
     Summary,
+    TenantSummary,
     cost_per_million,
 )
 from paceline.sim.report.plots import plot_cdfs, plot_curves
@@ -21,6 +22,7 @@ __all__ = [
     "StepEvent",
     "StepWatcher",
     "Summary",
+    "TenantSummary",
     "TimelineWriter",
     "cost_per_million",
     "plot_cdfs",

@@ -6,7 +6,10 @@ Definitions, as the field uses them:
   last token, ITL the gap between two tokens of one stream;
 * a request is *met* when it finished within all its targets. One that was refused, or never
   finished, is not;
-* goodput is met requests per second, attainment met requests per request (DistServe, OSDI'24);
+* goodput is met requests per second of the time in which requests arrive, attainment met requests
+  per request (DistServe, OSDI'24). The time after the last arrival, in which a run only drains, is
+  not the load's: counted, it would make the same service look worse the shorter the workload;
+* requests, tokens and cost per second are of the whole run, first arrival to last token;
 * wasted tokens were computed for requests that finished but were not met.
 
 Percentiles are of all values, interpolated between neighbours, never of a sample. That takes 40
@@ -20,7 +23,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,14 @@ from numpy.typing import NDArray
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served
 
-__all__ = ["ClassSummary", "Distribution", "Metrics", "Summary", "cost_per_million"]
+__all__ = [
+    "ClassSummary",
+    "Distribution",
+    "Metrics",
+    "Summary",
+    "TenantSummary",
+    "cost_per_million",
+]
 
 _GAMMA = 1.02
 _LOG_GAMMA = math.log(_GAMMA)
@@ -78,6 +88,24 @@ class ClassSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantSummary:
+    """The requests of one tenant. Seconds; None where no request had a first token."""
+
+    requests: int
+    met: int
+    refused: int
+    # of finished requests
+    prompt_tokens: int
+    output_tokens: int
+    ttft_mean: float | None
+
+    @property
+    def attainment(self) -> float:
+        """Share of requests within all their targets, 0 to 1."""
+        return self.met / self.requests
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """One run. Times in seconds; None where no request had such a value."""
 
@@ -110,14 +138,24 @@ class Summary:
     by_class: Mapping[str, ClassSummary]
     # of one million output tokens; None without a price
     cost: float | None = None
+    # first to last arrival: what goodput is divided by
+    arriving: float = 0.0
+    # refused requests by reason, the most frequent first
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    by_tenant: Mapping[str, TenantSummary] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps; attainment is written out per class."""
+        """Plain values for json.dumps; attainment is written out per class and tenant."""
         values = asdict(self)
-        values["by_class"] = {
-            name: asdict(entry) | {"attainment": entry.attainment}
-            for name, entry in self.by_class.items()
-        }
+        groups: tuple[tuple[str, Mapping[str, ClassSummary | TenantSummary]], ...] = (
+            ("by_class", self.by_class),
+            ("by_tenant", self.by_tenant),
+        )
+        for key, entries in groups:
+            values[key] = {
+                name: asdict(entry) | {"attainment": entry.attainment}
+                for name, entry in entries.items()
+            }
         return values
 
 
@@ -162,6 +200,25 @@ class _Gaps:
         return self._max
 
 
+@dataclass(slots=True)
+class _Tenant:
+    """Counts of one tenant while they grow."""
+
+    requests: int = 0
+    met: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    started: int = 0
+    ttft: float = 0.0
+
+    def summary(self) -> TenantSummary:
+        mean = self.ttft / self.started if self.started else None
+        return TenantSummary(
+            self.requests, self.met, self.refused, self.prompt_tokens, self.output_tokens, mean
+        )
+
+
 class Metrics:
     """Takes requests one by one, in any order, and adds them up."""
 
@@ -176,20 +233,30 @@ class Metrics:
         self._slos: dict[tuple[float | None, float | None, float | None], Slo] = {}
         # per class: requests, met, refused
         self._classes: dict[str, list[int]] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._refusals: Counter[str] = Counter()
         self._preemptions = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._wasted_tokens = 0
         self._first_arrival, self._last_token = math.inf, -math.inf
+        self._last_arrival = -math.inf
 
     def add(self, served: Served) -> None:
         """Take in one finished or refused request."""
         arrival = served.arrival
         counts = self._classes.setdefault(arrival.slo_class, [0, 0, 0])
         counts[0] += 1
+        tenant = self._tenants.get(arrival.tenant)
+        if tenant is None:
+            tenant = self._tenants[arrival.tenant] = _Tenant()
+        tenant.requests += 1
         self._first_arrival = min(self._first_arrival, arrival.at)
+        self._last_arrival = max(self._last_arrival, arrival.at)
         self._preemptions += served.preemptions
         if served.refused:
             counts[2] += 1
+            tenant.refused += 1
+            self._refusals[served.reason or "refused"] += 1
             return
         if served.first_scheduled is not None:
             self._queued.append(served.first_scheduled - arrival.at)
@@ -204,6 +271,10 @@ class Metrics:
         self._prompt_tokens += arrival.prompt_tokens
         self._cached_tokens += served.cached_tokens
         self._output_tokens += served.output_tokens
+        tenant.started += 1
+        tenant.ttft += served.first_token - arrival.at
+        tenant.prompt_tokens += arrival.prompt_tokens
+        tenant.output_tokens += served.output_tokens
         missed = self._slo(arrival).violations(
             arrival.at, served.first_token, served.last_token, served.output_tokens
         )
@@ -211,6 +282,7 @@ class Metrics:
             self._wasted_tokens += served.output_tokens
         else:
             counts[1] += 1
+            tenant.met += 1
 
     def add_gap(self, seconds: float, count: int = 1) -> None:
         """Take in ``count`` gaps of ``seconds`` between tokens of a stream."""
@@ -228,6 +300,15 @@ class Metrics:
         arrays = {"ttft": self._ttft, "tpot": self._tpot, "e2e": self._e2e}
         return np.array(arrays[metric], dtype=np.float64)
 
+    def targets(self, metric: str) -> tuple[float, ...]:
+        """Seconds of every target of "ttft", "tpot" or "e2e" (the deadline) that a request had,
+        ascending."""
+        found = {
+            {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.deadline}[metric]
+            for slo in self._slos.values()
+        }
+        return tuple(sorted(value for value in found if value is not None))
+
     def summary(self, name: str = "", *, price_per_hour: float | None = None) -> Summary:
         """Everything so far.
 
@@ -241,6 +322,9 @@ class Metrics:
         met = sum(entry.met for entry in classes.values())
         duration = max(0.0, self._last_token - self._first_arrival) if finished else 0.0
         per_second = 1.0 / duration if duration > 0 else 0.0
+        arriving = max(0.0, self._last_arrival - self._first_arrival)
+        # where all came at once there is no rate at which they came
+        window = arriving or duration
         token_rate = self._output_tokens * per_second
         return Summary(
             name=name,
@@ -260,10 +344,13 @@ class Metrics:
             e2e_p99_longest=self._longest(e2e),
             request_rate=finished * per_second,
             token_rate=token_rate,
-            goodput=met * per_second,
+            goodput=met / window if window > 0 else 0.0,
             attainment=met / requests if requests else 0.0,
             wasted_tokens=self._wasted_tokens / self._output_tokens if self._output_tokens else 0.0,
             by_class=classes,
+            arriving=arriving,
+            refusals=dict(self._refusals.most_common()),
+            by_tenant={name: self._tenants[name].summary() for name in sorted(self._tenants)},
             cost=None if price_per_hour is None else cost_per_million(token_rate, price_per_hour),
         )
 

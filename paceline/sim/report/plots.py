@@ -24,10 +24,16 @@ __all__ = ["plot_cdfs", "plot_curves"]
 _FORMATS = (".png", ".svg", ".pdf")
 # steps of a curve drawn at most; a screen shows no more
 _MAX_POINTS = 2000
+# per cent of the requests of a run that a distribution shows: the last few would leave the others
+# no room on an axis that begins at zero
+_SHOWN = 99.5
+_NAMES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e": "End to end"}
 
 
-def plot_cdfs(runs: Mapping[str, Metrics], path: Path) -> None:
-    """Share of requests below each TTFT, TPOT and E2E; one curve per run. Time is logarithmic.
+def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> None:
+    """Share of requests below each TTFT, TPOT and E2E; one curve per run, and a dashed line at each
+    target of these that at least one request has. Axes begin at zero; time ends where 99.5 % of the
+    requests of the slowest run have, or at the largest target.
 
     Raises:
         ConfigError: no matplotlib, an unknown suffix, or the file cannot be written.
@@ -35,18 +41,30 @@ def plot_cdfs(runs: Mapping[str, Metrics], path: Path) -> None:
     figure = _figure(path, width=12.0)
     axes = figure.subplots(1, 3, sharey=True)
     for axis, metric in zip(axes, ("ttft", "tpot", "e2e"), strict=True):
+        most = 0.0
         for name, metrics in runs.items():
             values = np.sort(metrics.values(metric)) * 1e3
             if not len(values):
                 continue
+            most = max(most, float(np.percentile(values, _SHOWN)))
             at = np.unique(np.linspace(0, len(values) - 1, _MAX_POINTS).astype(int))
-            # a log axis has no zero
-            axis.step(np.maximum(values[at], 1e-3), (at + 1) / len(values), label=name)
-        axis.set_xscale("log")
+            # from the origin, or a curve would begin in the air
+            x = np.concatenate(([0.0], values[at]))
+            y = np.concatenate(([0.0], (at + 1) / len(values)))
+            axis.step(x, y, where="post", label=name)
+        targets = sorted({t * 1e3 for metrics in runs.values() for t in metrics.targets(metric)})
+        for target in targets:
+            axis.axvline(target, color="black", linestyle="--", linewidth=1.0)
+            axis.annotate(f" target {target:g}", (target, 0.02), fontsize="small")
+        axis.set_title(_NAMES[metric])
         axis.set_xlabel(f"{metric.upper()} (ms)")
+        axis.set_xlim(0.0, 1.05 * max([most, *targets]) or 1.0)
+        axis.set_ylim(0.0, 1.02)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of requests")
     axes[-1].legend(loc="lower right")
+    if title:
+        figure.suptitle(title)
     _save(figure, path)
 
 
@@ -56,20 +74,30 @@ def plot_curves(
     *,
     x: str,
     y: str,
+    title: str = "",
+    at_most_x: str = "",
     decorate: Callable[[Axes], None] | None = None,
 ) -> None:
-    """Lines through (x, y) points, for instance goodput against rate.
+    """Lines through (x, y) points, for instance goodput against rate. Axes begin at zero.
 
     Args:
         x, y: what the axes are, with units.
+        at_most_x: what y would be called if it were x, which is the most it can be: draws that
+            line, dashed.
         decorate: adds to the axes before they are saved.
     """
     figure = _figure(path, width=6.0)
     axis = figure.subplots()
     for name, points in curves.items():
         axis.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=name)
+    if at_most_x:
+        most = max((p[0] for points in curves.values() for p in points), default=0.0)
+        axis.plot([0.0, most], [0.0, most], color="black", linestyle="--", label=at_most_x)
+    axis.set_title(title)
     axis.set_xlabel(x)
     axis.set_ylabel(y)
+    axis.set_xlim(left=0.0)
+    axis.set_ylim(bottom=0.0)
     axis.grid(alpha=0.3)
     axis.legend()
     if decorate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from paceline.sim.report.metrics import Distribution, Summary
@@ -9,6 +10,8 @@ from paceline.sim.report.metrics import Distribution, Summary
 __all__ = ["side_by_side", "text_table"]
 
 _Cell = Callable[[Summary], str]
+# tenants with rows of their own, at most; JSON has all
+_MOST_TENANTS = 8
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -42,6 +45,7 @@ def _rows(runs: Sequence[Summary]) -> list[tuple[str, _Cell]]:
     rows: list[tuple[str, _Cell]] = [
         ("requests", lambda run: str(run.requests)),
         ("refused", lambda run: str(run.refused)),
+        *((f"refused: {reason}", _refusals(reason)) for reason in _reasons(runs)),
         ("preemptions", lambda run: str(run.preemptions)),
         ("seconds", lambda run: f"{run.duration:.1f}"),
         ("requests/s", lambda run: f"{run.request_rate:.2f}"),
@@ -59,6 +63,9 @@ def _rows(runs: Sequence[Summary]) -> list[tuple[str, _Cell]]:
     names = sorted({name for run in runs for name in run.by_class})
     if len(names) > 1:
         rows += [(f"attainment {name} %", _attainment(name)) for name in names]
+    for tenant in _tenants(runs):
+        rows.append((f"TTFT mean of tenant {tenant} ms", _tenant_ttft(tenant)))
+        rows.append((f"attainment of tenant {tenant} %", _tenant_attainment(tenant)))
     rows += [
         ("tokens of missed requests %", lambda run: f"{100 * run.wasted_tokens:.1f}"),
         ("cost per million tokens", lambda run: "-" if run.cost is None else f"{run.cost:.2f}"),
@@ -80,6 +87,38 @@ def _milliseconds(name: str, statistic: str) -> _Cell:
 
 def _longest(run: Summary) -> str:
     return "-" if run.e2e_p99_longest is None else f"{1e3 * run.e2e_p99_longest:.1f}"
+
+
+def _reasons(runs: Sequence[Summary]) -> list[str]:
+    return sorted({reason for run in runs for reason in run.refusals})
+
+
+def _refusals(reason: str) -> _Cell:
+    return lambda run: str(run.refusals.get(reason, 0))
+
+
+def _tenants(runs: Sequence[Summary]) -> list[str]:
+    """Those who asked most; nobody where there is one alone."""
+    asked: Counter[str] = Counter()
+    for run in runs:
+        asked.update({name: entry.requests for name, entry in run.by_tenant.items()})
+    return sorted(name for name, _ in asked.most_common(_MOST_TENANTS)) if len(asked) > 1 else []
+
+
+def _tenant_ttft(name: str) -> _Cell:
+    def cell(run: Summary) -> str:
+        entry = run.by_tenant.get(name)
+        return "-" if entry is None or entry.ttft_mean is None else f"{1e3 * entry.ttft_mean:.1f}"
+
+    return cell
+
+
+def _tenant_attainment(name: str) -> _Cell:
+    def cell(run: Summary) -> str:
+        entry = run.by_tenant.get(name)
+        return "-" if entry is None else f"{100 * entry.attainment:.1f}"
+
+    return cell
 
 
 def _attainment(name: str) -> _Cell:

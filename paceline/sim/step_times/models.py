@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 
 __all__ = ["ModelShape", "known_models"]
 
+# counts that are 0 in models without experts, or of which no file is at hand
+_MAY_BE_NONE: Final = frozenset(
+    {"num_experts", "experts_per_token", "expert_intermediate_size", "stored_bytes"}
+)
+# what families call the same numbers in their config.json
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a decoder-only dense transformer's step time depends on."""
+    """What a decoder-only transformer's step time depends on; every layer is like the others."""
 
     name: str
     num_layers: int
@@ -22,47 +31,165 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # of the feed-forward part; without effect where experts take its place
     intermediate_size: int
     vocab_size: int
+    # mixture of experts: experts of a layer, how many a token goes to, and their width
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
     # the output head is the embedding
     tied: bool = False
+    # bytes of all weights in the file they come from; 0: nothing is stored, they take 16 bits each
+    stored_bytes: int = 0
     # where the numbers are published
     source: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is int and value < 1:
-                raise ConfigError(f"model {self.name}: {field.name} is {value}, must be at least 1")
+            least = 0 if field.name in _MAY_BE_NONE else 1
+            if type(value) is int and value < least:
+                raise ConfigError(
+                    f"model {self.name}: {field.name} is {value}, must be at least {least}"
+                )
+        if self.num_experts and not (
+            1 <= self.experts_per_token <= self.num_experts and self.expert_intermediate_size
+        ):
+            raise ConfigError(
+                f"model {self.name}: {self.num_experts} experts need experts_per_token from 1 to "
+                f"{self.num_experts} and expert_intermediate_size above 0, got "
+                f"{self.experts_per_token} and {self.expert_intermediate_size}"
+            )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention."""
+        return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert; 0 without experts."""
+        return 3 * self.hidden_size * self.expert_intermediate_size if self.num_experts else 0
+
+    @property
+    def shared_parameters(self) -> int:
+        """Weights of one layer that every token passes: all of them without experts."""
+        if self.num_experts:
+            return self.attention_parameters + self.hidden_size * self.num_experts
+        return self.attention_parameters + 3 * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of one layer."""
-        attention = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.hidden_size * (attention + 3 * self.intermediate_size)
+        """Weights of the matrices of one layer, all experts included."""
+        return self.shared_parameters + self.num_experts * self.expert_parameters
 
     @property
     def num_parameters(self) -> int:
         """All weights but norms and biases, which are less than a thousandth."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return self.num_layers * self.layer_parameters + embeddings
+        return self.num_layers * self.layer_parameters + self._embeddings
+
+    @property
+    def _embeddings(self) -> int:
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """As they are stored, scales of quantised blocks included; 16 bits where they are not."""
+        return self.stored_bytes / self.num_parameters if self.stored_bytes else 2.0
+
+    def parameters_per_engine(self, expert_shares: int = 1) -> float:
+        """Weights that one engine holds where experts are spread over so many engines."""
+        experts = self.num_experts * self.expert_parameters / expert_shares
+        return self.num_layers * (self.shared_parameters + experts) + self._embeddings
+
+    def experts_reached(self, num_tokens: float) -> float:
+        """Experts of a layer that at least one of so many tokens goes to, on average, when every
+        expert is as likely as the next: what training with a load-balancing loss aims at."""
+        missed = 1.0 - self.experts_per_token / self.num_experts
+        return float(self.num_experts * (1.0 - missed**num_tokens))
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
         """Keys and values of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
     @classmethod
-    def named(cls, name: str) -> ModelShape:
-        """A model of ``models.json``, by its full name or the part after the slash.
+    def named(cls, name: str, models: Sequence[ModelShape] = ()) -> ModelShape:
+        """A model of ``models`` or of ``models.json``, by its full name or the part after the
+        slash, in any case. A shape whose name has no owner stands for that of any owner.
 
         Raises:
             ConfigError: not there; the message lists what is.
         """
-        for shape in known_models():
-            if name.lower() in (shape.name.lower(), shape.name.split("/")[-1].lower()):
+        known = (*models, *known_models())
+        asked = name.lower()
+        for shape in known:
+            has = shape.name.lower()
+            if asked in (has, has.split("/")[-1]) or asked.split("/")[-1] == has:
                 return shape
-        listed = ", ".join(shape.name for shape in known_models())
-        raise ConfigError(f"no shape is known for model {name!r}; known: {listed}")
+        listed = ", ".join(shape.name for shape in known)
+        raise ConfigError(
+            f"no shape is known for model {name!r}; give one with --model-shape FILE, or use one "
+            f"of {listed}"
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[ModelShape, ...]:
+        """The shapes in a file: an entry of ``models.json`` or a list of them, or the
+        ``config.json`` of a checkpoint, which is named by its ``_name_or_path``, or else by its
+        folder (``config.json``) or its file.
+
+        Raises:
+            ConfigError: not such a file; the message says which number is missing.
+        """
+        try:
+            data: Any = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read model shapes from {path}: {error}") from error
+        entries = data if isinstance(data, list) else [data]
+        try:
+            return tuple(_shape(entry, path) for entry in entries)
+        except KeyError as error:
+            raise ConfigError(
+                f"{path} gives no {error.args[0]}: a model shape needs "
+                "num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size and "
+                "vocab_size, or is the config.json of a checkpoint"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is not a file of model shapes: {error}") from error
+
+
+def _shape(entry: Mapping[str, Any], path: Path) -> ModelShape:
+    if "num_hidden_layers" in entry:
+        return _of_checkpoint(entry, path)
+    needed = [field.name for field in fields(ModelShape) if field.name not in _MAY_BE_NONE]
+    for name in needed[: needed.index("tied")]:
+        if name not in entry:
+            raise KeyError(name)
+    return ModelShape(**entry)
+
+
+def _of_checkpoint(entry: Mapping[str, Any], path: Path) -> ModelShape:
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    hidden, heads = int(entry["hidden_size"]), int(entry["num_attention_heads"])
+    experts = next((int(entry[key]) for key in _NUM_EXPERTS if entry.get(key)), 0)
+    width = int(entry["intermediate_size"])
+    return ModelShape(
+        name=str(entry.get("_name_or_path") or name),
+        num_layers=int(entry["num_hidden_layers"]),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(entry.get("num_key_value_heads") or heads),
+        head_dim=int(entry.get("head_dim") or hidden // heads),
+        intermediate_size=width,
+        vocab_size=int(entry["vocab_size"]),
+        num_experts=experts,
+        experts_per_token=int(entry["num_experts_per_tok"]) if experts else 0,
+        # Mixtral's experts are as wide as its config says of the feed-forward part
+        expert_intermediate_size=int(entry.get("moe_intermediate_size") or width) if experts else 0,
+        tied=bool(entry.get("tie_word_embeddings")),
+        source=str(path),
+    )
 
 
 def known_models() -> tuple[ModelShape, ...]:

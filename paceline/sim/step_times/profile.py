@@ -6,6 +6,8 @@ A folder holds, for a prefix such as ``GPU-Model-bf16-tp1``, the files::
     PREFIX-dense.csv         layer, tokens, time_us
     PREFIX-per_sequence.csv  layer, sequences, time_us
     PREFIX-skew_fit.csv      alpha by bucket, for decoding rows of unequal length      (optional)
+    PREFIX-moe.csv           tokens, activated_experts, time_us       (mixture of experts,
+    ``experts``)
     *-meta.yaml              "model:", at the left margin, names the model
 
 the output of LLMServingSim's profiler (casys-kaist/LLMServingSim). A step is the sum of its
@@ -18,6 +20,9 @@ their attention lies between that of the mean and that of the longer ones::
 
     t = t(mean) + alpha * (t(longer) - t(mean))
 
+Times of a tensor-parallel profile (``...-tp2``) are of one GPU and hold no communication: it comes
+from the link, without which such a profile is refused.
+
 This module does not know who scheduled the step.
 """
 
@@ -29,17 +34,18 @@ import operator
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.sim.step_times.experts import ExpertGroup, ExpertTable
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.tables import AttentionTable, Curve
 
-__all__ = ["GraphPadding", "Interconnect", "ProfileStepTimes", "find_profile"]
+__all__ = ["GraphPadding", "Interconnect", "ProfileStepTimes", "find_profile", "profiled_degree"]
 
 # how often an operator runs in one layer; those not named run once
 _PER_LAYER: Final = {"layernorm": 2}
@@ -85,6 +91,8 @@ class Interconnect:
             raise ConfigError(
                 f"{self.degree} GPUs need a link bandwidth above 0, got {self.bandwidth}"
             )
+        if self.latency < 0:
+            raise ConfigError(f"a link's latency must be 0 or more seconds, got {self.latency}")
 
     def all_reduce(self, num_bytes: float) -> float:
         """Seconds of one."""
@@ -100,9 +108,16 @@ class ProfileStepTimes:
         folder: where the tables are.
         prefix: their common beginning; None takes the only one there is.
         model: None looks up the one that the meta file names.
+        models: shapes to look it up in before those that are known.
+        link: of the GPUs of one engine; None: there is one GPU.
         host_seconds: added to every step that is larger than the captured graphs: launches and
-            bookkeeping that the GPU waits for.
+            whatever else the tables do not hold.
         num_tokens: largest step that is tabulated; larger ones are computed one by one.
+        experts: those who share a mixture of experts; None: this engine has them all.
+
+    Raises:
+        ConfigError: a missing or malformed table, an unknown model, or a profile for several GPUs
+            without their link.
     """
 
     def __init__(
@@ -111,17 +126,19 @@ class ProfileStepTimes:
         prefix: str | None = None,
         *,
         model: ModelShape | None = None,
+        models: Sequence[ModelShape] = (),
         link: Interconnect | None = None,
         padding: GraphPadding | None = None,
         host_seconds: float = 0.0,
         num_tokens: int = 2048,
+        experts: ExpertGroup | None = None,
     ) -> None:
         prefix = find_profile(folder) if prefix is None else prefix
-        self.model = model or _model_of(folder, prefix)
+        self.model = model or _model_of(folder, prefix, models)
         self._layers = self.model.num_layers
-        link = link or Interconnect()
+        link = _checked(link, prefix, folder)
         padding = padding or GraphPadding()
-        if host_seconds < 0:
+        if not 0.0 <= host_seconds < math.inf:
             raise ConfigError(f"host_seconds must be 0 or more, got {host_seconds}")
         self._host = host_seconds
         self._captured = padding.sizes[-1] if padding.sizes else 0
@@ -131,6 +148,9 @@ class ProfileStepTimes:
         )
         dense = _curves(folder / f"{prefix}-dense.csv")
         heads = _curves(folder / f"{prefix}-per_sequence.csv")
+        self._experts = (experts or ExpertGroup()) if self.model.num_experts else None
+        self._member = self._experts.join() if self._experts else 0
+        self._expert_seconds = self._expert_layer(folder, prefix)
 
         def dense_seconds(tokens: int) -> float:
             tokens = padding.padded(tokens)
@@ -165,14 +185,54 @@ class ProfileStepTimes:
                 wide_tokens += num_tokens
                 wide_keys += num_tokens * (start + 0.5 * num_tokens)
         history = wide_keys / wide_tokens - 0.5 * wide_tokens if wide_tokens else 0.0
-        attention = self._attention_at(wide_tokens, history, keys)
-        num_tokens = plan.num_tokens
+        return self.of(wide_tokens, history, keys, samples)
+
+    def of(self, chunk: int, history: float, keys: list[int], samples: int) -> float:
+        """Seconds of a step.
+
+        Args:
+            chunk: prompt tokens; 0 for none.
+            history: keys before them, see ``AttentionTable.at``.
+            keys: keys that each row of one token attends to.
+            samples: rows that sample.
+        """
+        attention = self._attention_at(chunk, history, keys)
+        own_tokens = num_tokens = chunk + len(keys)
+        group = self._experts
+        padded = False
+        if group is not None:
+            most = group.most_tokens(self._member, own_tokens)
+            padded = self.is_captured(most)
+            num_tokens = most if padded else own_tokens
         dense = (
             self._dense[num_tokens] if num_tokens < len(self._dense) else self._dense_at(num_tokens)
         )
+        host = 0.0 if self.is_captured(num_tokens) else self._host
+        seconds = host + dense + self._layers * attention * _MICRO
+        if group is not None:
+            everyone, seconds = group.meet(self._member, own_tokens, seconds)
+            if padded:
+                everyone = num_tokens * group.num_engines
+            seconds += self._layers * self._expert_seconds(everyone)
         head = self._heads[samples] if samples < len(self._heads) else self._head_at(samples)
-        host = self._host if num_tokens > self._captured else 0.0
-        return host + dense + head + self._layers * attention * _MICRO
+        return seconds + head
+
+    def is_captured(self, num_tokens: int) -> bool:
+        """Whether a captured graph covers a step of so many tokens."""
+        return num_tokens <= self._captured
+
+    def _expert_layer(self, folder: Path, prefix: str) -> Callable[[int], float]:
+        """Seconds of one layer's experts by the tokens of all engines; none without experts."""
+        group, model = self._experts, self.model
+        if group is None:
+            return lambda num_tokens: 0.0
+        path = folder / f"{prefix}-moe.csv"
+        if not path.exists():
+            # experts are whole on a GPU however many share them, so they are measured once
+            path = folder / (re.sub(r"-tp\d+$", "-tp1", prefix) + "-moe.csv")
+        rows = _rows(path, 3)
+        table = ExpertTable((int(a), int(b), float(c)) for a, b, c in rows)
+        return lambda num_tokens: group.layer_seconds(table, model, num_tokens)
 
     def _attention_at(self, chunk: int, history: float, keys: list[int]) -> float:
         """Microseconds of one layer."""
@@ -250,7 +310,26 @@ def find_profile(folder: Path) -> str:
     return found[0]
 
 
-def _model_of(folder: Path, prefix: str) -> ModelShape:
+def _checked(link: Interconnect | None, prefix: str, folder: Path) -> Interconnect:
+    """The link that fits the profile's number of GPUs, which its name ends in."""
+    degree = profiled_degree(prefix)
+    link = link or Interconnect()
+    if link.degree != degree:
+        raise ConfigError(
+            f"{folder / prefix} was measured on one of {degree} GPU(s) and holds no communication; "
+            f"the link given joins {link.degree}: give the bandwidth of theirs (and its latency), "
+            "as in profile:FOLDER,PREFIX,link=16,latency=20us"
+        )
+    return link
+
+
+def profiled_degree(prefix: str) -> int:
+    """GPUs of one replica, which a profile's name ends in (``-tp2``); 1 where it does not say."""
+    match = re.search(r"-tp(\d+)$", prefix)
+    return int(match[1]) if match else 1
+
+
+def _model_of(folder: Path, prefix: str, models: Sequence[ModelShape]) -> ModelShape:
     """The model that the longest matching ``*-meta.yaml`` names."""
     metas = [
         path
@@ -260,7 +339,7 @@ def _model_of(folder: Path, prefix: str) -> ModelShape:
     for path in sorted(metas, key=lambda path: len(path.name), reverse=True):
         match = re.search(r"^model:\s*(\S+)", path.read_text(), re.MULTILINE)
         if match:
-            return ModelShape.named(match.group(1))
+            return ModelShape.named(match.group(1), models)
     raise ConfigError(f"{folder}: no {prefix}-meta.yaml that names a model at the left margin")
 
 

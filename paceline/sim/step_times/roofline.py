@@ -3,7 +3,9 @@
 Each operator takes the longer of its arithmetic and its traffic (the roofline of Williams et al.,
 CACM 2009), at the shares of the peaks that good kernels reach (``HardwareCard``)::
 
-    matrices    2 * weights * T FLOP                     weights + activations, once per step
+    matrices    2 * weights * T FLOP                     weights + activations, once per step;
+                                                         of experts: those that a token goes to, and
+                                                         those that at least one of T goes to
     attention   4 * layers * heads * head_dim * keys     keys and values of every row's context
     head        2 * hidden * vocabulary * samples        its weights
 
@@ -62,14 +64,19 @@ class HardwareCard:
 
     @classmethod
     def named(cls, name: str) -> HardwareCard:
-        """A card of ``hardware.json``. Raises ConfigError, listing them, for another name."""
+        """A card of ``hardware.json``, in any case and however its parts are joined ("rtx4090").
+        Raises ConfigError, listing them, for another name."""
         cards = known_hardware()
         for card in cards:
-            if card.name.lower() == name.lower():
+            if _plain(card.name) == _plain(name):
                 return card
         raise ConfigError(
             f"no card for hardware {name!r}; known: {', '.join(card.name for card in cards)}"
         )
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def known_hardware() -> tuple[HardwareCard, ...]:
@@ -85,7 +92,7 @@ class RooflineStepTimes:
 
     Args:
         degree: devices that share every matrix (tensor parallelism).
-        weight_bytes, kv_bytes: per value.
+        weight_bytes, kv_bytes: per value. None: weights as they are stored, or 16 bits.
     """
 
     def __init__(
@@ -94,34 +101,39 @@ class RooflineStepTimes:
         model: ModelShape,
         *,
         degree: int = 1,
-        weight_bytes: float = 2.0,
+        weight_bytes: float | None = None,
         kv_bytes: float = 2.0,
     ) -> None:
         if degree < 1:
             raise ConfigError(f"degree must be at least 1 device, got {degree}")
         if degree > 1 and card.link_bandwidth <= 0:
             raise ConfigError(f"{card.name} has no link to its peers: degree must be 1")
+        weight_bytes = model.bytes_per_weight if weight_bytes is None else weight_bytes
         self.card = card
         self.model = model
         self.degree = degree
         flops = degree * card.flops * card.flops_efficiency
         bandwidth = degree * card.bandwidth * card.bandwidth_efficiency
-        layers = model.num_layers * model.layer_parameters
+        shared = model.num_layers * model.shared_parameters
+        experts = model.num_layers * model.expert_parameters
         head = model.hidden_size * model.vocab_size
         self._overhead = card.step_overhead
-        self._matrix_compute = 2.0 * layers / flops
-        self._matrix_read = layers * weight_bytes / bandwidth
+        self._matrix_compute = 2.0 * (shared + model.experts_per_token * experts) / flops
+        self._matrix_read = shared * weight_bytes / bandwidth
+        # of one expert in every layer
+        self._expert_read = experts * weight_bytes / bandwidth
         self._head_compute = 2.0 * head / flops
         self._head_read = head * weight_bytes / bandwidth
         # each token writes and reads its activations a few times per layer
-        width = 2 * model.hidden_size + 3 * model.intermediate_size
+        inner = model.experts_per_token * model.expert_intermediate_size
+        width = 2 * model.hidden_size + 3 * (inner or model.intermediate_size)
         self._activation = 2.0 * model.num_layers * width * 2.0 / bandwidth
         self._attend = 4.0 * model.num_layers * model.num_heads * model.head_dim / flops
         self._read = model.kv_bytes_per_token(kv_bytes) / bandwidth
         link = Interconnect(degree, card.link_bandwidth, 5e-6) if degree > 1 else Interconnect()
         self._reduces = 2 * model.num_layers
         self._link = link
-        weights = (layers + 2 * head) * weight_bytes
+        weights = model.num_parameters * weight_bytes
         # bytes left for keys and values when a tenth of the memory is kept free
         self.kv_capacity_bytes = 0.9 * degree * card.memory - weights
         if self.kv_capacity_bytes <= 0:
@@ -145,7 +157,10 @@ class RooflineStepTimes:
             compute = context - 0.5 * tokens
         else:
             compute = sum([n * (start + 0.5 * n) for _, start, n, _, _ in rows])
-        matrices = max(self._matrix_compute * tokens, self._matrix_read + self._activation * tokens)
+        read = self._matrix_read
+        if self._expert_read:
+            read += self._expert_read * self.model.experts_reached(tokens)
+        matrices = max(self._matrix_compute * tokens, read + self._activation * tokens)
         attention = max(self._attend * compute, self._read * context)
         head = max(self._head_compute * samples, self._head_read) if samples else 0.0
         seconds: float = self._overhead + matrices + attention + head

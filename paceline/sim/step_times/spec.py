@@ -4,16 +4,28 @@
 
     roofline:HARDWARE,MODEL[,DEGREE]       hardware.json and models.json know the names
     recorded:FILE[,noise=off]              what ``paceline serve --record FILE`` wrote
-    profile:FOLDER[,PREFIX]                operator tables
+    profile:FOLDER[,PREFIX][,OPTION...]    operator tables
     fixed:SECONDS[,SECONDS_PER_TOKEN]
+
+What a profile does not hold is given by options::
+
+    link=GB/S      bandwidth of the GPUs' link; needed where a replica has several of them (tpN)
+    latency=TIME   of one all-reduce of nothing (default 0)
+    graphs=N       steps are padded to vLLM's graph sizes for N running requests (default: not)
+    host=TIME      that a step takes beside its operators where no graph covers it (default 0)
+
+``make bench-sim`` validates profiles with the first three taken from the recorded run, and the last
+from other runs on the same hardware.
 
 This module does not know the simulator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from paceline.core.errors import ConfigError
 from paceline.sim.config import ReplicaConfig
@@ -21,6 +33,8 @@ from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape
 
 __all__ = ["Source", "open_step_times"]
+
+_PROFILE_OPTIONS: Final = ("link", "latency", "graphs", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +64,11 @@ class Source:
         return max(1, int(self.kv_bytes / (block_size * self.kv_bytes_per_token)))
 
 
-def open_step_times(spec: str, *, seed: int = 0) -> Source:
+def open_step_times(spec: str, *, seed: int = 0, models: Sequence[ModelShape] = ()) -> Source:
     """The source that ``spec`` describes. Every replica needs one of its own: noise has a state.
+
+    Args:
+        models: shapes to look models up in before those that are known.
 
     Raises:
         ConfigError: an unknown kind or name, a missing file, a number out of range.
@@ -67,7 +84,7 @@ def open_step_times(spec: str, *, seed: int = 0) -> Source:
         from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 
         degree = int(_number(spec, (*parts, "1")[2]))
-        model = ModelShape.named(parts[1])
+        model = ModelShape.named(parts[1], models)
         times = RooflineStepTimes(HardwareCard.named(parts[0]), model, degree=degree)
         return Source(
             times,
@@ -84,15 +101,73 @@ def open_step_times(spec: str, *, seed: int = 0) -> Source:
         recording = Recording.read(Path(parts[0]))
         fitted = RecordedStepTimes(recording, seed=seed if noisy else None)
         return Source(fitted, replace(recording.config, delays=fit_delays(recording)))
-    if kind == "profile" and len(parts) <= 2:
-        from paceline.sim.step_times.profile import ProfileStepTimes
-
-        profile = ProfileStepTimes(Path(parts[0]), *parts[1:])
-        return Source(profile, kv_bytes_per_token=profile.model.kv_bytes_per_token())
+    if kind == "profile":
+        return _profile(spec, parts, models)
     raise ConfigError(
         f"step times {spec!r} are none of roofline:HARDWARE,MODEL[,DEGREE], "
-        "recorded:FILE[,noise=off], profile:FOLDER[,PREFIX], fixed:SECONDS[,SECONDS_PER_TOKEN]"
+        "recorded:FILE[,noise=off], profile:FOLDER[,PREFIX][,link=GB/S][,latency=TIME]"
+        "[,graphs=N][,host=TIME], fixed:SECONDS[,SECONDS_PER_TOKEN]"
     )
+
+
+def _profile(spec: str, parts: Sequence[str], models: Sequence[ModelShape]) -> Source:
+    from paceline.sim.step_times.profile import (
+        GraphPadding,
+        Interconnect,
+        ProfileStepTimes,
+        find_profile,
+        profiled_degree,
+    )
+
+    folder = Path(parts[0])
+    plain = [part for part in parts[1:] if "=" not in part]
+    options: dict[str, str] = {}
+    for part in parts[1:]:
+        name, equals, value = part.partition("=")
+        if equals and (name not in _PROFILE_OPTIONS or name in options):
+            raise ConfigError(
+                f"step times {spec!r}: {name!r} is no option, or given twice; there are "
+                f"{', '.join(_PROFILE_OPTIONS)}"
+            )
+        if equals:
+            options[name] = value
+    if len(plain) > 1:
+        raise ConfigError(f"step times {spec!r}: {plain[1]!r} is a second prefix")
+    prefix = plain[0] if plain else find_profile(folder)
+    degree = profiled_degree(prefix)
+    link = None
+    if "link" in options:
+        bandwidth = 1e9 * _number(spec, options["link"])
+        link = Interconnect(degree, bandwidth, _seconds(options.get("latency", "0")))
+    elif "latency" in options:
+        raise ConfigError(f"step times {spec!r}: latency= is that of a link, which link= gives")
+    if link is not None and degree < 2:
+        raise ConfigError(
+            f"step times {spec!r}: {prefix} was measured for one GPU, which has no link to use"
+        )
+    padding = None
+    if "graphs" in options:
+        running = _number(spec, options["graphs"])
+        if running < 1 or running != int(running):
+            raise ConfigError(
+                f"step times {spec!r}: graphs= is a whole number of running requests, at least 1"
+            )
+        padding = GraphPadding.like_vllm(int(running))
+    profile = ProfileStepTimes(
+        folder,
+        prefix,
+        models=models,
+        link=link,
+        padding=padding,
+        host_seconds=_seconds(options.get("host", "0")),
+    )
+    return Source(profile, kv_bytes_per_token=profile.model.kv_bytes_per_token())
+
+
+def _seconds(text: str) -> float:
+    from paceline.sim.workload import parse_seconds
+
+    return parse_seconds(text)
 
 
 def _number(spec: str, text: str) -> float:

@@ -148,15 +148,27 @@ class AttentionTable:
     ) -> tuple[float, ...]:
         histories = (self._mixed_histories if count else self._histories)[chunk]
         slices = self._slices[chunk]
+        if history < 0.0:
+            # several prompts that cost less than one long one. The first cells of the grid differ
+            # by less than the noise of their measurement, so the slope is taken over a history as
+            # long as the chunk
+            base = histories[0]
+            far = next((h for h in histories if h >= chunk), histories[-1])
+            first = slices[base].at(count, keys)
+            if far == base:
+                return first
+            second = slices[far].at(count, keys)
+            weight = history / (far - base)
+            # but no less than half of it
+            return tuple(
+                [
+                    max(0.5 * a, a + weight * max(0.0, b - a))
+                    for a, b in zip(first, second, strict=True)
+                ]
+            )
         low, weight = bracket(histories, history)
         first = slices[histories[low]].at(count, keys)
         if weight == 0.0:
             return first
         second = slices[histories[low + 1]].at(count, keys)
-        # several short prompts cost less than one long one, but no less than half of it
-        return tuple(
-            [
-                max(0.5 * a, (1.0 - weight) * a + weight * b)
-                for a, b in zip(first, second, strict=True)
-            ]
-        )
+        return tuple([(1.0 - weight) * a + weight * b for a, b in zip(first, second, strict=True)])

@@ -275,11 +275,11 @@ def parse_lengths(text: str) -> lengths.Lengths:
 
 
 def parse_seconds(text: str) -> float:
-    """``0.5``, ``0.5s`` or ``500ms``."""
-    match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*(ms|s)?\s*", text)
+    """``0.5``, ``0.5s``, ``500ms`` or ``20us``."""
+    match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*(us|ms|s)?\s*", text)
     if match is None:
-        raise WorkloadError(f"{text!r} is not a time; write 0.5, 0.5s or 500ms")
-    return _number(match[1], "time") / (1e3 if match[2] == "ms" else 1.0)
+        raise WorkloadError(f"{text!r} is not a time; write 0.5, 0.5s, 500ms or 20us")
+    return _number(match[1], "time") / {"us": 1e6, "ms": 1e3}.get(match[2], 1.0)
 
 
 def _number(text: str, what: str) -> float:

@@ -6,10 +6,12 @@ described by their bits, as Intel's manual numbers them.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from paceline.backends.native import unavailable_reason, variants
-from paceline.backends.native.pieces import variants_for
+from paceline.backends.native.pieces import PackedMatrix, variants_for
+from paceline.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None or variants() == ("portable",),
@@ -65,3 +67,31 @@ def test_other_states_that_are_saved_change_nothing() -> None:
     """AMX tiles and protection keys, as on Sapphire Rapids: there are no kernels for tiles
     (docs/adr/0004-native-kernels.md)."""
     assert found(EVERYTHING, ZMM | 0x60200) == found(EVERYTHING, ZMM)
+
+
+def test_the_environment_lowers_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is neither listed nor used, also where it is asked for by name."""
+    weights = np.ones((4, 32), dtype=np.float32)
+    # as make test may be run, to play a lesser machine
+    monkeypatch.delenv("PACELINE_ISA", raising=False)
+    best, *others = variants()
+    for place, name in enumerate(others):
+        monkeypatch.setenv("PACELINE_ISA", name)
+        assert variants() == tuple(others[place:])
+        with pytest.raises(ConfigError, match=f"'{best}' does not run here; these do: {name}"):
+            PackedMatrix(weights, "float32", isa=best)
+        PackedMatrix(weights, "float32", isa=name).close()
+    # as a makefile passes on a variable that is not set
+    monkeypatch.setenv("PACELINE_ISA", "")
+    assert variants() == (best, *others)
+
+
+def test_a_level_that_does_not_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_ISA", raising=False)
+    there = ", ".join(variants())
+    monkeypatch.setenv("PACELINE_ISA", "avx10")
+    expected = f"PACELINE_ISA: instruction set 'avx10' does not run here; these do: {there}$"
+    with pytest.raises(ConfigError, match=expected):
+        variants()
+    with pytest.raises(ConfigError, match=expected):
+        PackedMatrix(np.ones((4, 32), dtype=np.float32), "float32")

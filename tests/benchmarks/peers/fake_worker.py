@@ -2,7 +2,8 @@
 
 Tokens take no time; seconds are the number of prompts. MODE: "ok"; "short" gives a token too few;
 "refuse" does not load; "spin" keeps a core busy in a child process; "hang" never answers; "fail"
-raises at prompts of 13 tokens. Every job is written to RECORD as "PID COUNT".
+raises at prompts of 13 tokens. Every job is written to RECORD as "PID DIGEST COUNT", where DIGEST
+is that of the prompts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ class _Fake:
             raise RuntimeError("13 is too many")
         if self._record is not None:
             with self._record.open("a") as file:
-                file.write(f"{os.getpid()} {len(job.prompts)}\n")
+                digest = zlib.crc32(repr(job.prompts).encode())
+                file.write(f"{os.getpid()} {digest} {len(job.prompts)}\n")
         tokens = job.max_tokens * len(job.prompts) - (self._mode == "short")
         return Done(float(len(job.prompts)), tokens)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ import pytest
 from benchmarks.peers import __main__ as command
 from benchmarks.peers.base import Command, Places, Unavailable
 from benchmarks.peers.ceilings import Ceilings
+from benchmarks.peers.levels import LEVELS
 from benchmarks.peers.offline import Team
 
 # every id a prompt has is one of the null backend's
 VOCAB = 250
+HERE = ("avx512bf16", "avx512", "avx2", "portable")
 NONE = {"q4": 1e15, "int8": 1e15, "bfloat16": 1e15, "float32": 1e15}
 
 
@@ -26,7 +29,8 @@ def fake(name: str, *, serves: bool = False, missing: str = "") -> Any:
 
     class Fake:
         def __init__(self, places: Places, label: str = name, *rest: Any, **more: Any) -> None:
-            self.name = label
+            # of llama.cpp the second argument is the level
+            self.name = label if isinstance(label, str) else name
             self.variants = rest[0] if rest else ("a", "b")
 
         def setup(self) -> None:
@@ -61,7 +65,13 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setattr(command, "Team", functools.partial(Team, idle_seconds=0.02))
     figures = {name: {"passes": not name.startswith("q4")} for name in command.FORMATS}
     names = list(command.FORMATS)
-    monkeypatch.setattr(command, "gate", lambda model, formats: (names[1:], figures))
+    monkeypatch.setattr(command, "gate", lambda model, formats, level: (names[1:], figures))
+    monkeypatch.setattr("paceline.backends.native.variants", lambda: HERE)
+    about = {
+        "cpu": "x", "level": HERE[0], "clock_ghz": 3.0, "read_gb_s": 30.0, "cores": 2,
+        "memory_mb": 9,
+    }  # fmt: skip
+    monkeypatch.setattr(command, "machine", lambda cpus: dict(about))
     rows = ("2x7x3", "prefix-2x4+4x2")
     monkeypatch.setattr(command, "FULL", command.Plan(rows, 1, (20.0,), 0.2, 3, 80_000))
     # the first measurement was disturbed
@@ -72,7 +82,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setattr("paceline.checkpoints.base.open_checkpoint", lambda path: model)
     monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("PACELINE_PEERS", str(tmp_path / "peers"))
-    for name in ("QUICK", "PEERS", "ROWS", "RATES", "ROUNDS", "RATE_SECONDS"):
+    for name in ("QUICK", "PEERS", "ROWS", "RATES", "ROUNDS", "RATE_SECONDS", "LEVEL"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -83,14 +93,14 @@ def test_the_last_line_has_every_figure(
     assert command.main() == 0
     out = capsys.readouterr().out
     answer = json.loads(out.splitlines()[-1])
-    assert set(answer) == {"bench", "machine", "results"} and answer["bench"] == "peers"
-    assert answer["machine"]["cores"] >= 1 and answer["machine"]["memory_mb"] > 0
+    assert set(answer) == {"bench", "level", "machine", "results"} and answer["bench"] == "peers"
+    assert answer["level"] == answer["machine"]["level"] == "avx512bf16"
     results = answer["results"]
 
     assert set(results["offline"]) == {"2x7x3", "prefix-2x4+4x2"}
     row = results["offline"]["2x7x3"]
     # two prompts take the fake workers two seconds
-    for name in ("paceline", "openvino-genai", "llama.cpp", "transformers"):
+    for name in ("paceline", "paceline-default", "openvino-genai", "llama.cpp", "transformers"):
         assert (row[name]["output_tps"], row[name]["total_tps"]) == (3.0, 10.0)
     assert row["paceline"]["variant"] == "int8/int8", "of those that pass, the first of equals"
     assert row["paceline-failing"]["variant"] == "q4/int8"
@@ -142,6 +152,10 @@ def test_a_rate_is_asked_for_as_long_as_wanted(
         ("ROUNDS", "0", "ROUNDS=0 is not"),
         ("RATE_SECONDS", "1.5", "RATE_SECONDS=1.5 is not a number from 1 to 3600"),
         ("PEERS", "paceline,tgi", "PEERS: tgi not among paceline, "),
+        ("LEVEL", "avx10", "LEVEL=avx10 does not run here; these do: avx512bf16, avx512, avx2\n"),
+        # other engines have no such level
+        ("LEVEL", "portable", "LEVEL=portable does not run here"),
+        ("LEVEL", "avxvnni", "LEVEL=avxvnni does not run here"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(
@@ -154,24 +168,75 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(
     def too_late(*arguments: Any) -> None:
         raise AssertionError("minutes have gone by")
 
-    engines.setattr(command, "gate", too_late)
-    engines.setattr("benchmarks.peers.ceilings.measure", too_late)
+    forbid_everything(engines, too_late)
     engines.setenv(variable, value)
     assert command.main() == 2
     seen = capsys.readouterr()
     assert message in seen.err and not seen.out
 
 
-def test_a_peer_that_this_run_does_not_have_is_told(
+def forbid_everything(engines: pytest.MonkeyPatch, instead: Any) -> None:
+    for name in ("gate", "machine", "set_up", "Paceline", "LlamaCpp"):
+        engines.setattr(command, name, instead)
+    engines.setattr("benchmarks.peers.ceilings.measure", instead)
+
+
+def test_a_peer_that_this_run_does_not_have_is_refused_at_once(
     engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A quick run has our first format alone."""
+    """A quick run has our first format alone: nothing of that is for the gate to say."""
+
+    def too_late(*arguments: Any) -> None:
+        raise AssertionError("minutes have gone by")
+
     engines.setattr(command, "QUICK", command.Plan(("2x7x3",), 1, (), 0.2, 1, 80_000))
-    engines.setattr(command, "gate", lambda model, formats: (list(formats), {}))
+    forbid_everything(engines, too_late)
     engines.setenv("QUICK", "1")
     engines.setenv("PEERS", "paceline-bf16")
     assert command.main() == 2
-    assert "PEERS: paceline-bf16 not among paceline, openvino-genai" in capsys.readouterr().err
+    expected = "PEERS: paceline-bf16 not among paceline, paceline-failing, paceline-default, openv"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_peer_that_the_gate_leaves_nothing_to_run_in_is_absent(
+    engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {name: {"passes": True} for name in command.FORMATS}
+    engines.setattr(command, "gate", lambda model, formats, level: (list(formats), figures))
+    for variable, value in (("ROWS", "2x7x3"), ("RATES", "none")):
+        engines.setenv(variable, value)
+    engines.setenv("PEERS", "paceline,paceline-failing")
+    assert command.main() == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert set(results["offline"]["2x7x3"]) == {"paceline", "paceline-failing"}
+    assert results["absent"] == {"paceline-failing": "every format passes the accuracy gate"}
+
+
+def test_a_level_binds_all_engines(
+    engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def llama(places: Places, level: Any) -> Any:
+        seen.append((level.name, os.environ["PACELINE_ISA"], os.environ["ONEDNN_MAX_CPU_ISA"]))
+        return fake("llama.cpp")(places)
+
+    engines.setattr(command, "LlamaCpp", llama)
+    # set by the run, and put back afterwards
+    for name in LEVELS["avx2"].environment():
+        engines.setenv(name, "before")
+    for variable, value in (("ROWS", "2x7x3"), ("RATES", "none"), ("LEVEL", "avx2")):
+        engines.setenv(variable, value)
+    assert command.main() == 0
+    assert seen == [("avx2", "avx2", "AVX2")]
+    seen_out = capsys.readouterr().out
+    results = json.loads(seen_out.splitlines()[-1])["results"]
+    # vLLM is absent here
+    assert set(results["flattered"]) == {"openvino-genai"}
+    assert "flattered: openvino-genai: has kernels that ask the processor itself" in seen_out
+    # the machine's own level flatters nobody
+    assert command.flattered(LEVELS["avx512bf16"], HERE[:1], ["openvino-genai"]) == {}
+    assert command.flattered(None, HERE[:1], ["openvino-genai"]) == {}
 
 
 def test_rates_rise() -> None:

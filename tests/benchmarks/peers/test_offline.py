@@ -18,8 +18,11 @@ VOCAB = 1000
 class FakePeer:
     """Workers of tests.benchmarks.peers.fake_worker; with prefix caching another one."""
 
-    def __init__(self, name: str, record: Path, modes: tuple[str, ...] = ("ok",)) -> None:
+    def __init__(
+        self, name: str, record: Path, modes: tuple[str, ...] = ("ok",), *, worker: str = ""
+    ) -> None:
         self.name = name
+        self._worker = worker or name
         self.variants = modes
         self._record = record
 
@@ -30,7 +33,7 @@ class FakePeer:
         return Command(
             (sys.executable, "-m", "tests.benchmarks.peers.fake_worker", variant,
              str(self._record)),
-            (("FAKE", f"{self.name} {prefix_caching}"),),
+            (("FAKE", f"{self._worker} {prefix_caching}"),),
         )  # fmt: skip
 
     def server(self, port: int) -> Command:
@@ -69,7 +72,7 @@ def test_contenders_take_turns_and_the_best_variant_counts(tmp_path: Path) -> No
     lines: list[str] = []
     try:
         rows = [parse_row("2x7x3"), parse_row("3x13x1")]
-        first, second = run_rows(rows, peers, team, rounds=2, vocab_size=VOCAB, report=lines.append)
+        first, second = run_rows(rows, peers, team, rounds=2, report=lines.append)
         assert set(team.startup) == set(team.idle) == {"a ok", "a fail", "b ok"}
         assert set(team.peak_rss_mb()) == {"a ok", "b ok"}, "the one that failed was ended"
     finally:
@@ -90,13 +93,54 @@ def test_contenders_take_turns_and_the_best_variant_counts(tmp_path: Path) -> No
     assert summary(second)["a"]["variant"] == "ok"
 
 
+def test_two_names_of_one_worker_never_have_it_answer_the_same_prompts(tmp_path: Path) -> None:
+    """It would find them in its prefix cache. Other workers have the same prompts as its first."""
+    record = tmp_path / "record"
+    twice = FakePeer("a", record)
+    alias = FakePeer("another name of a", record, worker="a")
+    peers = [twice, alias, FakePeer("b", record)]
+    team = Team(tmp_path, VOCAB, idle_seconds=0.02)
+    try:
+        # the same row by name a second time is no better
+        rows = [parse_row("3x7x3"), parse_row("3x7x3")]
+        (first, second) = run_rows(rows, peers, team, rounds=2)
+    finally:
+        team.close()
+    for measured in (first, second):
+        assert {len(seconds) for seconds in measured.seconds.values()} == {2}
+        assert set(summary(measured)) == {"a", "another name of a", "b"}
+    jobs: dict[str, list[str]] = {}
+    for line in record.read_text().splitlines():
+        pid, prompts, count = line.split()
+        if count == "3":
+            jobs.setdefault(pid, []).append(prompts)
+    of_a, of_b = jobs.values()
+    assert (len(of_a), len(of_b)) == (8, 4)
+    assert len(set(of_a)) == 8 and len(set(of_b)) == 4
+    assert of_b == of_a[:4]
+
+
+def test_a_worker_that_fails_fails_under_all_its_names(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    peers = [FakePeer("a", record, ("fail",)), FakePeer("b", record, ("fail",), worker="a")]
+    team = Team(tmp_path, VOCAB, idle_seconds=0.02)
+    try:
+        (measured,) = run_rows([parse_row("3x13x1")], peers, team, rounds=2)
+    finally:
+        team.close()
+    values = summary(measured)
+    assert set(values) == {"a", "b"}
+    for value in values.values():
+        assert "13 is too many" in value["absent"]
+
+
 def test_rows_that_take_no_time_run_again(tmp_path: Path) -> None:
     team = Team(tmp_path, VOCAB, idle_seconds=0.02)
     try:
         # a second each, and three
         rows = [parse_row("1x7x3"), parse_row("3x7x3")]
         peers = [FakePeer("a", tmp_path / "r"), FakePeer("b", tmp_path / "r")]
-        short, long = run_rows(rows, peers, team, rounds=1, vocab_size=VOCAB)
+        short, long = run_rows(rows, peers, team, rounds=1)
     finally:
         team.close()
     assert by_variant(short) == {"a ok": [1.0] * 3, "b ok": [1.0] * 3}
@@ -109,7 +153,7 @@ def test_prefix_rows_have_workers_of_their_own_where_that_is_another_command(
     team = Team(tmp_path, VOCAB, idle_seconds=0.02)
     try:
         rows = [parse_row("1x4x1"), parse_row("prefix-2x4+4x1")]
-        run_rows(rows, [FakePeer("a", tmp_path / "r")], team, rounds=1, vocab_size=VOCAB)
+        run_rows(rows, [FakePeer("a", tmp_path / "r")], team, rounds=1)
         assert set(team.startup) == {"a ok", "a ok prefix"}
     finally:
         team.close()
@@ -124,7 +168,6 @@ def test_a_peer_that_does_not_run_is_absent_with_the_reason(tmp_path: Path) -> N
             peers,
             team,
             rounds=1,
-            vocab_size=VOCAB,
             skip=lambda contender, row: "too slow" if contender.peer == "b" else None,
         )
     finally:

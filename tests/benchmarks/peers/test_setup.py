@@ -9,6 +9,7 @@ import pytest
 from benchmarks.peers.base import Places, Unavailable, make_venv, run_step
 from benchmarks.peers.ceilings import Ceilings
 from benchmarks.peers.hf_folder import write_hf_folder
+from benchmarks.peers.levels import LEVELS
 from benchmarks.peers.llama_cpp import LlamaCpp, cpu_flags
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
@@ -51,6 +52,33 @@ def test_the_build_has_the_processor_s_instructions_and_never_amx() -> None:
     assert {"-DGGML_AVX512=ON", "-DGGML_AVX512_BF16=ON", "-DGGML_AVX512_VNNI=OFF"} <= set(flags)
     assert {"-DGGML_AMX_TILE=OFF", "-DGGML_AMX_INT8=OFF", "-DGGML_NATIVE=OFF"} <= set(flags)
     assert "-DGGML_AVX2=OFF" in cpu_flags("")
+
+
+def test_a_build_for_a_level_has_no_more_and_a_folder_of_its_own(places: Places) -> None:
+    listed = "flags\t\t: avx avx2 fma f16c bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni\n"
+    on = {
+        name: {flag for flag in cpu_flags(listed, level) if flag.endswith("=ON")}
+        for name, level in LEVELS.items()
+    }
+    names = ("AVX", "AVX2", "FMA", "F16C", "BMI2")
+    assert on["avx2"] == {f"-DGGML_{name}=ON" for name in names}
+    assert on["avxvnni"] == on["avx2"] | {"-DGGML_AVX_VNNI=ON"}
+    assert on["avx512"] == on["avx2"] | {"-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON"}
+    assert on["avx512bf16"] == on["avx512"] | {"-DGGML_AVX512_BF16=ON"}
+    # what the processor lacks is not built for
+    assert "-DGGML_AVX_VNNI=OFF" in cpu_flags("flags : avx avx2", LEVELS["avxvnni"])
+    builds = {
+        dict(LlamaCpp(places, level).worker("Q4_0", prefix_caching=False).env)["LLAMA_CPP_LIB_PATH"]
+        for level in (None, *LEVELS.values())
+    }
+    assert len(builds) == 1 + len(LEVELS)
+
+
+def test_every_level_limits_ours_and_onednn() -> None:
+    for name, level in LEVELS.items():
+        set_to = level.environment()
+        assert set_to["PACELINE_ISA"] == name
+        assert {"ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"} <= set(set_to)
 
 
 def test_what_only_pictures_and_sound_need_is_left_out() -> None:

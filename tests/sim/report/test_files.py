@@ -72,3 +72,38 @@ def test_plots(tmp_path: Path) -> None:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     plot_curves({"fcfs": [(1.0, 1.0), (2.0, 1.5)]}, tmp_path / "curve.pdf", x="rate", y="goodput")
     assert (tmp_path / "curve.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_plots_have_titles_target_lines_and_axes_from_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    saved = Figure.savefig
+
+    def keep(figure: Figure, *args: object, **kwargs: object) -> None:
+        drawn.append(figure)
+        saved(figure, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    metrics = Metrics()
+    for index in range(50):
+        arrival = Arrival(float(index), 10, 10, ttft=0.8, tpot=0.05)
+        metrics.add(Served(arrival, 0, index, index + 0.5, index + 1 + index / 50, 10, 0, 0))
+    plot_cdfs({"fcfs": metrics}, tmp_path / "cdf.svg", title="50 requests")
+    curves = {"fcfs": [(1.0, 1.0), (2.0, 1.5)]}
+    plot_curves(curves, tmp_path / "c.svg", x="x", y="y", title="goodput", at_most_x="all")
+    cdfs, curve = drawn
+    assert cdfs.get_suptitle() == "50 requests"
+    assert next(axis.get_title() for axis in cdfs.axes) == "Time to first token"
+    for axis in (*cdfs.axes, *curve.axes):
+        assert axis.get_xlim()[0] == axis.get_ylim()[0] == 0.0
+    # TTFT and TPOT have a target, E2E has none
+    lines = [[list(line.get_xdata()) for line in axis.lines] for axis in cdfs.axes]
+    assert [800.0, 800.0] in lines[0] and [50.0, 50.0] in lines[1]
+    assert len(lines[2]) == 1
+    assert curve.axes[0].get_title() == "goodput"
+    diagonal = curve.axes[0].lines[1]
+    assert [diagonal.get_xdata()[1], diagonal.get_ydata()[1]] == [2.0, 2.0]  # type: ignore[index]

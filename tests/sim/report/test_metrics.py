@@ -6,6 +6,7 @@ import json
 import math
 import random
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -151,3 +152,36 @@ def test_a_request_takes_forty_bytes() -> None:
         tracemalloc.stop()
     # arrays grow ahead of their need by an eighth
     assert held < 50_000 * 40 * 1.2
+
+
+def test_goodput_does_not_count_the_drain() -> None:
+    def run(output_seconds: float) -> float:
+        metrics = Metrics()
+        for at in range(11):
+            metrics.add(served(at, at + 0.5, at + output_seconds))
+        return metrics.summary().goodput
+
+    # eleven requests in ten seconds of arrivals, however long the last one takes
+    assert run(1.0) == run(100.0) == pytest.approx(1.1)
+    at_once = Metrics()
+    for _ in range(4):
+        at_once.add(served(0.0, 0.5, 2.0))
+    assert at_once.summary().goodput == pytest.approx(2.0)
+
+
+def test_refusals_say_why_and_tenants_are_told_apart() -> None:
+    metrics = Metrics()
+    metrics.add(served(0.0, 0.5, 1.0, tenant="a", ttft=0.2))
+    metrics.add(served(0.5, 0.6, 1.0, tenant="b", ttft=0.2))
+    for _ in range(2):
+        refusal = served(1.0, None, None, 0, refused=True, tenant="b")
+        metrics.add(replace(refusal, reason="context limit"))
+    metrics.add(replace(served(1.0, None, None, 0, refused=True), reason="queue-full"))
+    run = metrics.summary("x")
+    assert run.refusals == {"context limit": 2, "queue-full": 1}
+    a, b = run.by_tenant["a"], run.by_tenant["b"]
+    assert (a.requests, a.met, a.ttft_mean) == (1, 0, 0.5)
+    assert (b.requests, b.met, b.refused, b.ttft_mean) == (3, 1, 2, pytest.approx(0.1))
+    assert run.as_json()["by_tenant"]["b"]["attainment"] == pytest.approx(1 / 3)
+    table = side_by_side([run])
+    assert "| refused: context limit" in table and "TTFT mean of tenant a ms" in table

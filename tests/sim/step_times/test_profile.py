@@ -60,10 +60,31 @@ def test_padding_links_and_host(tmp_path: Path) -> None:
     assert micros(host, *[(99, 1)] * 5) == micros(padded, *[(99, 1)] * 5)
     assert micros(host, (0, 100)) == pytest.approx(micros(padded, (0, 100)) + 1000)
     link = Interconnect(2, bandwidth=1e9, latency=1e-5)
-    parallel = ProfileStepTimes(tmp_path, model=MODEL, link=link)
+    write_profile(tmp_path, "Toy-tp2")
+    parallel = ProfileStepTimes(tmp_path, "Toy-tp2", model=MODEL, link=link)
     # two all-reduces a layer of 2 * 100 * 1000 bytes at 1 byte/ns, and 10 us each
-    alone = micros(ProfileStepTimes(tmp_path, model=MODEL), (0, 100))
+    alone = micros(ProfileStepTimes(tmp_path, "GPU-Toy-1B-bf16-tp1", model=MODEL), (0, 100))
     assert micros(parallel, (0, 100)) == pytest.approx(alone + 4 * (10 + 200))
+
+
+def test_a_profile_of_several_gpus_needs_their_link(tmp_path: Path) -> None:
+    write_profile(tmp_path, "Toy-tp2")
+    with pytest.raises(ConfigError, match=r"one of 2 GPU\(s\).*give the bandwidth"):
+        ProfileStepTimes(tmp_path, "Toy-tp2", model=MODEL)
+    write_profile(tmp_path, "Toy-tp1")
+    link = Interconnect(2, bandwidth=1e9)
+    with pytest.raises(ConfigError, match=r"one of 1 GPU\(s\).*joins 2"):
+        ProfileStepTimes(tmp_path, "Toy-tp1", model=MODEL, link=link)
+
+
+def test_several_prompts_are_not_extended_from_noise() -> None:
+    # 1 us of noise between histories of 0 and 10; the truth is 1 us for ten keys
+    rows = [(100, h, 0, 0, t) for h, t in ((0, 20.0), (10, 22.0), (100, 30.0), (1000, 120.0))]
+    table = AttentionTable(rows)
+    # by the first cell alone it would be half of 20
+    assert table.at(100, -30.0, 0, (0.0,)) == (pytest.approx(17.0),)
+    # never less than half
+    assert table.at(100, -150.0, 0, (0.0,)) == (10.0,)
 
 
 def test_vllm_capture_sizes() -> None:
@@ -120,11 +141,11 @@ def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found: none"):
         find_profile(tmp_path)
     write_profile(tmp_path)
-    write_profile(tmp_path, "Other-tp2")
-    with pytest.raises(ConfigError, match="GPU-Toy-1B-bf16-tp1, Other-tp2"):
+    write_profile(tmp_path, "Other-tp1")
+    with pytest.raises(ConfigError, match="GPU-Toy-1B-bf16-tp1, Other-tp1"):
         find_profile(tmp_path)
-    (tmp_path / "Other-tp2-dense.csv").write_text("layer,tokens,time_us\nmlp,1\n")
-    with pytest.raises(ConfigError, match=r"Other-tp2-dense.csv:2: 2 columns, expected 3"):
-        ProfileStepTimes(tmp_path, "Other-tp2", model=MODEL)
+    (tmp_path / "Other-tp1-dense.csv").write_text("layer,tokens,time_us\nmlp,1\n")
+    with pytest.raises(ConfigError, match=r"Other-tp1-dense.csv:2: 2 columns, expected 3"):
+        ProfileStepTimes(tmp_path, "Other-tp1", model=MODEL)
     with pytest.raises(ConfigError, match="bandwidth"):
         Interconnect(2)

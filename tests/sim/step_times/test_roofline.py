@@ -49,6 +49,8 @@ def test_more_devices_more_work_less_time() -> None:
     model = ModelShape.named("Llama-3.1-8B")
     one = RooflineStepTimes(HardwareCard.named("h100-sxm"), model)
     two = RooflineStepTimes(HardwareCard.named("H100-SXM"), model, degree=2)
+    assert HardwareCard.named("rtx4090") is not None
+    assert HardwareCard.named("RTX 4090") == HardwareCard.named("rtx-4090")
     assert two.seconds(decode) < one.seconds(decode) < one.seconds(prompt)
     assert two.num_blocks(16) > 2 * one.num_blocks(16)
     eight_bit = RooflineStepTimes(one.card, model, weight_bytes=1.0, kv_bytes=1.0)
@@ -59,6 +61,8 @@ def test_every_card_and_model_is_usable_and_says_where_it_is_from() -> None:
     names = {card.name for card in known_hardware()}
     for wanted in ("A100", "H100", "H200", "L4", "L40S", "4090", "PRO-6000", "MI300X", "CPU"):
         assert any(wanted in name for name in names), wanted
+    for wanted in ("A10G", "T4", "H20", "B200", "RTX-3090", "RTX-5090", "Xeon-8480+", "EPYC-9654"):
+        assert wanted in names
     small = ModelShape.named("SmolLM2-135M")
     for card in known_hardware():
         assert len(card.source) > 20
@@ -83,3 +87,17 @@ def test_what_cannot_be_is_refused() -> None:
         RooflineStepTimes(HardwareCard.named("H100-SXM"), ModelShape.named("Llama-3.1-70B"))
     with pytest.raises(ConfigError, match="no link"):
         RooflineStepTimes(replace(CARD, link_bandwidth=0.0), MODEL, degree=2)
+
+
+def test_experts_are_read_as_far_as_they_are_reached() -> None:
+    moe = replace(MODEL, num_experts=8, experts_per_token=2, expert_intermediate_size=64)
+    times = RooflineStepTimes(CARD, moe)
+    none = replace(moe, num_experts=0, experts_per_token=0, intermediate_size=2 * 64)
+    # one token reads two of the experts, which are as large together as one layer of that width
+    router = 2.0 * moe.num_layers * moe.hidden_size * 8 / CARD.bandwidth
+    alone = RooflineStepTimes(CARD, none).seconds(plan((10, 1)))
+    assert times.seconds(plan((10, 1))) == pytest.approx(alone + router, rel=1e-6)
+    # many read all of them
+    more = times.seconds(plan(*[(10, 1)] * 64)) - times.seconds(plan((10, 1)))
+    read = 2.0 * moe.num_layers * 6 * moe.expert_parameters / CARD.bandwidth
+    assert more >= read

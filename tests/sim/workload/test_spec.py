@@ -162,7 +162,7 @@ def test_a_long_workload_streams() -> None:
         (BASE + ",speedup=0", "speedup must be positive, got 0"),
         (BASE + ",scale=-1", "scale must be positive, got -1"),
         (BASE + ",period=7", "period= needs swing= above 0"),
-        (BASE + ",seconds=5h", "'5h' is not a time; write 0.5, 0.5s or 500ms"),
+        (BASE + ",seconds=5h", "'5h' is not a time; write 0.5, 0.5s, 500ms or 20us"),
         (BASE + ",jitter=0", "jitter must be positive, got 0"),
         (BASE + ",cv=-1", "cv must be in [0, 100], got -1"),
         (BASE.replace("fixed(100)", "gamma(1)"), "'gamma(1)' is not a length; known are"),

@@ -123,7 +123,7 @@ def test_what_nobody_waits_for_is_preempted_before_what_has_a_deadline() -> None
     tight.step()
     tight.step()
     assert tight.scheduler.stats().pressure_level >= 3
-    running = {request.request_id for request in tight.scheduler._planner.running.requests}
+    running = {request.request_id for request in tight.scheduler._running.requests}
     assert running == {"paid", "promised"}
     tight.run()
 

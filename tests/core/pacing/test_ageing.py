@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.pacing.ageing import Patience
-from paceline.core.pacing.view import Survey
+from paceline.core.memory.offload import Offload
+from paceline.core.pacing.ageing import Ageing
+from paceline.core.pacing.view import RunningView
 from paceline.core.policies import POLICIES
 from paceline.core.queues.fair_queue import FairQueue
 from paceline.core.queues.request_queue import RequestQueue
@@ -24,7 +25,7 @@ DELAY = 4.0
 ALONE = 10.0
 
 # an ordinary request runs
-BUSY = Survey.of([make_request("other", 4)])
+BUSY = RunningView.of([make_request("other", 4)])
 
 Stream = Callable[[Machine, int], list[Request]]
 
@@ -130,7 +131,7 @@ def test_background_work_that_runs_gets_rows_beside_prompts_in_every_step() -> N
     machine.step()
 
     def prompts(machine: Machine, number: int) -> list[Request]:
-        missing = sum(r.num_uncomputed_tokens for r in machine.scheduler._planner.running.requests)
+        missing = sum(r.num_uncomputed_tokens for r in machine.scheduler._running.requests)
         return [make_request(f"p{number}", 700, 2, arrival=machine.now)] if missing < 700 else []
 
     before = night.num_tokens
@@ -167,16 +168,16 @@ def test_one_that_became_ordinary_waits_for_nobody_who_comes_later() -> None:
     late.order = (1e9, 0)
     room.remove(late)
     room.push(late)
-    patience = Patience(room, 10.0)
+    ageing = Ageing(room, 10.0)
     for now in (0.0, 20.0):
         # nobody waits yet whose place it could take
-        patience.look(now, BUSY)
+        ageing.look(now, BUSY)
     assert room.ordinary.peek() is late
     for number in (1, 2):
         newcomer = make_request(f"new{number}", 4)
         newcomer.order = (-float(number), number)
         room.push(newcomer)
-        patience.look(20.0 + number, BUSY)
+        ageing.look(20.0 + number, BUSY)
         assert room.ordinary.peek() is late
     room.check_integrity()
 
@@ -189,7 +190,7 @@ def test_lines_alone_wait_their_turn_and_stay_what_they_are() -> None:
         line.seconds_first = 9.0
     machine.add(*lines)
     ends = machine.until_done()
-    assert all(line.slo.best_effort for line in lines)
+    assert all(line.best_effort for line in lines)
     # rows in every step until the end
     assert max(ends.values()) == pytest.approx(2 * 150 * 0.012, rel=0.02)
 
@@ -203,16 +204,16 @@ def test_a_line_held_up_by_a_band_before_its_own_becomes_ordinary() -> None:
         ([promised], [], Tier.ORDINARY),
         ([peer], [promised], Tier.ORDINARY),
     ):
-        night.asked.slo, night.seconds_first = Slo(best_effort=True), 0.0
+        ask(night, slo=Slo(best_effort=True)).seconds_first = 0.0
         # who waits with a deadline comes later in the order
-        patience = Patience(room_with(night, *waiting), 20.0)
+        ageing = Ageing(room_with(night, *waiting), 20.0)
         for now in (0.0, 15.0, 30.0):
-            patience.look(now, Survey.of(running))
+            ageing.look(now, RunningView.of(running))
         assert night.tier is becomes
 
 
 def room_with(*requests: Request) -> WaitingRoom:
-    room = WaitingRoom(RequestQueue, KVCacheManager(Machine().cache), lambda key: key)
+    room = WaitingRoom(RequestQueue, lambda key: key, Offload(KVCacheManager(Machine().cache)))
     for number, request in enumerate(requests):
         request.order = (0.0, number)
         room.push(request)
@@ -222,19 +223,19 @@ def room_with(*requests: Request) -> WaitingRoom:
 def test_only_time_at_the_head_counts_and_all_of_it() -> None:
     first, second = (make_request(f"r{i}", 4, slo=Slo(best_effort=True)) for i in range(2))
     room = room_with(first, second)
-    patience = Patience(room, 20.0)
-    patience.look(0.0, BUSY)
-    patience.look(8.0, BUSY)
+    ageing = Ageing(room, 20.0)
+    ageing.look(0.0, BUSY)
+    ageing.look(8.0, BUSY)
     # let in, and preempted
     room.remove(first)
-    patience.look(9.0, BUSY)
-    patience.look(18.0, BUSY)
+    ageing.look(9.0, BUSY)
+    ageing.look(18.0, BUSY)
     room.push(first)
     assert (first.seconds_first, second.seconds_first) == (8.0, 9.0)
-    patience.look(19.0, BUSY)
-    patience.look(30.0, BUSY)
+    ageing.look(19.0, BUSY)
+    ageing.look(30.0, BUSY)
     assert (first.tier, second.tier) == (Tier.BACKGROUND, Tier.BACKGROUND)
-    patience.look(31.0, BUSY)
+    ageing.look(31.0, BUSY)
     assert (first.tier, second.tier) == (Tier.ORDINARY, Tier.BACKGROUND)
     assert room.ordinary.peek() is first
     room.check_integrity()
@@ -247,16 +248,16 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
     def make_queue() -> FairQueue:
         return FairQueue(served.__getitem__, lambda tenant, least: None)
 
-    room = WaitingRoom(make_queue, KVCacheManager(Machine().cache), lambda key: key)
+    room = WaitingRoom(make_queue, lambda key: key, Offload(KVCacheManager(Machine().cache)))
     night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]
     for number, request in enumerate(night):
         request.order = (0.0, number)
         room.push(request)
-    patience = Patience(room, 20.0)
+    ageing = Ageing(room, 20.0)
     firsts = []
     for second in range(50):
-        patience.look(float(second), BUSY)
-        first = room.first_best_effort()
+        ageing.look(float(second), BUSY)
+        first = room.oldest_best_effort()
         if any(request.aged for request in night):
             break
         assert first is not None
@@ -271,17 +272,17 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
 def test_nobody_else_becomes_ordinary_until_that_one_has_ended() -> None:
     first, second = (make_request(f"r{i}", 4, slo=Slo(best_effort=True)) for i in range(2))
     room = room_with(first, second)
-    patience = Patience(room, 0.0)
+    ageing = Ageing(room, 0.0)
     # a clock that goes backwards takes nothing away
     for now in (0.0, 5.0, 4.0, 9.0, 100.0):
-        patience.look(now, BUSY)
+        ageing.look(now, BUSY)
     assert first.tier is Tier.ORDINARY
-    patience.look(200.0, BUSY)
+    ageing.look(200.0, BUSY)
     assert second.seconds_first == 0.0
     room.remove(first)
     first.status = RequestStatus.FINISHED
     for now in (200.0, 205.0, 211.0):
-        patience.look(now, BUSY)
+        ageing.look(now, BUSY)
     assert second.tier is Tier.ORDINARY
 
 
@@ -291,7 +292,7 @@ def test_how_long_it_took_says_nothing_about_those_who_do_not_yield() -> None:
     night.seconds_first = 9.0
     assert waited(machine, promised, night) <= 10.0
     assert night.aged and night.history.predicted_ttft is not None
-    assert machine.scheduler._prospects._forecast.bias == 1.0, "all others are best effort"
+    assert machine.scheduler._door.forecast._forecast.bias == 1.0, "all others are best effort"
 
 
 def test_a_queue_may_take_somebody_back_in_the_same_place() -> None:

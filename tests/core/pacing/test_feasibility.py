@@ -74,14 +74,14 @@ def test_the_door_predicts_what_is_left_to_compute() -> None:
     machine = machine_that_knows_it()
     cached = make_request("cached", PROMPT, 2, arrival=machine.now)
     machine.add(cached)
-    assert cached.predicted_ttft is not None and cached.predicted_ttft < 0.1
+    assert cached.history.predicted_ttft is not None and cached.history.predicted_ttft < 0.1
     # neither does it count for those behind it
     behind = make_request("behind", 100, 2, arrival=machine.now)
     machine.add(behind)
-    assert behind.predicted_ttft is not None and behind.predicted_ttft < 0.3
+    assert behind.history.predicted_ttft is not None and behind.history.predicted_ttft < 0.3
     unknown = make_request("unknown", list(range(5000, 7000)), 2, arrival=machine.now)
     machine.add(unknown)
-    assert unknown.predicted_ttft is not None and unknown.predicted_ttft > 2.0
+    assert unknown.history.predicted_ttft is not None and unknown.history.predicted_ttft > 2.0
     machine.until_done()
 
 
@@ -96,11 +96,13 @@ def test_forks_that_wait_for_a_place_count_for_what_they_lack() -> None:
     behind = make_request("behind", 100, 2, arrival=machine.now)
     machine.add(behind)
     # six of 20 tokens each, two at a time in steps of 12 ms, and its own 100 ms
-    assert behind.predicted_ttft == pytest.approx(0.8, abs=0.2)
+    assert behind.history.predicted_ttft == pytest.approx(0.8, abs=0.2)
     machine.until_done()
     began = machine.finished["behind"].first_scheduled_time
     assert began is not None
-    assert began - behind.arrival_time == pytest.approx(behind.predicted_ttft - 0.1, rel=0.25)
+    assert began - behind.asked.arrival_time == pytest.approx(
+        behind.history.predicted_ttft - 0.1, rel=0.25
+    )
 
 
 def test_nothing_is_hashed_for_who_finds_the_queue_full() -> None:
@@ -272,14 +274,14 @@ def test_who_comes_when_is_asked_only_if_somebody_could_be_late(
     ttft: float, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(max_num_seqs=1)
-    policy = machine.scheduler.policy
-    service_order, asked = policy.service_order, []
+    feasibility = machine.scheduler._paced.feasibility
+    service_order, asked = feasibility._service_order, []
 
     def counted(waiting: Any) -> Any:
         asked.append(len(waiting))
         return service_order(waiting)
 
-    monkeypatch.setattr(policy, "service_order", counted)
+    monkeypatch.setattr(feasibility, "_service_order", counted)
     # 0.6 s each
     machine.add(*(make_request(f"r{i}", 600, 2, slo=Slo(ttft=ttft)) for i in range(6)))
     machine.until_done()

@@ -13,6 +13,7 @@ from paceline.core.memory.pressure import Pressure, PressureValve
 from paceline.core.queues.fair_queue import FairQueue
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request, RequestStatus
+from paceline.core.tier import Tier
 from tests.driving import Driver, make_request
 
 COUNT = 4
@@ -140,12 +141,12 @@ def test_what_was_taken_back_is_not_fetched_ahead_again() -> None:
 def test_blocks_are_taken_back_from_the_end_one_request_at_a_time() -> None:
     driver = crowd()
     driver.plan()
-    room = driver.scheduler._waiting
+    offload = driver.scheduler._waiting.offload
     for left in reversed(range(COUNT)):
-        assert room.drop_blocks()
+        assert offload.drop_blocks()
         assert [bool(r.block_ids) for r in waiting(driver)] == [i < left for i in range(COUNT)]
         driver.scheduler.check_integrity()
-    assert not room.drop_blocks()
+    assert not offload.drop_blocks()
 
 
 def test_one_that_comes_before_them_gets_their_room() -> None:
@@ -214,7 +215,7 @@ def test_admission_looks_ahead_as_if_nothing_had_been_fetched() -> None:
     running = driver.scheduler._running.requests
     held = sum(len(request.block_ids) for request in running)
     assert driver.scheduler.kv.pool.num_free < 100 - held
-    assert driver.scheduler._planner.intake._outlook(best_effort=True)._held == 4 * held
+    assert driver.scheduler._admission.outlook(Tier.BACKGROUND)._held == 4 * held
 
 
 def test_one_whose_blocks_were_fetched_is_let_in_no_sooner_than_memory_lasts() -> None:

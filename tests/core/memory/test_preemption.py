@@ -12,11 +12,11 @@ from paceline.backends.null import expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.preemption import Preemption
-from paceline.core.memory.pressure import Pressure
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
+from paceline.core.step.displacement import Displaces
 from tests.driving import Driver, make_request
 
 
@@ -258,7 +258,7 @@ def test_nobody_gives_blocks_up_for_one_that_comes_after_it() -> None:
     assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [list("abc")] * 2
     plan = driver.plan()
     assert [row.request_id for row in plan.rows] == ["b"]
-    running = [request.request_id for request in driver.scheduler._planner.running.requests]
+    running = [request.request_id for request in driver.scheduler._running.requests]
     assert running == ["a", "b"], "c made way"
     driver.run()
     assert driver.finished["a"].num_preemptions == 0
@@ -289,7 +289,7 @@ def test_as_many_are_preempted_as_predicted_memory_needs() -> None:
     # one place would do, but memory would not last
     driver.add(make_request("urgent", 150, 100, arrival=driver.now, priority=0))
     driver.step()
-    running = [request.request_id for request in driver.scheduler._planner.running.requests]
+    running = [request.request_id for request in driver.scheduler._running.requests]
     assert running == ["urgent", "low0"]
     assert driver.scheduler.stats().num_preemptions == 2
     driver.run()
@@ -306,7 +306,7 @@ def test_who_can_wait_makes_way_for_memory_that_is_only_predicted_to_be_short() 
     # have 100 and more, and 388 are promised to all
     driver.add(make_request("urgent", range(500, 540), 60, arrival=driver.now, priority=0))
     driver.step()
-    running = [request.request_id for request in driver.scheduler._planner.running.requests]
+    running = [request.request_id for request in driver.scheduler._running.requests]
     assert running == ["urgent", "low0", "low1"]
     assert driver.scheduler.stats().num_preemptions == 1
     driver.step()
@@ -358,20 +358,18 @@ class Displacements(Driver):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
         self.pairs: Counter[tuple[Request, Request]] = Counter()
-        intake = self.scheduler._planner.intake
-        displace = intake.displace
+        displacement = self.scheduler._paced._displacement
+        make_way = displacement.make_way
 
-        def watching(now: float, pressure: Pressure) -> int:
-            head = self.scheduler._waiting.first()
+        def watching(head: Request, now: float, displaces: Displaces) -> int:
             before = list(self.scheduler._running.requests)
-            lacking = displace(now, pressure)
+            lacking = make_way(head, now, displaces)
             if lacking:
-                assert head is not None
                 gone = [r for r in before if r.status is RequestStatus.WAITING]
                 self.pairs.update((head, loser) for loser in gone)
             return lacking
 
-        intake.displace = watching  # type: ignore[method-assign]
+        displacement.make_way = watching  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -144,7 +144,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     with pytest.raises(QueueFullError, match="limit is 30 s") as error:
         for index in range(20):
             driver.add(make_request(f"c{index}", 4, 50))
-    predicted = driver.scheduler._prospects.predict(make_request("d", 4, 50))
+    predicted = driver.scheduler._door.forecast.predict(make_request("d", 4, 50))
     assert predicted is not None
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
     assert error.value.reason == "predicted-wait"
@@ -201,7 +201,9 @@ def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError) as error:
         driver.add(make_request("c", 4, 40))
-    assert error.value.retry_after == driver.scheduler._prospects.predict(make_request("d", 4, 40))
+    assert error.value.retry_after == driver.scheduler._door.forecast.predict(
+        make_request("d", 4, 40)
+    )
     driver.run()
 
 
@@ -234,7 +236,7 @@ def test_expired_work_is_told_a_wait_in_which_it_does_not_wait_for_itself() -> N
     again = make_request("again", 4, 12, arrival=driver.now)
     driver.add(again)
     for expired in driver.expired:
-        assert expired.error.retry_after == pytest.approx(again.predicted_ttft, rel=0.1)
+        assert expired.error.retry_after == pytest.approx(again.history.predicted_ttft, rel=0.1)
     driver.run()
 
 
@@ -243,7 +245,7 @@ def test_requests_that_ended_are_not_kept_for_as_long_as_they_might_have_waited(
     for index in range(1000):
         driver.add(make_request(f"r{index}", 4, 1))
         driver.abort(f"r{index}")
-    assert len(driver.scheduler._admission._limits) <= 100
+    assert len(driver.scheduler._door.limits._limits) <= 100
 
 
 def test_a_preempted_request_does_not_expire() -> None:

@@ -62,11 +62,10 @@ def test_a_pressing_deadline_comes_before_the_rows_of_what_is_late() -> None:
 def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:
     """It would be let in again first, in every step."""
     machine = Machine(max_num_seqs=1, policy="priority")
-    batch = machine.batch("batch", 600, 1.3)
-    batch.asked.priority = 5
+    batch = ask(machine.batch("batch", 600, 1.3), priority=5)
     machine.add(batch)
     machine.step()
-    assert machine.scheduler._waiting.pressing
+    assert machine.scheduler._pacing.pressing
     late = machine.late("late", 600)
     machine.add(late)
     for _ in range(40):

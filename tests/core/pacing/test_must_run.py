@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.pacing.view import Survey
+from paceline.core.pacing.view import RunningView
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
@@ -44,9 +44,9 @@ def running(machine: Machine, num: int, deadline: float, output: int) -> None:
 
 def hurried(machine: Machine) -> set[str]:
     """Who would be in the next step, but for what the next look at deadlines says."""
-    survey = Survey.of(machine.scheduler._running.requests)
-    machine.scheduler._planner.lateness.hurry(survey)
-    return {request.request_id for request in survey.hurried}
+    scheduler = machine.scheduler
+    view = scheduler._paced.feasibility.hurry(RunningView.of(scheduler._running.requests))
+    return {request.request_id for request in view.must_run}
 
 
 def until_hurried(machine: Machine) -> None:
@@ -225,7 +225,7 @@ def test_no_more_are_in_a_hurry_than_a_step_of_best_effort_may_have() -> None:
     for _ in range(8):
         machine.step()
     assert len(hurried(machine)) >= 30
-    machine.scheduler.budget._best_effort_step_s = 0.03
+    machine.scheduler._paced.budget._best_effort_step_s = 0.03
     assert len(hurried(machine)) == 20
 
 
@@ -238,7 +238,7 @@ def test_what_rows_have_before_them_counts() -> None:
     while len(hurried(machine)) < 7:
         assert not machine.finished
         machine.step()
-    machine.scheduler.budget._best_effort_step_s = 0.1
+    machine.scheduler._paced.budget._best_effort_step_s = 0.1
     assert 3 <= len(hurried(machine)) <= 5
 
 
@@ -263,7 +263,7 @@ def test_both_limits_hold_at_once() -> None:
     for _ in range(8):
         machine.step()
     assert len(hurried(machine)) > 30
-    machine.scheduler.budget._best_effort_step_s = 0.03
+    machine.scheduler._paced.budget._best_effort_step_s = 0.03
     assert len(hurried(machine)) == 30, "41 ms, of which 11 are the chat's"
     chat = machine.scheduler._running.requests[0]
     assert chat.request_id == "chat"
@@ -347,7 +347,7 @@ def test_nobody_is_kept_in_memory() -> None:
     until_hurried(machine)
     machine.until_done()
     machine.step()
-    assert not machine.scheduler._planner.lateness._deadlines._pressed
+    assert not machine.scheduler._paced.feasibility._deadlines.verdict.hurried
 
 
 def test_for_want_of_memory_others_of_best_effort_make_way_first() -> None:
@@ -377,15 +377,15 @@ def test_it_is_not_taken_for_the_work_of_others() -> None:
     streaming(machine, 6, 1.0)
     for _ in range(10):
         machine.step()
-    deadlines = machine.scheduler._planner.lateness._deadlines
+    steps = machine.scheduler._steps
     assert hurried(machine)
-    assert deadlines._taken == 0.0
+    assert steps._ordinary_seconds == 0.0
     machine.add(make_request("chat", 4, 100, arrival=machine.now, slo=NO_SLO))
-    before, since = deadlines._taken, machine.now
+    before, since = steps._ordinary_seconds, machine.now
     for _ in range(10):
         machine.step()
     # 11 ms of 17
-    assert 0.6 <= (deadlines._taken - before) / (machine.now - since) <= 0.75
+    assert 0.6 <= (steps._ordinary_seconds - before) / (machine.now - since) <= 0.75
 
 
 def test_who_waits_behind_it_is_held_up() -> None:

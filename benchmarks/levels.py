@@ -1,0 +1,277 @@
+"""Which formats are best on which level: times of steps and the accuracy gate, for each level here.
+
+Method. For each level of the native kernels that runs on this machine, one model of SmolLM2-135M's
+shape in random weights is packed in each pair of formats (weights/KV cache). Steps are timed in
+turns, A B C A B C, so that what else the machine does meets all pairs alike: decode of 1, 8 and 64
+sequences at context 192, and a prompt of 256 tokens. A figure is the least time of all turns, since
+what else runs only makes steps longer; there are fewer turns where one takes long. ``cost`` is the
+geometric mean of a pair's steps. ``drift`` is how much a row's logits change when 7 or 63 others
+are computed beside it, as a share of the largest: formats whose kernels take other ways for few and
+for many rows are not taken by auto.
+
+Then ``benchmarks.accuracy`` judges the pairs on that level with the default model. float32 is what
+it compares with, and passes. ``--steps LEVEL ...`` and ``--gate LEVEL ...`` choose the levels of
+each part (without a level: of none), all by default.
+
+The portable level is timed on a fifth of the model and is not judged by itself: it rounds where the
+next better level does, whose verdicts it gets.
+
+``--write`` renews what was measured in ``paceline/backends/levels.json``, which ``auto`` chooses by
+(``paceline/backends/formats.py``); the rest stays as it is, levels of other machines too. The last
+line is JSON. QUICK=1 takes fewer turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.accuracy import usual_levels
+from benchmarks.kernels import BLOCK, CONFIG
+from benchmarks.machine import machine
+from paceline.backends.levels import PATH, fastest, parse
+from paceline.backends.machine import choose_threads
+from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.checkpoints.base import expected_shapes
+from paceline.checkpoints.config import ModelConfig
+
+__all__ = ["FORMATS", "STEPS", "renewed", "verdicts"]
+
+REFERENCE: Final = "float32/float32"
+FORMATS: Final = (
+    REFERENCE,
+    *(f"{weights}/{kv}" for weights in ("bfloat16", "int8", "q4") for kv in ("bfloat16", "int8")),
+)
+CONTEXT: Final = 192
+PROMPT: Final = 256
+MOST: Final = 64
+# sequences, tokens of each and length at the end
+STEPS: Final = {
+    **{f"decode {count}": (count, 1, CONTEXT) for count in (1, 8, MOST)},
+    f"prompt {PROMPT}": (1, PROMPT, PROMPT),
+}
+TURNS: Final = 3 if os.environ.get("QUICK") else 5
+# a step is repeated within a turn for about this long, or once
+SECONDS: Final = 0.1
+# a level that has taken this long gets no further turn
+BUDGET: Final = 90.0
+# of what is known of the machine, what the table keeps
+_KEPT: Final = ("cpu", "cores", "clock_ghz", "read_gb_s")
+# plain C++, by far the slowest level: a fifth of the model has to do, and nothing on it waits for
+# memory. The gate would take hours there
+PLAIN: Final = "portable"
+FIFTH: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
+ROOT: Final = Path(__file__).parent.parent
+
+
+class Steps:
+    """A model in one pair of formats, and what its steps work on."""
+
+    def __init__(
+        self,
+        level: str,
+        name: str,
+        config: ModelConfig,
+        tensors: dict[str, NDArray[np.float32]],
+        threads: int,
+    ) -> None:
+        weights, kv = name.split("/")
+        self._vocab = config.vocab_size
+        angles = np.arange(1024)[:, None] * CONFIG.rope.theta ** (-np.arange(32) / 32)
+        self._model = NativeModel(
+            config,
+            tensors.items(),
+            (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
+            dtype=weights,
+            kv_dtype=kv,
+            num_blocks=MOST * CONTEXT // BLOCK,
+            threads=threads,
+            isa=level,
+        )
+        # keys and values as in use, for one sequence; the others get copies of them
+        self._run(1, CONTEXT, CONTEXT)
+        each = CONTEXT // BLOCK
+        self._model.copy_blocks(
+            [(block, row * each + block) for row in range(1, MOST) for block in range(each)]
+        )
+
+    def drift(self) -> float:
+        """See the module's docstring."""
+        alone = self._run(1, 1, CONTEXT)[0].copy()
+        among = [self._run(count, 1, CONTEXT)[0].copy() for count in (8, MOST)]
+        return max(float(np.abs(row - alone).max()) for row in among) / float(np.abs(alone).max())
+
+    def _run(self, sequences: int, tokens: int, length: int) -> NDArray[np.float32]:
+        """Logits of the last token of each sequence, until the next step."""
+        blocks = -(-length // BLOCK)
+        tables = np.arange(sequences * blocks).reshape(sequences, blocks)
+        starts = np.arange(sequences + 1) * tokens
+        positions = np.tile(np.arange(length - tokens, length), sequences)
+        ids = np.random.default_rng(1).integers(0, self._vocab, sequences * tokens)
+        return self._model.forward(ids, positions, starts, tables, starts[1:] - 1)
+
+    def milliseconds(self, step: str) -> float:
+        """The least of as many repetitions as ``SECONDS`` allow."""
+        times: list[float] = []
+        while not times or sum(times) < SECONDS:
+            began = time.perf_counter()
+            self._run(*STEPS[step])
+            times.append(time.perf_counter() - began)
+        return 1e3 * min(times)
+
+    def close(self) -> None:
+        self._model.close()
+
+
+def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
+    """By pair of formats the least milliseconds of each step over the turns, and the drift."""
+    random = np.random.default_rng(0)
+    config = FIFTH if level == PLAIN else CONFIG
+    tensors = {
+        name: random.standard_normal(shape, dtype=np.float32) * np.float32(shape[-1] ** -0.5)
+        for name, shape in expected_shapes(config).items()
+    }
+    models = {name: Steps(level, name, config, tensors, threads) for name in FORMATS}
+    seen: dict[str, dict[str, list[float]]] = {name: {} for name in FORMATS}
+    began = time.perf_counter()
+    try:
+        drifts = {name: model.drift() for name, model in models.items()}
+        for turn in range(turns):
+            if turn and time.perf_counter() - began > BUDGET:
+                break
+            for step in STEPS:
+                for name, model in models.items():
+                    seen[name].setdefault(step, []).append(model.milliseconds(step))
+    finally:
+        for model in models.values():
+            model.close()
+    return {
+        name: {
+            "steps_ms": {step: round(min(times), 3) for step, times in steps.items()},
+            "drift": float(f"{drifts[name]:.2g}"),
+        }
+        for name, steps in seen.items()
+    }
+
+
+def gate(level: str) -> dict[str, dict[str, Any]]:
+    """KL and verdict by pair of formats, from ``benchmarks.accuracy`` on that level."""
+    argv = [sys.executable, "-m", "benchmarks.accuracy", "--levels", level]
+    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=False, text=True)
+    try:
+        results = json.loads(done.stdout.splitlines()[-1])["results"][level]
+    except (IndexError, ValueError, KeyError):
+        raise SystemExit(f"benchmarks.accuracy ended with {done.returncode}: {argv}") from None
+    return verdicts(results)
+
+
+def verdicts(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the table keeps of the gate's results on one level."""
+    return {
+        name: {
+            "kl": max(result[way]["kl"] for way in ("steps", "prompts")),
+            "passes": result["passes"],
+        }
+        for name, result in results.items()
+    }
+
+
+def borrowed(table: dict[str, Any], here: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Verdicts of the level before the portable one; none where that has none."""
+    formats = table.get(here[-2], {}).get("formats", {}) if len(here) > 1 else {}
+    return {
+        name: {key: figures[key] for key in ("kl", "passes")}
+        for name, figures in formats.items()
+        if "passes" in figures
+    }
+
+
+def renewed(
+    part: dict[str, Any],
+    *,
+    about: dict[str, Any] | None = None,
+    measured: dict[str, dict[str, Any]] | None = None,
+    judged: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """A level's part of the table with new measurements (and what they were taken on), new verdicts
+    or both; what is not given stays."""
+    formats: dict[str, dict[str, Any]] = {
+        name: dict(figures) for name, figures in part.get("formats", {}).items()
+    }
+    for fresh in (measured, judged):
+        for name, figures in (fresh or {}).items():
+            formats.setdefault(name, {}).update(figures)
+    formats.setdefault(REFERENCE, {}).update(kl=0.0, passes=True)
+    on = part.get("machine") if about is None else {key: about[key] for key in _KEPT}
+    return {"machine": on, "formats": formats}
+
+
+def show(level: str, part: dict[str, Any]) -> None:
+    """The level's table; of files of 4 bits, that of the default model, what auto takes is
+    marked."""
+    (pairs,) = parse({level: part}).values()
+    if not pairs:
+        return
+    few = [pair for pair in pairs if pair.weights in ("q4", "int8") and pair.passes and pair.steady]
+    first = fastest(few) if few else None
+    steps = next(iter(pairs)).steps_ms
+    head = "".join(f"{step:>12}" for step in steps)
+    print(f"\n{level + ', ms':20}{head}{'cost':>9}{'drift':>9}{'KL':>9}  gate")
+    for pair in pairs:
+        row = "".join(f"{pair.steps_ms[step]:>12.2f}" for step in steps)
+        verdict = "passes" if pair.passes else "FAILS"
+        mark = "  <- auto, 4 bits" if pair is first else ""
+        print(
+            f"{pair.weights + '/' + pair.kv:20}{row}{pair.cost:>9.2f}{pair.drift:>9.0e}"
+            f"{pair.kl:>9.4f}  {verdict}{mark}"
+        )
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    reason = unavailable_reason()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 1
+    here = variants()
+    parser = argparse.ArgumentParser(prog="benchmarks.levels")
+    for name, default in (("--steps", list(here)), ("--gate", usual_levels(here))):
+        parser.add_argument(name, nargs="*", choices=here, default=default, metavar="LEVEL")
+    parser.add_argument("--write", action="store_true", help=f"renew {PATH.name}")
+    args = parser.parse_args(argv)
+    table: dict[str, Any] = json.loads(PATH.read_text())
+    threads = choose_threads(None)
+    about = machine()
+    for level in here:
+        part = table.get(level, {})
+        if level in args.steps:
+            print(f"{level}: steps", file=sys.stderr)
+            part = renewed(part, about=about, measured=measure(level, threads, TURNS))
+        if level in args.gate:
+            print(f"{level}: the accuracy gate", file=sys.stderr)
+            part = renewed(part, judged=gate(level))
+        elif level == PLAIN and part:
+            part = renewed(part, judged=borrowed(table, here))
+        if part:
+            table[level] = part
+            show(level, part)
+    if args.write:
+        PATH.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    print()
+    print(json.dumps({"bench": "levels", "machine": about, "results": table}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

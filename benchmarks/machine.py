@@ -1,0 +1,57 @@
+"""What a benchmark was run on, for its JSON: one helper for all of them.
+
+The clock is measured: a chain of additions that wait for one another, one a cycle, on one thread
+(what the system reports is often a nominal figure, in virtual machines always). The bandwidth is
+what all threads together read of a buffer of 256 MiB. Both take well under a second, and are lower
+than the machine's own where other work runs beside it; ``load`` (the average of a minute when this
+was asked) tells of that.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["cpu_name", "machine"]
+
+_BUFFER: Final = 256 << 20
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The processor's model name, from the text of /proc/cpuinfo; else the architecture."""
+    for line in cpuinfo.splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def machine(cpus: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Processor, level of the native kernels, clock, bandwidth, memory and load.
+
+    Args:
+        cpus: the processors that the benchmark may use; None: those of this process.
+
+    ``level``, ``clock_ghz`` and ``read_gb_s`` are None without the native library.
+    """
+    from paceline.backends.native import unavailable_reason, variants
+    from paceline.backends.native.pieces import clock_hz, read_bandwidth
+
+    load = round(os.getloadavg()[0], 2)
+    threads = len(os.sched_getaffinity(0) if cpus is None else cpus)
+    memory = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            memory = int(line.split()[1]) // 1024
+    there = unavailable_reason() is None
+    return {
+        "cpu": cpu_name(Path("/proc/cpuinfo").read_text()),
+        "level": variants()[0] if there else None,
+        "clock_ghz": round(clock_hz() / 1e9, 2) if there else None,
+        "read_gb_s": round(read_bandwidth(_BUFFER, threads) / 1e9, 1) if there else None,
+        "cores": threads,
+        "memory_mb": memory,
+        "python": platform.python_version(),
+        "load": load,
+    }

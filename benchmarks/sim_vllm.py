@@ -1,0 +1,125 @@
+"""Recorded vLLM runs predicted from operator profiles: the "vllm" part of ``sim``.
+
+By itself, ``python -m benchmarks.sim_vllm [FOLDER]``, it shows what vLLM's rules amount to: every
+run predicted by all of them, and with one of this project's own in place of each.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.core.config import SchedulerConfig
+from paceline.core.errors import PacelineError
+from paceline.sim.step_times.models import ModelShape
+from paceline.sim.vllm_runs import (
+    HostTime,
+    VllmRun,
+    find_runs,
+    for_run,
+    measure,
+    predict,
+    replica_config,
+    step_times,
+)
+
+__all__ = ["METRICS", "present", "vllm"]
+
+
+def present(values: Iterator[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+METRICS: dict[str, Callable[[Sequence[Any]], float]] = {
+    "ttft_mean": lambda of: statistics.mean(present(x.ttft for x in of)),
+    "ttft_p50": lambda of: statistics.median(present(x.ttft for x in of)),
+    "tpot_mean": lambda of: statistics.mean(present(x.tpot for x in of)),
+    "e2e_mean": lambda of: statistics.mean(present(x.e2e for x in of)),
+}
+
+
+def vllm(folder: Path, models: Sequence[ModelShape] = ()) -> dict[str, Any]:
+    """Errors of every run, by name; those of the operators alone; what was left out, and why."""
+    profiles = folder / "profiles"
+    runs: list[VllmRun] = []
+    hosts: list[HostTime] = []
+    skipped: dict[str, str] = {}
+    for path in find_runs(folder):
+        try:
+            run = VllmRun.read(path, models)
+            host = measure(run, step_times(run, profiles))
+        except PacelineError as error:
+            skipped[path.name] = str(error)
+            print(f"  {path.name}: left out: {error}")
+            continue
+        runs.append(run)
+        if host is not None:
+            hosts.append(host)
+            print(
+                f"  {run.name}: large steps take {1e3 * host.seconds_per_layer:.3f} ms a layer "
+                f"beside their operators (median of {host.num_steps} steps)"
+            )
+    results: dict[str, dict[str, float]] = {}
+    alone: dict[str, dict[str, float]] = {}
+    seconds: dict[str, float] = {}
+    for run in runs:
+        host_seconds = for_run(run, hosts)
+        try:
+            bare = predict(run, profiles)
+            served = predict(run, profiles, host_seconds=host_seconds) if host_seconds else bare
+        except PacelineError as error:
+            skipped[run.name] = str(error)
+            print(f"  {run.name}: left out: {error}")
+            continue
+        refused = sum(s.refused for s in served)
+        if refused:
+            print(f"  {run.name}: {refused} requests are refused here, and count in no mean")
+        rows: tuple[dict[str, float], dict[str, float]] = ({}, {})
+        for name, of in METRICS.items():
+            theirs = of(run.requests)
+            for row, ours in zip(rows, (served, bare), strict=True):
+                row[f"{name}_err"] = round(of(ours) / theirs - 1.0, 4)
+            print(
+                f"  {run.name:>26} {name:>9}: vLLM {1e3 * theirs:9.1f} ms; operators alone "
+                f"{1e3 * of(bare):9.1f} ms, {of(bare) / theirs - 1.0:+.1%}; with "
+                f"{1e3 * host_seconds:4.1f} ms a large step, measured on the others, "
+                f"{1e3 * of(served):9.1f} ms, {of(served) / theirs - 1.0:+.1%}"
+            )
+        results[run.name], alone[run.name] = rows
+        seconds[run.name] = round(host_seconds, 6)
+    return {
+        "vllm": results,
+        "vllm_operators_alone": alone,
+        "vllm_host_s": seconds,
+        "vllm_left_out": skipped,
+    }
+
+
+def rules(folder: Path) -> None:
+    """Print each run's errors, operators alone, under vLLM's rules and without one of them."""
+    ours = SchedulerConfig()
+    changes: dict[str, dict[str, Any]] = {
+        "vLLM's rules": {},
+        "others pass a request that does not fit": {"bypass_window": ours.bypass_window},
+        "who loses least is preempted": {"policy": "fcfs"},
+        "both": {"bypass_window": ours.bypass_window, "policy": "fcfs"},
+    }
+    for path in find_runs(folder):
+        run = VllmRun.read(path)
+        config = replica_config(run)
+        for label, change in changes.items():
+            changed = replace(config, scheduler=replace(config.scheduler, **change))
+            served = predict(run, folder / "profiles", config=changed)
+            errors = ", ".join(
+                f"{name} {of(served) / of(run.requests) - 1.0:+.1%}" for name, of in METRICS.items()
+            )
+            preempted = sum(s.preemptions for s in served)
+            print(f"{run.name}, {label}: {errors}; {preempted} preemptions")
+
+
+if __name__ == "__main__":
+    rules(Path(sys.argv[1] if len(sys.argv) > 1 else "../shared/vllm-runs"))

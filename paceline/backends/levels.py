@@ -1,0 +1,118 @@
+"""What was measured of the native kernels on each level of instructions, and what that makes best.
+
+A level is a variant of the kernels: a name of ``native.variants()``. ``levels.json`` beside this
+file is written by ``python -m benchmarks.levels --write``: for every level how long steps of a
+model take in each pair of formats, whether other rows beside a row change it, and what the accuracy
+gate (docs/accuracy.md) says of the pair. It is data of the package, not of the machine: nothing is
+timed when a server starts, so the same file on the same level always gets the same formats.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["NEAR", "PATH", "STEADY", "Measured", "fastest", "measured", "parse"]
+
+PATH: Final = Path(__file__).parent / "levels.json"
+# formats whose steps take at most this much longer than the fastest's count as equally fast:
+# another run of the benchmark may order them otherwise
+NEAR: Final = 1.05
+# a rounding step of bfloat16. Sums taken in another order drift by some 1e-6 of the largest logit,
+# by some 1e-3 where activations are rounded to bfloat16 on the way; weights rounded otherwise by
+# 1e-2
+STEADY: Final = 2.0**-8
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A pair of formats on one level."""
+
+    # of weights and of the KV cache, as --dtype and --kv-dtype name them
+    weights: str
+    kv: str
+    # milliseconds by step; the pairs of a level have the same steps
+    steps_ms: Mapping[str, float]
+    # mean KL(float32, format) in nats, of both ways of reading the larger
+    kl: float
+    # whether the accuracy gate lets it through
+    passes: bool
+    # how far a row's logits are from those it has alone when others are computed beside it, at
+    # most, as a share of the largest logit
+    drift: float = 0.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether a request's answer is its own whoever else is served, but for the rounding of
+        sums that are taken in another order."""
+        return self.drift <= STEADY
+
+    @property
+    def cost(self) -> float:
+        """Geometric mean of the steps' times, so that each step weighs alike."""
+        return math.exp(math.fsum(map(math.log, self.steps_ms.values())) / len(self.steps_ms))
+
+
+def fastest(pairs: Iterable[Measured]) -> Measured:
+    """The fastest pair; of equally fast ones (``NEAR``) the one that is closest to float32.
+
+    Raises ValueError for no pairs.
+    """
+    known = list(pairs)
+    limit = NEAR * min(pair.cost for pair in known)
+    return min((pair for pair in known if pair.cost <= limit), key=lambda pair: pair.kl)
+
+
+def parse(table: Mapping[str, Any]) -> dict[str, tuple[Measured, ...]]:
+    """The table's pairs by level, of those that were both timed and judged.
+
+    Raises KeyError or ValueError for what is not such a table.
+    """
+    levels: dict[str, tuple[Measured, ...]] = {}
+    for level, entry in table.items():
+        pairs = []
+        for name, figures in entry["formats"].items():
+            if "steps_ms" not in figures or "passes" not in figures:
+                continue
+            weights, kv = name.split("/")
+            steps = {step: float(value) for step, value in figures["steps_ms"].items()}
+            if not steps or min(steps.values()) <= 0:
+                raise ValueError(f"{level}: {name} has no times above zero")
+            pairs.append(
+                Measured(weights, kv, steps, figures["kl"], figures["passes"], figures["drift"])
+            )
+        if len({frozenset(pair.steps_ms) for pair in pairs}) > 1:
+            raise ValueError(f"{level}: formats differ in the steps that were timed")
+        levels[level] = tuple(pairs)
+    return levels
+
+
+@functools.cache
+def _table() -> dict[str, tuple[Measured, ...]]:
+    return parse(json.loads(PATH.read_text()))
+
+
+def measured(levels: Sequence[str]) -> tuple[str, tuple[Measured, ...]]:
+    """The first of ``levels`` that was measured, and its pairs of formats.
+
+    Args:
+        levels: that run on this machine, best first. A level without figures of its own, such as
+            one of a processor that was not at hand, is taken to order formats as the next one does.
+
+    Raises ConfigError where none of them was measured.
+    """
+    table = _table()
+    for level in levels:
+        if table.get(level):
+            return level, table[level]
+    raise ConfigError(
+        f"nothing was measured of {', '.join(levels)}, so auto cannot choose formats: name them "
+        "with --dtype and --kv-dtype"
+    )

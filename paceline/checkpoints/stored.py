@@ -1,0 +1,29 @@
+"""How many bits a file spends on a weight."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["stored_bits"]
+
+_PLAIN: Final = {"float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0}
+
+
+def stored_bits(stored_dtype: str) -> float:
+    """Bits a weight, scales included.
+
+    Args:
+        stored_dtype: as ``ModelConfig.stored_dtype``, e.g. "bfloat16" (16) or "Q4_1" (5).
+
+    Raises ValueError for a name that is neither a plain dtype nor one of GGUF's types.
+    """
+    if stored_dtype in _PLAIN:
+        return _PLAIN[stored_dtype]
+    # imported here: folders of safetensors do without it
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored_dtype]]
+    except KeyError:
+        raise ValueError(f"{stored_dtype!r} is no type that weights are stored as") from None
+    return 8.0 * float(size) / float(values)

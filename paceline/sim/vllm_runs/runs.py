@@ -1,0 +1,215 @@
+"""Recorded runs of a real vLLM, read from their folders.
+
+A folder of runs holds, per run::
+
+    meta.json        engine arguments; "kv_cache" and "resolved_config" where the recorder wrote
+    them requests.jsonl   lengths and timestamps config.json      hardware of the run: GPUs, their
+    memory and their link
+
+and beside the runs a folder ``profiles`` with operator times (``step_times.profile``). The layout
+is that of LLMServingSim's benchmark (casys-kaist/LLMServingSim).
+
+What vLLM resolved itself (number of KV blocks, graph sizes, prefix caching, asynchronous
+scheduling) is taken from the run where it is recorded. Where it is not, vLLM 0.19's defaults hold,
+and the number of blocks is what the weights leave of the memory.
+
+This module does not know how a run is simulated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError
+from paceline.sim.arrival import Arrival
+from paceline.sim.step_times.models import ModelShape
+from paceline.sim.step_times.profile import GraphPadding, Interconnect
+
+__all__ = ["Measured", "VllmRun", "find_runs"]
+
+_BLOCK: Final = 16
+_GIB: Final = 2**30
+# vLLM's fraction of a GPU's memory where the run does not say otherwise
+_UTILISATION: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One request of a run, in seconds from the first arrival."""
+
+    arrival: Arrival
+    first_token: float
+    last_token: float
+    # when it was first planned; None: not recorded
+    scheduled: float | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrival.at
+
+    @property
+    def tpot(self) -> float | None:
+        """None with fewer than two tokens."""
+        tokens = self.arrival.output_tokens
+        return (self.last_token - self.first_token) / (tokens - 1) if tokens > 1 else None
+
+    @property
+    def e2e(self) -> float:
+        return self.last_token - self.arrival.at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRun:
+    """One run, read from its folder."""
+
+    name: str
+    model: ModelShape
+    # the GPU, as profiles name it
+    hardware: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # prompt + output of one request at most; None: the model's own limit, which is not recorded
+    max_model_len: int | None
+    # GPUs of one engine
+    degree: int
+    # engines that share the load
+    num_engines: int
+    # experts are spread over the GPUs of all engines
+    expert_parallel: bool
+    link: Interconnect
+    # bytes of one engine's GPUs that vLLM may use; None: not recorded
+    memory: float | None
+    block_size: int
+    # KV blocks that vLLM counted; None: not recorded
+    num_gpu_blocks: int | None
+    prefix_caching: bool
+    # the next step is planned while one runs
+    async_scheduling: bool
+    padding: GraphPadding
+    requests: tuple[Measured, ...]
+
+    @classmethod
+    def read(cls, folder: Path, models: Sequence[ModelShape] = ()) -> VllmRun:
+        """Read one run.
+
+        Args:
+            models: shapes to look the model up in before those that are known.
+
+        Raises:
+            ConfigError: the folder is not laid out as the module says, or no shape is known for
+                its model.
+        """
+        try:
+            meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
+            hardware = folder / "config.json"
+            config: dict[str, Any] = json.loads(hardware.read_text()) if hardware.exists() else {}
+            lines = (folder / "requests.jsonl").read_text().splitlines()
+            raw: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+            arguments = meta["engine_kwargs"]
+            instance = config["nodes"][0]["instances"][0] if config else {}
+            degree = int(arguments.get("tensor_parallel_size") or 1)
+            engines = int(arguments.get("data_parallel_size") or 1)
+            cache: Mapping[str, Any] = meta.get("kv_cache") or {}
+            resolved: Mapping[str, Any] = meta.get("resolved_config") or {}
+            scheduling = resolved.get("scheduler_config") or {}
+            blocks = cache.get("num_gpu_blocks")
+            max_num_seqs = int(arguments["max_num_seqs"])
+            longest = arguments.get("max_model_len")
+            return cls(
+                name=folder.name,
+                model=ModelShape.named(meta["model"], models),
+                hardware=str(instance.get("hardware") or folder.name.split("-")[0]),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=int(arguments["max_num_batched_tokens"]),
+                max_model_len=None if longest is None else int(longest),
+                degree=degree,
+                num_engines=engines,
+                expert_parallel=bool(arguments.get("enable_expert_parallel")),
+                # given in GB/s and ns
+                link=Interconnect(
+                    degree,
+                    1e9 * float(config.get("link_bw", 0.0)),
+                    1e-9 * float(config.get("link_latency", 0.0)),
+                ),
+                memory=_memory(instance, degree),
+                block_size=int(cache.get("block_size") or _BLOCK),
+                num_gpu_blocks=None if blocks is None else int(blocks),
+                prefix_caching=bool(cache.get("enable_prefix_caching", True)),
+                async_scheduling=bool(scheduling.get("async_scheduling", True)),
+                padding=_padding(resolved, max_num_seqs),
+                requests=_align(raw),
+            )
+        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{folder} is not a recorded vLLM run: {error!r}") from error
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of one engine that requests can have: vLLM keeps one as a placeholder
+        (``BlockPool.null_block``)."""
+        if self.num_gpu_blocks is not None:
+            return max(1, self.num_gpu_blocks - 1)
+        if self.memory is None:
+            raise ConfigError(
+                f"run {self.name} says neither how many KV blocks vLLM had (meta.json: "
+                "kv_cache.num_gpu_blocks) nor how much memory (config.json: npu_mem.mem_size)"
+            )
+        model = self.model
+        weights = 2.0 * model.parameters_per_engine(self.num_engines if self.expert_parallel else 1)
+        block_bytes = self.block_size * model.kv_bytes_per_token()
+        return max(1, int((self.memory - weights) / block_bytes) - 1)
+
+
+def _memory(instance: Mapping[str, Any], degree: int) -> float | None:
+    memory = instance.get("npu_mem") or {}
+    if "mem_size" not in memory:
+        return None
+    share = float(memory.get("mem_util", _UTILISATION))
+    return degree * float(memory["mem_size"]) * share * _GIB
+
+
+def _padding(resolved: Mapping[str, Any], max_num_seqs: int) -> GraphPadding:
+    """The graph sizes that vLLM captured; its defaults where they are not recorded."""
+    model = resolved.get("model_config") or {}
+    if model.get("enforce_eager"):
+        return GraphPadding()
+    sizes = (resolved.get("compilation_config") or {}).get("cudagraph_capture_sizes")
+    if isinstance(sizes, list) and sizes:
+        return GraphPadding(tuple(sorted(int(size) for size in sizes)))
+    return GraphPadding.like_vllm(max_num_seqs)
+
+
+def _align(raw: list[dict[str, Any]]) -> tuple[Measured, ...]:
+    """Arrivals are on the wall clock, the engine's stamps on a monotonic one. No request can be
+    queued before it arrived, so the smallest distance between the two is the clocks' offset plus
+    the quickest way from the one to the other."""
+    if not raw:
+        raise ValueError("requests.jsonl is empty")
+    offset = max(r["arrival_time"] - r["queued_ts"] for r in raw)
+    begin = min(r["arrival_time"] for r in raw)
+
+    def at(stamp: float | None) -> float | None:
+        return None if stamp is None else stamp + offset - begin
+
+    found = [
+        Measured(
+            Arrival(
+                at=r["arrival_time"] - begin,
+                prompt_tokens=int(r["input_toks"]),
+                output_tokens=int(r["output_toks"]),
+            ),
+            first_token=r["first_token_ts"] + offset - begin,
+            last_token=r["last_token_ts"] + offset - begin,
+            scheduled=at(r.get("scheduled_ts")),
+        )
+        for r in raw
+    ]
+    return tuple(sorted(found, key=lambda m: m.arrival.at))
+
+
+def find_runs(folder: Path) -> tuple[Path, ...]:
+    """The folders of runs below ``folder``, by name."""
+    return tuple(sorted(path.parent for path in folder.glob("*/requests.jsonl")))
