@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.checkpoints.private import make_private_folder, private_opener
 from paceline.core.errors import ConfigError
 from paceline.server.wire import encode
 
@@ -38,8 +39,8 @@ class OutputFile:
     def open(cls, path: Path, *, overwrite: bool = False) -> OutputFile:
         """Raises ConfigError when the file holds something else than a batch's answers."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+            make_private_folder(path.parent)
+            file = os.fdopen(private_opener(str(path), os.O_RDWR | os.O_CREAT), "r+b")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:
