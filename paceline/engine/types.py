@@ -9,6 +9,8 @@ Times are seconds of ``time.monotonic()``, which all processes of one host share
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from paceline.core.census import ClassUse
@@ -17,6 +19,7 @@ from paceline.core.request import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 
 __all__ = [
+    "TOO_AMBIGUOUS",
     "ChoiceDelta",
     "ClassUse",
     "EngineFaults",
@@ -28,6 +31,9 @@ __all__ = [
     "Timeline",
     "TokenLogprobs",
 ]
+
+# what a request fails with whose grammar leaves more ways open than can be followed: its own fault
+TOO_AMBIGUOUS: Final = "the output's grammar leaves too much open at this place"
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

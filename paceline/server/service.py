@@ -16,13 +16,14 @@ from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
+    InvalidRequestError,
     QueueFullError,
     RequestError,
     RequestFailedError,
 )
 from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
-from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
+from paceline.engine.types import TOO_AMBIGUOUS, EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
 from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
@@ -265,7 +266,10 @@ class Service:
     def _check(self, output: GenerationOutput) -> None:
         for choice in output.choices:
             if choice.finish_reason == "error":
-                raise RequestFailedError(choice.error or "the engine failed on this request")
+                message = choice.error or "the engine failed on this request"
+                if TOO_AMBIGUOUS in message:
+                    raise InvalidRequestError(message)
+                raise RequestFailedError(message)
             if choice.finish_reason == "abort":
                 # nobody else ends a request whose caller still listens
                 raise EngineDrainingError("the request was aborted: the server is shutting down")
