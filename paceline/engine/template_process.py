@@ -129,7 +129,7 @@ class _Worker:
             # a process group of its own keeps the terminal's Ctrl-C away from it
             self._process = subprocess.Popen(
                 [*_ARGV, json.dumps(asdict(limits))],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 process_group=0,

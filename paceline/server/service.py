@@ -78,6 +78,11 @@ class Service:
     def model_name(self) -> str:
         return self.rules.served_model_names[0]
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether an answer that begins now is the last of its connection."""
+        return self.draining or self.dead is not None
+
     def refuse_if_draining(self) -> None:
         """Raises EngineDeadError or EngineDrainingError once the server ends for that reason."""
         if self.dead is not None:
