@@ -19,7 +19,7 @@ from paceline.core.errors import EngineError, PacelineError
 __all__ = ["build_parser", "main"]
 
 # modules of this package, each with an ``add_parser``; in the order of --help
-_COMMANDS: Final = ("serve", "chat", "generate", "pull", "plan", "simulate", "top")
+_COMMANDS: Final = ("serve", "chat", "generate", "pull", "plan", "simulate", "top", "doctor")
 
 _EPILOG = """\
 first steps:

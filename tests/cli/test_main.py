@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.main import build_parser
 
-COMMANDS = ("serve", "chat", "generate", "pull", "plan", "simulate", "top")
+COMMANDS = ("serve", "chat", "generate", "pull", "plan", "simulate", "top", "doctor")
 
 
 def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -32,7 +32,7 @@ from paceline.cli.main import main
 try:
     main(["pull", "--list"])
 finally:
-    others = {"serve", "chat", "plan", "simulate", "top"}
+    others = {"serve", "chat", "plan", "simulate", "top", "doctor"}
     found = [name for name in others if f"paceline.cli.{name}" in sys.modules]
 assert not found, found
 """
