@@ -30,6 +30,7 @@ __all__ = [
     "RequestTimes",
     "Timeline",
     "TokenLogprobs",
+    "tokens_per_second",
 ]
 
 # what a request fails with whose grammar leaves more ways open than can be followed: its own fault
@@ -195,3 +196,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[ClassUse, ...] = ()
     # tokens computed in each step since the last snapshot
     iteration_tokens: tuple[int, ...] = ()
+
+
+def tokens_per_second(tokens: int, choices: int, seconds: float) -> float | None:
+    """The speed of ``choices`` outputs at once, ``seconds`` after their first tokens; None where
+    nothing came after these."""
+    return round((tokens - choices) / seconds, 2) if tokens > choices and seconds > 0.0 else None

@@ -258,7 +258,7 @@ class Service:
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s "
                 "queued=%s waited_for=%s chunks=%s preemptions=%d recomputed_tokens=%s "
-                "predicted_ttft=%s ttft=%s",
+                "predicted_ttft=%s ttft=%s tokens_per_second=%s",
                 request.request_id,
                 len(request.prompt_token_ids),
                 observer.num_output_tokens,
