@@ -54,7 +54,7 @@ class OutputFile:
         """
         try:
             make_private_folder(path.parent)
-            file = os.fdopen(private_opener(str(path), os.O_RDWR | os.O_CREAT), "r+b")
+            file: BinaryIO = os.fdopen(private_opener(str(path), os.O_RDWR | os.O_CREAT), "r+b")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:

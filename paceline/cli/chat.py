@@ -131,14 +131,17 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_
             break
         if not text:
             continue
-        message = parse(text)
-        if isinstance(message, Command) and message.name is None and not interactive:
-            # nobody is there to say it another way
+        meant = parse(text)
+        message: str | None
+        if isinstance(meant, str):
+            message = meant
+        elif meant.name is None and not interactive:
+            # in a pipe nobody is there to say it another way
             message = text
-        if isinstance(message, Command):
-            if message.name == "exit":
-                break
-            message = _carry_out(message, conversation)
+        elif meant.name == "exit":
+            break
+        else:
+            message = _carry_out(meant, conversation)
         if message is None:
             continue
         try:
