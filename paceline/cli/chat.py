@@ -16,7 +16,7 @@ from paceline.core.errors import NeverFitsError, RequestError, RequestFailedErro
 if TYPE_CHECKING:
     from paceline.engine.protocol import EngineClient
 
-__all__ = ["AnswerStats", "Conversation", "add_parser"]
+__all__ = ["AnswerStats", "Conversation", "add_options", "add_parser", "run"]
 
 _EPILOG = """\
 examples:
@@ -43,6 +43,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Talk to a model in this terminal, without a server.",
         epilog=_EPILOG.format(help=_COMMANDS),
     )
+    add_options(parser)
+    parser.set_defaults(run=run, prompt=[])
+
+
+def add_options(parser: Parser) -> None:
+    """All that ``paceline run`` takes too."""
     add_model_argument(parser)
     group = parser.add_argument_group("answers")
     group.add_argument("--system", metavar="TEXT", help="what the model is told first")
@@ -78,7 +84,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="repeat the same answers; default: different ones every time",
     )
     add_engine_options(parser, scheduling=False)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.engine.local import LocalEngineClient
 
     configure_logging(settings.log_level)
-    interactive = sys.stdin.isatty()
+    prompt = " ".join(args.prompt)
+    interactive = sys.stdin.isatty() and not prompt
     if interactive:
         print(f"loading {settings.model_name} ...", file=sys.stderr)
     core, info = build_core(settings)
@@ -115,9 +121,22 @@ def run(args: argparse.Namespace) -> int:
     # one loop for the whole conversation: Ctrl-C cancels a turn, not the engine
     with asyncio.Runner() as runner:
         try:
+            if prompt:
+                return _answer_once(runner, conversation, prompt, args.stats)
             return _converse(runner, conversation, interactive, interactive or args.stats)
         finally:
             runner.run(client.close())
+
+
+def _answer_once(runner: Any, conversation: Conversation, prompt: str, shows_stats: bool) -> int:
+    try:
+        runner.run(_say(conversation, prompt))
+    except (RequestError, RequestFailedError) as error:
+        print(f"paceline run: {error}", file=sys.stderr)
+        return 1
+    if shows_stats and conversation.last is not None:
+        print(conversation.last, file=sys.stderr)
+    return 0
 
 
 def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_stats: bool) -> int:
