@@ -27,6 +27,7 @@
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
+#   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
@@ -66,7 +67,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX
 .PHONY: serve test test-clients test-services quick check replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-peers bench-grammars \
-	bench-metrics bench-background bench-faults bench-overhead bench-startup
+	bench-metrics bench-background bench-faults bench-overhead bench-startup bench-templates
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -144,6 +145,9 @@ bench-faults: $(READY) model
 
 bench-overhead: $(READY) model
 	@$(BIN)/python -m benchmarks.overhead
+
+bench-templates: $(READY) model
+	@$(BIN)/python -m benchmarks.templates
 
 bench-startup: $(READY) model
 	@$(BIN)/python -m benchmarks.startup

@@ -7,7 +7,7 @@ many places where a model hub is not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -35,6 +35,9 @@ class Alias:
     file_name: str
     gguf_bytes: int
     gguf_sha256: str
+    # what its authors recommend for requests that leave it out, as in generation_config.json; a
+    # GGUF file has no place for it
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 ALIASES: Final[Mapping[str, Alias]] = MappingProxyType(
@@ -52,6 +55,8 @@ ALIASES: Final[Mapping[str, Alias]] = MappingProxyType(
             file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_bytes=98_362_432,
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            # as in its model card; at 1.0 a model of this size talks nonsense
+            sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
         )
     }
 )

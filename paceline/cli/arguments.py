@@ -7,8 +7,8 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NoReturn
 
 __all__ = ["Parser", "bounded_float", "bounded_int", "byte_count"]
 
@@ -35,6 +35,25 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's, but what is left over is the error of the command that was named, which
+        knows its flags."""
+        known, left = self.parse_known_args(args, namespace)
+        if left:
+            command = self._command(getattr(known, "command", ""))
+            command.error(f"unrecognized arguments: {' '.join(left)}")
+        return known
+
+    def _command(self, name: str) -> Parser:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices.get(name)
+                if isinstance(chosen, Parser):
+                    return chosen
+        return self
+
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown:
@@ -46,8 +65,39 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+# what other servers call it -> what to type here
+_ELSEWHERE: Final = {
+    "--api-key": "PACELINE_API_KEY in the environment, or --api-key-file",
+    "--chat-template": "nothing: the checkpoint's own is used, or --trust-request-chat-template",
+    "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--disable-log-requests": "--log-level warning",
+    "--download-dir": "PACELINE_CACHE in the environment",
+    "--enable-auto-tool-choice": "nothing: tools are served as they are",
+    "--enable-prefix-caching": "nothing: it is on; --no-enable-prefix-caching turns it off",
+    "--gpu-memory-utilization": "--kv-cache-memory SIZE",
+    "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--kv-cache-memory SIZE",
+    "--model-path": "the model by itself, or --model",
+    "--n-gpu-layers": "--device cuda",
+    "--parallel": "--max-num-seqs",
+    "--quantization": "--dtype int8 or q4",
+    "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
+}
+_SYNONYMS: Final = {
+    "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
+    "vtc": "fair", "wfq": "fair", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16",
+    "float16": "bfloat16", "fp16": "bfloat16", "gpu": "cuda",
+}  # fmt: skip
+
+
 def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
+    known = list(known)
+    if word in _ELSEWHERE:
+        return f" (here that is {_ELSEWHERE[word]})"
+    if _SYNONYMS.get(word) in known:
+        return f" (did you mean {_SYNONYMS[word]}?)"
+    near = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -10,13 +10,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.checkpoints.private import make_private_folder, private_opener
 from paceline.core.errors import ConfigError
 from paceline.server.wire import encode
 
 __all__ = ["OutputFile"]
+
+# of a line: its custom id, or its place and digest
+Key = tuple[str, str]
 
 # every record begins so; tells a torn record from somebody's notes
 _START = b'{"index":'
@@ -29,28 +34,41 @@ class OutputFile:
     whole, so a killed process loses no finished answer.
     """
 
-    def __init__(self, file: BinaryIO, answered: frozenset[tuple[str, str]] = frozenset()) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        answered: frozenset[Key] = frozenset(),
+        failed: frozenset[Key] = frozenset(),
+    ) -> None:
         self._file = file
-        # keys of the lines that have an answer
+        # keys of the lines that have an answer, and of those whose answer is an error
         self.answered = answered
+        self.failed = failed
 
     @classmethod
-    def open(cls, path: Path, *, overwrite: bool = False) -> OutputFile:
-        """Raises ConfigError when the file holds something else than a batch's answers."""
+    def open(cls, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> OutputFile:
+        """Raises ConfigError when the file holds something else than a batch's answers.
+
+        Args:
+            retry_failed: errors are taken out of the file, and their lines have no answer then.
+        """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+            make_private_folder(path.parent)
+            file: BinaryIO = os.fdopen(private_opener(str(path), os.O_RDWR | os.O_CREAT), "r+b")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:
             _lock(file, path)
-            answered, end = (frozenset(), 0) if overwrite else _scan(path)
+            answered, failed, end = (frozenset(), frozenset(), 0) if overwrite else _scan(path)
             file.truncate(end)
+            if retry_failed and failed:
+                file = _without_failures(file, path)
+                answered, failed, end = _scan(path)
             file.seek(end)
         except BaseException:
             file.close()
             raise
-        return cls(file, answered)
+        return cls(file, answered, failed)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, whose first key is "index", and its newline in one write."""
@@ -68,14 +86,38 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise ConfigError(f"{path} is being written by another process: wait for it") from None
 
 
-def _scan(path: Path) -> tuple[frozenset[tuple[str, str]], int]:
-    """Keys answered in ``path``, and the length of its whole lines in bytes."""
-    answered = set()
+def _without_failures(file: BinaryIO, path: Path) -> BinaryIO:
+    """The file anew, locked too, without its errors: whole at every moment, whatever happens."""
+    fresh = path.with_name(f".{path.name}.retry")
+    copy = os.fdopen(private_opener(str(fresh), os.O_RDWR | os.O_CREAT | os.O_TRUNC), "r+b")
+    try:
+        _lock(copy, path)
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        file.seek(0)
+        for raw in file:
+            found = _read(raw)
+            if found is not None and not found[1]:
+                copy.write(raw)
+        copy.flush()
+        os.fsync(copy.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        copy.close()
+        fresh.unlink(missing_ok=True)
+        raise
+    file.close()
+    return copy
+
+
+def _scan(path: Path) -> tuple[frozenset[Key], frozenset[Key], int]:
+    """Keys answered in ``path``, those whose answer is an error, and the length of its whole lines
+    in bytes."""
+    answered, failed = set(), set()
     end = 0
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
-            key = _answered_key(raw)
-            if key is None:
+            found = _read(raw)
+            if found is None:
                 if raw.endswith(b"\n") or not raw.startswith(_START[: len(raw)]):
                     raise ConfigError(
                         f"{path} line {number} is not an answer of 'paceline generate': name "
@@ -84,17 +126,25 @@ def _scan(path: Path) -> tuple[frozenset[tuple[str, str]], int]:
                 break  # torn: the write of the last line was cut short
             if not raw.endswith(b"\n"):
                 break  # whole by chance, but its newline is missing
+            key, is_error = found
             answered.add(key)
+            if is_error:
+                failed.add(key)
             end += len(raw)
-    return frozenset(answered), end
+    return frozenset(answered), frozenset(failed), end
 
 
-def _answered_key(raw: bytes) -> tuple[str, str] | None:
+def _read(raw: bytes) -> tuple[Key, bool] | None:
+    """Which line a record answers, and whether with an error; None: it is no record."""
     try:
         record = json.loads(raw)
+        response = record.get("response")
+        is_error = record.get("error") is not None or (
+            response is not None and response["status_code"] != 200
+        )
         custom_id = record["custom_id"]
         if custom_id is not None:
-            return ("id", str(custom_id))
-        return (str(int(record["index"])), str(record["input"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
+            return ("id", str(custom_id)), is_error
+        return (str(int(record["index"])), str(record["input"])), is_error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.chat_commands import HELP, HINT, Command, parse
 from paceline.cli.options import add_engine_options, add_model_argument, engine_settings
 from paceline.core.errors import NeverFitsError, RequestError, RequestFailedError
 
 if TYPE_CHECKING:
     from paceline.engine.protocol import EngineClient
 
-__all__ = ["Conversation", "add_parser"]
+__all__ = ["AnswerStats", "Conversation", "add_options", "add_parser", "run"]
 
 _EPILOG = """\
 examples:
@@ -24,14 +26,14 @@ examples:
   paceline chat ./my-model.gguf --threads 4
 
 in a conversation:
-  /reset    forget what was said            /exit    leave
-  Ctrl-C    stop the answer (at the prompt: leave)
+{help}
 
 Standard output carries the answers, everything else goes to standard error. Each line of a pipe is
 one turn of the conversation.
 """
-
-_HINT = "Type a message; /reset forgets the conversation, /exit leaves."
+_COMMANDS = "\n".join(f"  {line}" for line in HELP.splitlines())
+# for models that nothing is known of
+_TEMPERATURE = 0.7
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -39,8 +41,14 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "chat",
         help="talk to a model in this terminal",
         description="Talk to a model in this terminal, without a server.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(help=_COMMANDS),
     )
+    add_options(parser)
+    parser.set_defaults(run=run, prompt=[])
+
+
+def add_options(parser: Parser) -> None:
+    """All that ``paceline run`` takes too."""
     add_model_argument(parser)
     group = parser.add_argument_group("answers")
     group.add_argument("--system", metavar="TEXT", help="what the model is told first")
@@ -54,12 +62,20 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--temperature",
         type=bounded_float(0.0, 100.0),
-        default=0.7,
         metavar="T",
-        help="0 always takes the likeliest token (default 0.7)",
+        help="0 always takes the likeliest token; default: what the model's authors recommend, "
+        f"else {_TEMPERATURE}",
     )
     group.add_argument(
-        "--top-p", type=bounded_float(0.0, 1.0), default=1.0, metavar="P", help="default 1"
+        "--top-p",
+        type=bounded_float(0.0, 1.0),
+        metavar="P",
+        help="default: what the model's authors recommend, else 1",
+    )
+    group.add_argument(
+        "--stats",
+        action="store_true",
+        help="say after each answer how many tokens a second it had, in a pipe too",
     )
     group.add_argument(
         "--seed",
@@ -68,7 +84,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="repeat the same answers; default: different ones every time",
     )
     add_engine_options(parser, scheduling=False)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,35 +93,53 @@ def run(args: argparse.Namespace) -> int:
     import random
 
     from paceline.cli.logs import configure_logging
-    from paceline.cli.wiring import build_core, build_tokenizer
+    from paceline.cli.wiring import build_core, build_tokenizer, default_sampling
     from paceline.engine.local import LocalEngineClient
 
     configure_logging(settings.log_level)
-    interactive = sys.stdin.isatty()
+    prompt = " ".join(args.prompt)
+    interactive = sys.stdin.isatty() and not prompt
     if interactive:
         print(f"loading {settings.model_name} ...", file=sys.stderr)
     core, info = build_core(settings)
     client = LocalEngineClient(core, info, build_tokenizer(settings))
     seed = random.getrandbits(62) if args.seed is None else args.seed
+    sampling = {"temperature": _TEMPERATURE, "top_p": 1.0} | default_sampling(settings)
+    for name in ("temperature", "top_p"):
+        if getattr(args, name) is not None:
+            sampling[name] = getattr(args, name)
     conversation = Conversation(
         client,
         system=args.system,
         max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
         seed=seed,
     )
     if interactive:
-        print(_HINT, file=sys.stderr)
+        print(HINT, file=sys.stderr)
     # one loop for the whole conversation: Ctrl-C cancels a turn, not the engine
     with asyncio.Runner() as runner:
         try:
-            return _converse(runner, conversation, interactive)
+            if prompt:
+                return _answer_once(runner, conversation, prompt, args.stats)
+            return _converse(runner, conversation, interactive, interactive or args.stats)
         finally:
             runner.run(client.close())
 
 
-def _converse(runner: Any, conversation: Conversation, interactive: bool) -> int:
+def _answer_once(runner: Any, conversation: Conversation, prompt: str, shows_stats: bool) -> int:
+    try:
+        runner.run(_say(conversation, prompt))
+    except (RequestError, RequestFailedError) as error:
+        print(f"paceline run: {error}", file=sys.stderr)
+        return 1
+    if shows_stats and conversation.last is not None:
+        print(conversation.last, file=sys.stderr)
+    return 0
+
+
+def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_stats: bool) -> int:
     failed = False
     while True:
         try:
@@ -117,14 +150,23 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool) -> int
             break
         if not text:
             continue
-        if text == "/exit":
+        meant = parse(text)
+        message: str | None
+        if isinstance(meant, str):
+            message = meant
+        elif meant.name is None and not interactive:
+            # in a pipe nobody is there to say it another way
+            message = text
+        elif meant.name == "exit":
             break
-        if text == "/reset":
-            conversation.reset()
-            print("(forgotten)", file=sys.stderr)
+        else:
+            message = _carry_out(meant, conversation)
+        if message is None:
             continue
         try:
-            runner.run(_say(conversation, text))
+            runner.run(_say(conversation, message))
+            if shows_stats and conversation.last is not None:
+                print(conversation.last, file=sys.stderr)
         except KeyboardInterrupt:
             if not interactive:
                 raise
@@ -133,6 +175,35 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool) -> int
             print(f"paceline chat: {error}", file=sys.stderr)
             failed = True
     return 1 if failed and not interactive else 0
+
+
+def _carry_out(command: Command, conversation: Conversation) -> str | None:
+    """Do it, and say so; a message that is to be answered now."""
+    said = ""
+    if command.name is None:
+        said = f"there is no command {command.word}; /help lists them, // begins a message with /"
+    elif command.name == "help":
+        print(HELP, file=sys.stderr)
+        return None
+    elif command.name == "reset":
+        conversation.reset()
+        said = "forgotten"
+    elif command.name == "system":
+        conversation.set_system(command.rest or None)
+        said = "the model is told that first" if command.rest else "the model is told nothing first"
+    elif command.name == "temperature":
+        try:
+            conversation.temperature = bounded_float(0.0, 100.0)(command.rest)
+            said = f"temperature {conversation.temperature:g}"
+        except argparse.ArgumentTypeError as error:
+            said = f"/temperature: {error}"
+    elif command.name == "retry":
+        last = conversation.take_back()
+        if last is not None:
+            return last
+        said = "nothing was said yet"
+    print(f"({said})", file=sys.stderr)
+    return None
 
 
 def _read(interactive: bool) -> str:
@@ -154,6 +225,23 @@ async def _say(conversation: Conversation, text: str) -> None:
     print(flush=True)
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """How quick an answer was; ``str`` says it for people."""
+
+    tokens: int
+    # to the first token, and from there to the last
+    first_seconds: float
+    other_seconds: float
+
+    def __str__(self) -> str:
+        from paceline.engine.types import tokens_per_second
+
+        speed = tokens_per_second(self.tokens, 1, self.other_seconds)
+        rate = "" if speed is None else f"{speed:.1f} tokens/s, "
+        return f"({self.tokens} tokens, {rate}the first after {self.first_seconds:.2f} s)"
+
+
 class Conversation:
     """The messages so far, and how the next answer is made.
 
@@ -172,18 +260,32 @@ class Conversation:
         seed: int,
     ) -> None:
         self._client = client
-        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.set_system(system)
         self._max_tokens = max_tokens
-        self._temperature = temperature
+        self.temperature = temperature
         self._top_p = top_p
         self._seed = seed
         self._num_answers = 0
         # user and assistant in turn
         self.turns: list[dict[str, Any]] = []
+        # of the latest answer, None before it is whole
+        self.last: AnswerStats | None = None
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.turns = []
+
+    def set_system(self, text: str | None) -> None:
+        """What the model is told first, from the next answer on."""
+        self._system = [] if text is None else [{"role": "system", "content": text}]
+
+    def take_back(self) -> str | None:
+        """Forget the latest message and its answer; the message, None where there is none."""
+        if not self.turns:
+            return None
+        said: str = self.turns[-2]["content"]
+        del self.turns[-2:]
+        return said
 
     async def answer(self, text: str) -> AsyncIterator[str]:
         """The pieces of the answer to ``text``. When it is cancelled, what was said stays said.
@@ -197,6 +299,7 @@ class Conversation:
 
         self.turns.append({"role": "user", "content": text})
         said: list[str] = []
+        self.last = None
         try:
             prompt, max_tokens = self._prompt()
             request = GenerationRequest(
@@ -204,7 +307,7 @@ class Conversation:
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(
                     max_tokens=max_tokens,
-                    temperature=self._temperature,
+                    temperature=self.temperature,
                     top_p=self._top_p,
                     seed=self._seed + self._num_answers,
                     eos_token_ids=self._client.tokenizer.eos_token_ids,
@@ -213,6 +316,12 @@ class Conversation:
             )
             self._num_answers += 1
             async for output in self._client.generate(request):
+                if output.finished and output.times is not None:
+                    self.last = AnswerStats(
+                        output.num_output_tokens,
+                        output.times.first_token - output.times.arrival,
+                        output.times.last_token - output.times.first_token,
+                    )
                 for choice in output.choices:
                     if choice.error is not None:
                         raise RequestFailedError(choice.error)

@@ -35,7 +35,8 @@ an output line answers one of them, in the order in which they end:
 
 or, for the third form, {"index", "custom_id", "input", "id", "response", "error"} as in OpenAI's
 batch files. A bad line gets an error of its own and the others run. Run the same command again
-after an interruption: lines that have an answer are skipped.
+after an interruption: lines that have an answer are skipped, and those that failed too, unless
+--retry-failed is given. Exit codes: 0 when every line has an answer that is no error, else 1.
 
 examples:
   paceline generate prompts.jsonl -o answers.jsonl
@@ -62,6 +63,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--overwrite", action="store_true", help="drop the answers that OUTPUT already holds"
     )
     parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="ask again for the lines whose answer in OUTPUT is an error, and replace it",
+    )
+    parser.add_argument(
         "--max-tokens",
         type=bounded_int(1),
         metavar="N",
@@ -78,7 +84,9 @@ class Tally:
 
     answered: int = 0
     failed: int = 0
+    # in an earlier run already
     skipped: int = 0
+    failed_before: int = 0
     output_tokens: int = 0
 
 
@@ -87,11 +95,15 @@ def run(args: argparse.Namespace) -> int:
 
     if args.overwrite and args.output is None:
         raise ConfigError("--overwrite needs --output")
+    if args.retry_failed and args.output is None:
+        raise ConfigError("--retry-failed needs --output")
     with _open_input(args.input, args.output) as (source, total):
         if args.output is None:
             output = OutputFile(sys.stdout.buffer)
         else:
-            output = OutputFile.open(Path(args.output), overwrite=args.overwrite)
+            output = OutputFile.open(
+                Path(args.output), overwrite=args.overwrite, retry_failed=args.retry_failed
+            )
         try:
             return _run(args, source, output, total)
         finally:
@@ -124,7 +136,8 @@ def _run(args: argparse.Namespace, source: BinaryIO, output: OutputFile, total: 
     bar = tqdm(total=total, unit="line", desc=info.model, file=sys.stderr, disable=None)
 
     def show() -> None:
-        bar.update(tally.answered + tally.failed + tally.skipped - bar.n)
+        done = tally.answered + tally.failed + tally.skipped + tally.failed_before
+        bar.update(done - bar.n)
         rate = tally.output_tokens / max(time.monotonic() - started, 1e-9)
         bar.set_postfix_str(f"{rate:.0f} tokens/s, {tally.failed} failed", refresh=False)
 
@@ -146,13 +159,15 @@ def _run(args: argparse.Namespace, source: BinaryIO, output: OutputFile, total: 
     finally:
         bar.close()
         print(_summary(tally, time.monotonic() - started), file=sys.stderr)
-    return 1 if tally.failed else 0
+    return 1 if tally.failed or tally.failed_before else 0
 
 
 def _summary(tally: Tally, seconds: float) -> str:
     parts = [f"{tally.answered} answered"]
     if tally.failed:
         parts.append(f"{tally.failed} failed (see their 'error')")
+    if tally.failed_before:
+        parts.append(f"{tally.failed_before} failed before (--retry-failed asks again)")
     if tally.skipped:
         parts.append(f"{tally.skipped} had an answer already")
     rate = tally.output_tokens / seconds if seconds > 0 else 0.0
@@ -201,6 +216,9 @@ async def answer_all(
     try:
         async with asyncio.TaskGroup() as tasks, aclosing(_each(lines)) as each:
             async for line in each:
+                if line.key in output.failed:
+                    tally.failed_before += 1
+                    continue
                 if line.key in output.answered:
                     tally.skipped += 1
                     continue

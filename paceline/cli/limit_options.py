@@ -21,6 +21,7 @@ _BOUNDS: Final = {
     "max_json_items": "max_json_items",
     "max_connections": "max_connections",
     "receive_timeout": "receive_timeout",
+    "keep_alive_timeout": "keep_alive_timeout",
 }
 
 
@@ -103,6 +104,13 @@ def add_limit_options(parser: Parser) -> None:
         metavar="SECONDS",
         help="for a request to arrive whole, and one more for every 4KiB of it; 0: any time "
         "(default 60)",
+    )
+    bounds.add_argument(
+        "--keep-alive-timeout",
+        type=bounded_float(0.0),
+        metavar="SECONDS",
+        help="an idle connection is closed after so long; longer than the pool of a proxy before "
+        "it keeps one, or requests will meet the close (default 120)",
     )
     web = parser.add_argument_group("who may ask from where (docs/security.md)")
     web.add_argument(

@@ -19,7 +19,10 @@ from paceline.core.errors import EngineError, PacelineError
 __all__ = ["build_parser", "main"]
 
 # modules of this package, each with an ``add_parser``; in the order of --help
-_COMMANDS: Final = ("serve", "chat", "generate", "pull", "plan", "simulate", "top")
+_COMMANDS: Final = (
+    "serve", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor", "plan",
+    "simulate",
+)  # fmt: skip
 
 _EPILOG = """\
 first steps:

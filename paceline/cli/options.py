@@ -33,6 +33,13 @@ def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = Tr
         help="an alias (see 'paceline pull --list'), a Hugging Face folder, a .gguf file or a hub "
         f"id such as org/name; default {DEFAULT_MODEL}",
     )
+    if positional:
+        parser.add_argument(
+            "--model",
+            dest="model_flag",
+            metavar="MODEL",
+            help="the same as MODEL by itself, for those who are used to it",
+        )
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = True) -> None:
@@ -98,6 +105,13 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "the same for every command (default: the best that runs, see docs/processors.md)",
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=_one_device,
+        metavar="1",
+        help="one engine computes on one device, so 1 is all there is; see --numa for sockets",
+    )
+    group.add_argument(
         "--max-model-len",
         type=bounded_int(1),
         metavar="N",
@@ -128,6 +142,15 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         metavar="SECONDS",
         help="how long a step of the null backend takes (default 0)",
     )
+
+
+def _one_device(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a model is not divided among devices here; start a server for each one "
+            "(--device cuda:0, cuda:1, ...; --numa 0, 1, ... for the sockets of a machine)"
+        )
+    return 1
 
 
 def _numa(text: str) -> str:
@@ -192,19 +215,31 @@ def resolve_path(model: str) -> tuple[str, str]:
     return resolved.name, str(resolved.path)
 
 
+def chosen_model(args: argparse.Namespace) -> str:
+    """MODEL, wherever it was given. Raises ConfigError where there are two."""
+    model: str = args.model
+    flag: str | None = getattr(args, "model_flag", None)
+    if flag is None:
+        return model
+    if model not in (DEFAULT_MODEL, flag):
+        raise ConfigError(f"two models are named, {model!r} and --model {flag!r}: leave one out")
+    return flag
+
+
 def engine_settings(
     args: argparse.Namespace, *, log_level: str = "info", log_format: str = "text"
 ) -> EngineSettings:
     """Settings from the flags of ``add_model_argument`` and ``add_engine_options``; fetches the
     model when needed."""
+    model = chosen_model(args)
     if args.backend == "null":
         name, path = "null", None
-        if args.model != DEFAULT_MODEL:
+        if model != DEFAULT_MODEL:
             raise ConfigError(
-                f"--backend null runs no model, but {args.model!r} was named: leave one out"
+                f"--backend null runs no model, but {model!r} was named: leave one out"
             )
     else:
-        name, path = resolve_path(args.model)
+        name, path = resolve_path(model)
     return EngineSettings(
         model_name=name,
         model_path=path,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from paceline.cli.arguments import Parser
 from paceline.cli.options import DEFAULT_MODEL, resolve_path
+from paceline.cli.table import table
 
 __all__ = ["add_parser"]
 
@@ -51,12 +51,10 @@ def _list() -> int:
     from paceline.checkpoints.aliases import ALIASES
     from paceline.checkpoints.resolve import find_local
 
-    rows: list[tuple[Any, ...]] = [("ALIAS", "MODEL", "SIZE", "LICENCE", "HERE")]
+    rows = [("ALIAS", "MODEL", "SIZE", "LICENCE", "HERE")]
     for alias in ALIASES.values():
         here = "yes" if find_local(alias.name) else "no"
         size = f"{alias.gguf_bytes / 1e6:.0f} MB"
         rows.append((alias.name, alias.title, size, alias.licence, here))
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(str(x).ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
+    print(table(rows))
     return 0

@@ -84,6 +84,19 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="0 takes a free one (default 8000)",
     )
     group.add_argument(
+        "--ssl-certfile",
+        type=Path,
+        metavar="FILE",
+        help="serve HTTPS with this PEM certificate, its chain behind it; read at start "
+        "(default: plain HTTP)",
+    )
+    group.add_argument(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="the certificate's private key, not encrypted; default: it is in --ssl-certfile",
+    )
+    group.add_argument(
         "--metrics-port",
         type=bounded_int(0, 65535),
         metavar="N",
@@ -237,10 +250,16 @@ def slo_class(text: str) -> Slo:
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.logs import configure_logging
     from paceline.server.listening import bind
+    from paceline.server.tls import check_tls_files
 
     configure_logging(args.log_level, args.log_format)
     if args.metrics_host is not None and args.metrics_port is None:
         raise ConfigError(f"--metrics-host {args.metrics_host} needs --metrics-port")
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        raise ConfigError(f"--ssl-keyfile {args.ssl_keyfile} needs --ssl-certfile: its certificate")
+    if args.ssl_certfile is not None:
+        # before a model is fetched and loaded
+        check_tls_files(args.ssl_certfile, args.ssl_keyfile)
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
     with contextlib.ExitStack() as sockets:
@@ -286,6 +305,8 @@ def _server_config(
         tool_call_parser=args.tool_call_parser,
         sse_keep_alive=args.sse_keep_alive,
         slow_reader_timeout=args.slow_reader_timeout,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
         api_keys=api_keys,
         otlp_endpoint=args.otlp_endpoint,
         **limit_settings(args),
@@ -386,7 +407,8 @@ async def _serve(
             _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
         stages.done("listen", time.monotonic())
         stages.log(_log, "started")
-        print(ready_line(client.info, name, host, port), flush=True)
+        tls = config.ssl_certfile is not None
+        print(ready_line(client.info, name, host, port, tls=tls), flush=True)
 
     return await serve(
         client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready
@@ -408,11 +430,11 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
     )
 
 
-def ready_line(info: EngineInfo, name: str, host: str, port: int) -> str:
+def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool = False) -> str:
     """The one line on standard output: address, what runs there, and a command to try."""
     # where it listens on every address, this machine's own is one to try
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
     curl = (
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' "

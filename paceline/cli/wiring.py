@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.checkpoints.aliases import ALIASES
 from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
@@ -248,12 +249,16 @@ def build_tokenizer(settings: EngineSettings) -> Tokenizer:
 
 def default_sampling(settings: EngineSettings) -> dict[str, float]:
     """What the model's authors recommend for requests that leave it out: the sampling fields of a
-    Hugging Face folder's generation_config.json. GGUF files and the null backend have none.
+    Hugging Face folder's generation_config.json, or what is known of an alias. Other GGUF files and
+    the null backend have none.
 
     Raises CheckpointError or ConfigError for a malformed file.
     """
-    if settings.model_path is None or not Path(settings.model_path).is_dir():
+    if settings.model_path is None:
         return {}
+    if not Path(settings.model_path).is_dir():
+        alias = ALIASES.get(settings.model_name)
+        return {} if alias is None else dict(alias.sampling)
     from paceline.checkpoints.json_file import read_json_object
     from paceline.server.config import sampling_defaults
 

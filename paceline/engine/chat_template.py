@@ -2,34 +2,33 @@
 
 What a template sees is what Hugging Face's ``apply_chat_template`` shows it: the messages, tools,
 special tokens, ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML,
-blocks trimmed. Templates are hostile code, and run in ``template_sandbox``. Everything handed to
-one is rebuilt from plain JSON values first, so no object with methods of its own gets in.
+blocks trimmed. Templates are hostile code: ``template_sandbox`` keeps them from Python, and
+``template_process`` from the server's time and memory. Everything handed to one is rebuilt from
+plain JSON values first, so no object with methods of its own gets in.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, Final, NoReturn
-
-from jinja2 import Template
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from typing import Any, Final, Protocol
 
 from paceline.core.errors import InvalidRequestError
-from paceline.engine.template_meter import TemplateLimitError, current_meter, metered
-from paceline.engine.template_sandbox import TemplateSandbox
+from paceline.engine.template_sandbox import RendersHere
 
-__all__ = ["RESERVED_NAMES", "ChatTemplate"]
+__all__ = ["KNOWN_TEMPLATES", "RESERVED_NAMES", "ChatTemplate", "Renderer"]
 
-# the longest published template has about 20,000 characters
-MAX_TEMPLATE_CHARS: Final = 200_000
-MAX_PROMPT_CHARS: Final = 32 << 20
+# SHA-256 of templates that take time and memory in proportion to what they print, whatever that is:
+# they were read, and render where they are called. They are those of the models that
+# ``checkpoints.aliases`` names
+KNOWN_TEMPLATES: Final = frozenset(
+    (
+        # SmolLM2-135M-Instruct
+        "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
+    )
+)
 MAX_DEPTH: Final = 64
-MAX_TOJSON_INDENT: Final = 16
 
 # what chat_template_kwargs cannot set: the conversation itself, what other request fields set, the
 # parameters of Hugging Face's function that are not for templates, and the sandbox's functions
@@ -43,87 +42,51 @@ RESERVED_NAMES: Final = frozenset(
         "loop", "caller", "varargs", "kwargs",
     )
 )  # fmt: skip
-# a directive with a width: the C library would pad to it
-_STRFTIME_WIDTH: Final = re.compile(r"%[-_0^#+:]*[0-9]")
 
 
-class _RefusedError(Exception):
-    """The template called ``raise_exception``."""
+class Renderer(Protocol):
+    """Runs templates. ``template_process`` has one for any, ``template_sandbox`` one for those
+    that are known to end."""
 
-
-def _raise_exception(message: Any = "") -> NoReturn:
-    raise _RefusedError(str(message)[:1000])
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Sequence[str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    meter = current_meter()
-    meter.step()
-    if isinstance(indent, int) and indent > MAX_TOJSON_INDENT:
-        raise TemplateLimitError(f"tojson was asked to indent by {indent}")
-    if isinstance(indent, str) or any(len(part) > 16 for part in separators or ()):
-        raise TemplateLimitError("tojson was given an indent or separator of its own")
-    before = meter.size
-    meter.pay_deep(value)
-    # a line per value, indented once per level; what is deeper than MAX_DEPTH does not serialise
-    meter.pay((meter.size - before) * (1 + (indent or 0)))
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=(separators[0], separators[1]) if separators else None,
-        sort_keys=sort_keys,
-    )
-
-
-def _strftime_now(form: str) -> str:
-    if len(form) > 200 or _STRFTIME_WIDTH.search(form):
-        raise TemplateLimitError("strftime_now was given a long format or one with a width")
-    return datetime.now().strftime(form)
-
-
-_SANDBOX: Final = TemplateSandbox(
-    extra_filters={"tojson": _tojson},
-    extra_globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
-)
-
-
-@lru_cache(maxsize=32)
-def _compile(source: str) -> Template:
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise InvalidRequestError(
-            f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are "
-            "allowed",
-            "chat_template",
-        )
-    try:
-        return _SANDBOX.from_string(source)
-    except TemplateSyntaxError as error:
-        message = f"the chat template does not parse: line {error.lineno}: {error.message}"
-    except Exception as error:
-        # nested too deeply, a number too long: whatever Jinja and Python's compiler object to in
-        # somebody's template is that template's fault
-        message = f"the chat template does not compile: {type(error).__name__}: {error!s:.200}"
-    raise InvalidRequestError(message, "chat_template")
+    def render(self, source: str, variables: dict[str, Any]) -> str:
+        """The text. Thread-safe. Raises InvalidRequestError when the template does not compile,
+        refuses, fails or takes too much."""
+        ...
 
 
 class ChatTemplate:
-    """Renders conversations with the templates of one checkpoint.
+    """Renders conversations with the templates of one checkpoint. Thread-safe.
 
-    ``templates`` maps names to Jinja sources; "default" is used unless tools are given and there
-    is "tool_use". ``special_tokens`` (``bos_token``, ``eos_token``, ...) become variables.
-    Thread-safe. A render takes up to some seconds of CPU for a hostile template, so servers call
-    it outside their event loop.
+    Args:
+        templates: Jinja sources by name; "default" is used unless tools are given and there is
+            "tool_use".
+        special_tokens: ``bos_token``, ``eos_token``, ...; they become variables.
+        renderer: for the checkpoint's own templates, unless they are known.
+        callers: for what callers have a say in, templates and arguments, so that a hostile one
+            keeps no plain conversation waiting.
     """
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        renderer: Renderer,
+        callers: Renderer,
+    ) -> None:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
+        self._renderer = renderer
+        self._callers = callers
+        self._known = frozenset(
+            source for source in self._templates.values() if _digest(source) in KNOWN_TEMPLATES
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ``render`` takes time in proportion to the text, as long as the request brings
+        no template of its own."""
+        return self._known == frozenset(self._templates.values())
 
     def source(self, has_tools: bool) -> str | None:
         """The template that would be used, None if the checkpoint has none."""
@@ -146,6 +109,7 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: no template, arguments that contradict each other, or a template
                 that refuses the messages, fails, or uses more time or memory than allowed.
+            RequestFailedError: the renderer failed.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
@@ -175,36 +139,21 @@ class ChatTemplate:
             "tools": _plain(list(tools), "tools") if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        prompt = _render(source, variables)
+        renderer: Renderer
+        if source in self._known:
+            renderer = RendersHere()
+        elif chat_template is not None or template_kwargs:
+            renderer = self._callers
+        else:
+            renderer = self._renderer
+        prompt = renderer.render(source, variables)
         if marker:
             prompt = _cut_at_marker(prompt, marker, final_text)
         return prompt
 
 
-def _render(source: str, variables: dict[str, Any]) -> str:
-    template = _compile(source)
-    try:
-        prompt = metered(template, variables)
-    except _RefusedError as error:
-        message = f"the chat template refuses these messages: {error}"
-    except TemplateLimitError as error:
-        message = f"the chat template was stopped: {error}"
-    except RecursionError:
-        message = "the chat template was stopped: it recursed too deeply"
-    except TemplateError as error:
-        message = f"the chat template failed: {error.message!s:.500}"
-    except Exception as error:
-        # templates run other people's expressions on other people's messages: whatever those
-        # raise (TypeError, KeyError, ZeroDivisionError, ...) fails this request alone
-        message = f"the chat template failed: {type(error).__name__}: {error!s:.500}"
-    else:
-        if len(prompt) <= MAX_PROMPT_CHARS:
-            return prompt
-        message = (
-            f"the chat template made {len(prompt)} characters, "
-            f"at most {MAX_PROMPT_CHARS} are allowed"
-        )
-    raise InvalidRequestError(message, "messages")
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _plain(value: Any, param: str, depth: int = 0) -> Any:

@@ -32,12 +32,16 @@ from llguidance import TokenizerWrapper as _Wrapper
 from paceline.core.errors import InvalidRequestError, RequestFailedError
 from paceline.core.grammar import Grammar
 from paceline.engine.protocol import Tokenizer
+from paceline.engine.types import TOO_AMBIGUOUS
 
 if TYPE_CHECKING:
     # declared in the stubs alone
     from llguidance._lib import JsonCompileOptions
 
 __all__ = ["GrammarCompiler"]
+
+# of the library's messages about that
+_TOO_MANY_ITEMS: Final = re.compile(r"row has \d+ items; max is \d+|[Tt]oo many items")
 
 # compilations at once: a slow grammar does not hold up the next one
 _THREADS: Final = 2
@@ -228,9 +232,12 @@ class Matcher:
         return mask
 
     def _fail(self) -> None:
-        raise RequestFailedError(
-            f"the output left its grammar: {_first_lines(self._matcher.get_error())}"
-        )
+        message = _first_lines(self._matcher.get_error())
+        if _TOO_MANY_ITEMS.search(message):
+            raise RequestFailedError(
+                f"{TOO_AMBIGUOUS}: give it fewer alternatives or optional parts ({message})"
+            )
+        raise RequestFailedError(f"the output left its grammar: {message}")
 
 
 class _Vocabulary:

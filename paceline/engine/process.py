@@ -33,6 +33,7 @@ import msgspec
 import zmq
 
 from paceline.core.errors import EngineDeadError, PacelineError
+from paceline.engine.contention import watch_contention
 from paceline.engine.core import EngineCore
 from paceline.engine.garbage import collected_seldom, uncollected
 from paceline.engine.in_flight import InFlightFile
@@ -115,6 +116,7 @@ def _build_and_run(
     watch.catch_sigterm()
     try:
         send(Ready(info))
+        watch_contention()
         with collected_seldom():
             shutdown = EngineLoop(
                 core,

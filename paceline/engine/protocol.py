@@ -50,6 +50,13 @@ class Tokenizer(Protocol):
         """The Jinja text that ``render_chat`` uses with tools, None if it has none to show."""
         ...
 
+    @property
+    def renders_quickly(self) -> bool:
+        """Whether ``render_chat`` may be called on an event loop's thread for a short conversation
+        and no template of the request's: no process is asked, and the time is in proportion to the
+        text."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -73,7 +80,8 @@ class Tokenizer(Protocol):
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt text for a conversation, by the checkpoint's Jinja template in a sandbox.
+        """The prompt text for a conversation, by the checkpoint's Jinja template. It may wait for a
+        process (``template_process``).
 
         Raises InvalidRequestError when the template refuses the messages or there is none.
         The text already holds the special tokens: encode it with ``add_special_tokens=False``.

@@ -29,6 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TextIO
 
+from paceline.checkpoints.private import private_opener
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput
@@ -105,7 +106,7 @@ class FileRecorder:
         capacity: int = _CAPACITY,
     ) -> None:
         try:
-            self._file: TextIO = path.open("w")
+            self._file: TextIO = open(path, "w", opener=private_opener)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--record: cannot write {path}: {error}") from error
         header = {

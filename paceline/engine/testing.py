@@ -60,6 +60,10 @@ class ByteTokenizer:
         """None: what it does is code."""
         return None
 
+    @property
+    def renders_quickly(self) -> bool:
+        return True
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = [self.BOS] if add_special_tokens else []
         for part in self._pattern.split(text):

@@ -20,6 +20,7 @@ from paceline.checkpoints.hf_config import token_ids
 from paceline.checkpoints.json_file import read_json_object
 from paceline.core.errors import CheckpointError, InvalidRequestError
 from paceline.engine.chat_template import ChatTemplate
+from paceline.engine.template_process import TemplateProcess
 
 __all__ = ["HFTokenizer", "load_tokenizer"]
 
@@ -78,6 +79,10 @@ class HFTokenizer:
     @property
     def chat_template_source(self) -> str | None:
         return self._template.source(has_tools=True)
+
+    @property
+    def renders_quickly(self) -> bool:
+        return self._template.is_known
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; special tokens written out in it become their ids.
@@ -206,7 +211,7 @@ def _from_gguf(path: Path) -> HFTokenizer:
     for key, value in metadata.items():
         if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}.")):
             templates[key[len(prefix) + 1 :] or "default"] = value
-    return HFTokenizer(backend, frozenset(eos), ChatTemplate(templates, special))
+    return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
 
 
 def _from_folder(folder: Path) -> HFTokenizer:
@@ -241,9 +246,13 @@ def _from_folder(folder: Path) -> HFTokenizer:
         token_id = backend.token_to_id(special["eos_token"])
         if token_id is not None:
             eos.add(token_id)
-    return HFTokenizer(
-        backend, frozenset(eos), ChatTemplate(_folder_templates(folder, config), special)
-    )
+    templates = _folder_templates(folder, config)
+    return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
+
+
+def _chat_template(templates: Mapping[str, str], special: Mapping[str, str]) -> ChatTemplate:
+    """No process is started before a template needs one."""
+    return ChatTemplate(templates, special, renderer=TemplateProcess(), callers=TemplateProcess())
 
 
 def _token_text(value: Any) -> str | None:

@@ -9,6 +9,8 @@ Times are seconds of ``time.monotonic()``, which all processes of one host share
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from paceline.core.outputs import Timeline, TokenLogprobs
@@ -17,6 +19,7 @@ from paceline.core.slo import NO_SLO, Slo
 from paceline.core.stats import ClassUse
 
 __all__ = [
+    "TOO_AMBIGUOUS",
     "ChoiceDelta",
     "ClassUse",
     "EngineFaults",
@@ -27,7 +30,11 @@ __all__ = [
     "RequestTimes",
     "Timeline",
     "TokenLogprobs",
+    "tokens_per_second",
 ]
+
+# what a request fails with whose grammar leaves more ways open than can be followed: its own fault
+TOO_AMBIGUOUS: Final = "the output's grammar leaves too much open at this place"
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,3 +196,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[ClassUse, ...] = ()
     # tokens computed in each step since the last snapshot
     iteration_tokens: tuple[int, ...] = ()
+
+
+def tokens_per_second(tokens: int, choices: int, seconds: float) -> float | None:
+    """The speed of ``choices`` outputs at once, ``seconds`` after their first tokens; None where
+    nothing came after these."""
+    return round((tokens - choices) / seconds, 2) if tokens > choices and seconds > 0.0 else None

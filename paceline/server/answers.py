@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from secrets import token_hex
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest, TokenLogprobs
+from paceline.engine.types import (
+    ChoiceDelta,
+    GenerationOutput,
+    GenerationRequest,
+    TokenLogprobs,
+    tokens_per_second,
+)
 from paceline.server.protocol import GenerationOptions
 from paceline.server.wire import Explanation, Usage
 
@@ -42,6 +49,8 @@ class UsageCount:
     def __init__(self, num_prompts: int, *, explain: bool = False) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
+        # of each choice so far; only where its speed is to be told
+        self._tokens: Counter[tuple[int, int]] = Counter()
 
     def update(self, index: int, output: GenerationOutput) -> None:
         self._rows[index] = (
@@ -54,8 +63,11 @@ class UsageCount:
         times = output.times
         ttft = None if times is None else times.first_token - times.arrival
         for delta in output.choices:
+            self._tokens[index, delta.index] += len(delta.token_ids)
             if delta.timeline is not None:
-                explained = Explanation.of(delta.timeline, ttft)
+                seconds = 0.0 if times is None else times.last_token - times.first_token
+                speed = tokens_per_second(self._tokens[index, delta.index], 1, seconds)
+                explained = Explanation.of(delta.timeline, ttft, speed)
                 self._timelines[index, delta.index] = explained
 
     def usage(self) -> Usage:

@@ -30,6 +30,9 @@ class Bounds:
     # seconds for a request to arrive whole, from its first byte or the connection's start, the
     # later, and one more for every 4 KiB of it; 0: any time
     receive_timeout: float = 60.0
+    # seconds a connection may stay open between two requests: longer than a proxy or a client
+    # keeps one in its pool, which else sends a request just as it is closed
+    keep_alive_timeout: float = 120.0
     # lists and objects inside one another
     max_json_depth: int = MAX_JSON_DEPTH
     # entries of all lists and objects of a body together
@@ -46,10 +49,10 @@ class Bounds:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} must be {low} to {high}, got {value}")
-        if not (math.isfinite(self.receive_timeout) and self.receive_timeout >= 0):
-            raise ConfigError(
-                f"receive_timeout must be 0 or more seconds, got {self.receive_timeout}"
-            )
+        for name in ("receive_timeout", "keep_alive_timeout"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ConfigError(f"{name} must be 0 or more seconds, got {seconds}")
 
 
 # shared by all who have no others; frozen

@@ -138,7 +138,7 @@ def _choice(index: int, choice: Choice, request: ChatRequest, writer: TokenWrite
             ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
             for call in collector.calls
         )
-        if calls and not content:
+        if (calls or plan.forced) and not content:
             content = None
         reason = plan.finish_reason(reason, called=bool(calls))
     return ChatChoice(

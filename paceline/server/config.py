@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError, InvalidRequestError
@@ -16,6 +17,7 @@ from paceline.server.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.server.keys import ApiKey, KeyRing
 from paceline.server.rate_limits.rates import NO_LIMITS, KeyLimits
 from paceline.server.rate_limits.store import check_storage_url
+from paceline.server.tls import check_tls_files
 from paceline.server.tool_formats import TOOL_FORMATS
 from paceline.server.tracing import check_endpoint
 
@@ -63,6 +65,9 @@ class ServerConfig:
     # seconds a caller may leave more than a buffer full of its answer unread, unless it reads at
     # 4 KiB/s; 0: for ever
     slow_reader_timeout: float = 60.0
+    # PEM files of a certificate chain and its key, which may be in the first; None: plain HTTP
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     # who may ask; empty: everybody
     api_keys: tuple[ApiKey, ...] = ()
     # where traces go, an OTLP/HTTP URL; None: there are none
@@ -118,6 +123,12 @@ class ServerConfig:
         )
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
+        if self.ssl_certfile is not None:
+            check_tls_files(self.ssl_certfile, self.ssl_keyfile)
+        _require(
+            self.ssl_keyfile is None or self.ssl_certfile is not None,
+            f"ssl_keyfile {self.ssl_keyfile} needs ssl_certfile: its certificate",
+        )
         # raises for doubles
         KeyRing(self.api_keys)
         if self.rate_limit_storage is not None:

@@ -43,6 +43,9 @@ class Connection(WatchedProtocol):
     def __init__(self, *arguments: Any, bounds: Bounds, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._bounds = bounds
+        # between the last byte of an answer and the first of the next request
+        # (uvicorn declares whole seconds, and hands it to call_later)
+        self.timeout_keep_alive = bounds.keep_alive_timeout  # type: ignore[assignment]
         self._in_head = True
         self._head_bytes = 0
         # nothing of a request has come that is not whole

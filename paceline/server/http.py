@@ -61,6 +61,8 @@ _UNCOUNTED: Final = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
 )
 _STATUS_GONE: Final = 499
+# of the time that an idle connection has, what its caller is told
+_ANNOUNCED: Final = 0.95
 
 
 class ExchangeMiddleware:
@@ -72,6 +74,11 @@ class ExchangeMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        seconds = service.config.bounds.keep_alive_timeout
+        # a little less, so that whoever heeds it is never late
+        announced = b"timeout=%d" % int(seconds * _ANNOUNCED)
+        self._closing = (b"connection", b"close")
+        self._keeping = (b"keep-alive", announced) if seconds else self._closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,7 +105,12 @@ class ExchangeMiddleware:
                 status = message["status"]
                 ticket: Ticket | None = scope["state"].get("ticket")
                 limits = () if ticket is None else ticket.headers()
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id),
+                    self._closing if self._service.is_ending else self._keeping,
+                    *limits,
+                ]
             else:
                 sent += len(message.get("body", b""))
             await send(message)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.server.fields import show
+from paceline.server.schema_width import check_width
 
 __all__ = ["ANNOTATIONS", "FORMATS", "check_schema", "with_refs"]
 
@@ -62,6 +63,7 @@ def check_schema(schema: Any, field: str) -> None:
             pending += _below(key, item, f"{where}/{key}", field)
         if "$ref" in value:
             _check_ref(value["$ref"], schema, f"{where}/$ref", field)
+    check_width(schema, field)
 
 
 def with_refs(schema: Any, change: Callable[[str], str]) -> Any:

@@ -113,6 +113,8 @@ class _Life:
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=_FLUSH_SECONDS,
+                ssl_certfile=service.config.ssl_certfile,
+                ssl_keyfile=service.config.ssl_keyfile,
             )
         )
 

@@ -1,16 +1,16 @@
 """From a parsed request to prompt token ids, and whether they fit.
 
 Long texts are rendered and tokenised on a small thread pool, so that one long prompt does not hold
-up the tokens of everybody else; short ones are quicker done on the spot. A template is a program:
-it runs on the pool when it or its arguments come from a request, the first time (it is compiled
-then), and for good once it has been slow on the spot. So whatever a template does, the event loop
-waits for it once at most, for as long as the sandbox lets a render take.
+up the tokens of everybody else; short ones are quicker done on the spot. A template is a program
+that runs in a process of its own (``engine.template_process``) unless it is known to end; threads
+of their own wait for that, so that a hostile one holds up no tokenising. Conversations in which the
+caller has a say in what the template does, by arguments or a template of its own, wait apart from
+plain ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,9 +29,6 @@ _T = TypeVar("_T")
 # characters; about half a millisecond of tokenising
 _INLINE_CHARS: Final = 4096
 _THREADS: Final = 2
-# seconds of CPU after which a template is no longer rendered on the event loop: others are a
-# fraction of a millisecond
-_SLOW_S: Final = 0.05
 # tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
 
@@ -44,10 +41,10 @@ class PromptMaker:
         # a template that never says "tools" would leave them out
         source = tokenizer.chat_template_source
         self._shows_tools = source is None or "tools" in source
-        # whether the checkpoint's own template may be rendered on the event loop
-        self._quick = False
-        self._slow = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
+        # each waits for a process that renders one conversation at a time
+        self._plain = ThreadPoolExecutor(1, thread_name_prefix="templates")
+        self._callers = ThreadPoolExecutor(1, thread_name_prefix="callers-templates")
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
         """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
@@ -57,8 +54,8 @@ class PromptMaker:
         if tools and template.chat_template is None and not self._shows_tools:
             messages, tools = with_tools(messages, tools), None
 
-        def render() -> list[int]:
-            text = self._tokenizer.render_chat(
+        def render() -> str:
+            return self._tokenizer.render_chat(
                 messages,
                 add_generation_prompt=template.add_generation_prompt,
                 continue_final_message=template.continue_final_message,
@@ -66,28 +63,16 @@ class PromptMaker:
                 chat_template=template.chat_template,
                 template_kwargs=template.template_kwargs,
             )
+
+        def encode(text: str) -> list[int]:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        # of all that a template may print: reasoning and names too
-        size = sum(
-            len(text)
-            for message in template.messages
-            for text in message.values()
-            if type(text) is str
-        )
-        # a template or arguments from outside, or tools and calls to print, may take any time
-        simple = template.chat_template is None and template.tools is None
-        simple = simple and not any("tool_calls" in message for message in template.messages)
-        if not (simple and not template.template_kwargs and self._quick) or size > _INLINE_CHARS:
-            ids = await self._in_pool(render)
-            self._quick = not self._slow
-            return ids
-        started = time.thread_time()
-        try:
-            return render()
-        finally:
-            if time.thread_time() - started > _SLOW_S:
-                self._quick, self._slow = False, True
+        if template.chat_template is None and self._tokenizer.renders_quickly:
+            return await self._run(lambda: encode(render()), _size(template))
+        apart = template.chat_template is not None or template.template_kwargs
+        lane = self._callers if apart else self._plain
+        text = await asyncio.get_running_loop().run_in_executor(lane, render)
+        return await self._run(lambda: encode(text), len(text))
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt; prompts of ids as they are."""
@@ -137,7 +122,22 @@ class PromptMaker:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._plain, self._callers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(template: TemplateOptions) -> int:
+    """Characters of a conversation, as far as that is quickly told; more than is done on the spot
+    where there are tools or calls to print."""
+    if template.tools is not None or template.template_kwargs:
+        return _INLINE_CHARS + 1
+    size = 0
+    for message in template.messages:
+        if "tool_calls" in message:
+            return _INLINE_CHARS + 1
+        # of all that a template may print: reasoning and names too
+        size += sum(len(text) for text in message.values() if type(text) is str)
+    return size
 
 
 def truncated(prompt: list[int], options: GenerationOptions, max_model_len: int) -> list[int]:

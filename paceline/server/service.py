@@ -16,13 +16,14 @@ from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
+    InvalidRequestError,
     QueueFullError,
     RequestError,
     RequestFailedError,
 )
 from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
-from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
+from paceline.engine.types import TOO_AMBIGUOUS, EngineStats, GenerationOutput, GenerationRequest
 from paceline.server.config import ServerConfig
 from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
@@ -76,6 +77,11 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.rules.served_model_names[0]
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether an answer that begins now is the last of its connection."""
+        return self.draining or self.dead is not None
 
     def refuse_if_draining(self) -> None:
         """Raises EngineDeadError or EngineDrainingError once the server ends for that reason."""
@@ -252,7 +258,7 @@ class Service:
             _log.info(
                 "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s "
                 "queued=%s waited_for=%s chunks=%s preemptions=%d recomputed_tokens=%s "
-                "predicted_ttft=%s ttft=%s",
+                "predicted_ttft=%s ttft=%s tokens_per_second=%s",
                 request.request_id,
                 len(request.prompt_token_ids),
                 observer.num_output_tokens,
@@ -265,7 +271,10 @@ class Service:
     def _check(self, output: GenerationOutput) -> None:
         for choice in output.choices:
             if choice.finish_reason == "error":
-                raise RequestFailedError(choice.error or "the engine failed on this request")
+                message = choice.error or "the engine failed on this request"
+                if TOO_AMBIGUOUS in message:
+                    raise InvalidRequestError(message)
+                raise RequestFailedError(message)
             if choice.finish_reason == "abort":
                 # nobody else ends a request whose caller still listens
                 raise EngineDrainingError("the request was aborted: the server is shutting down")

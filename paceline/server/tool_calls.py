@@ -79,7 +79,9 @@ class ToolPlan:
         return Grammar("lark", source, "tools")
 
     def collector(self) -> CallCollector:
-        return CallCollector(self.format.parser(forced=self.forced), parallel=self.parallel)
+        return CallCollector(
+            self.format.parser(forced=self.forced), parallel=self.parallel, forced=self.forced
+        )
 
     def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
         """OpenAI's: a named call ends with "stop", as the caller knew that it would come."""
@@ -167,11 +169,17 @@ class Call:
 
 
 class CallCollector:
-    """The calls of one choice as its text comes."""
+    """The calls of one choice as its text comes.
 
-    def __init__(self, parser: ToolParser, *, parallel: bool) -> None:
+    Args:
+        forced: the output was held to calls, so whatever is none is the beginning of one that was
+            cut off (``max_tokens``), and nothing for the caller.
+    """
+
+    def __init__(self, parser: ToolParser, *, parallel: bool, forced: bool = False) -> None:
         self._parser = parser
         self._parallel = parallel
+        self._forced = forced
         self.calls: list[Call] = []
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
@@ -183,7 +191,8 @@ class CallCollector:
         deltas: list[CallDelta] = []
         for piece in pieces:
             if isinstance(piece, str):
-                content.append(piece)
+                if not self._forced:
+                    content.append(piece)
             elif self._parallel or piece.index == 0:
                 if piece.name is not None:
                     self.calls.append(Call(piece.name))

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["ServerProcess", "start_server"]
 
-READY = re.compile(r"^paceline ready: (http://\S+)/v1 \((.*)\)")
+READY = re.compile(r"^paceline ready: (https?://\S+)/v1 \((.*)\)")
 
 
 class ServerProcess:

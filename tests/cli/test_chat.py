@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import re
 import select
 import shlex
 import subprocess
@@ -146,6 +147,52 @@ def test_a_pipe_gets_answers_and_nothing_else(command: Command) -> None:
     assert twice.returncode == 0
     assert twice.stdout == once.stdout * 2
     assert twice.stderr == "(forgotten)\n"
+
+
+def test_commands_do_what_they_say_and_others_are_told() -> None:
+    """On a terminal; in a pipe what is no command is said to the model."""
+    terminal = Terminal("--max-tokens", "5", "--temperature", "0")
+    terminal.until(b"/help lists the commands")
+    terminal.until(b"> ")
+    for line, shown in (
+        (b"/help", b"/retry              answer the last message once more"),
+        (b"/nonsense", b"(there is no command /nonsense; /help lists them"),
+        (b"/retry", b"(nothing was said yet)"),
+        (b"/temperature 0.5", b"(temperature 0.5)"),
+        (b"/temperature hot", b"(/temperature: "),
+        (b"/temperature 0", b"(temperature 0)"),
+        (b"/system Be short.", b"(the model is told that first)"),
+        (b"/system", b"(the model is told nothing first)"),
+        (b"hello", b"(5 tokens, "),
+        (b"/reset", b"(forgotten)"),
+    ):
+        terminal.type(line + b"\n")
+        terminal.until(shown)
+        terminal.until(b"> ")
+    terminal.type(b"/bye\n")
+    assert terminal.close() == 0
+
+
+def test_commands_in_a_pipe(command: Command) -> None:
+    chat = ("chat", *NULL, "--max-tokens", "5", "--temperature", "0")
+    once = command(*chat, stdin="hello\n")
+    again = command(*chat, stdin="hello\n/retry\n")
+    assert again.stdout == once.stdout * 2
+    told = command(*chat, "--system", "x", stdin="hello\n")
+    late = command(*chat, stdin="/system x\nhello\n/reset\n/system\nhello\n")
+    assert late.stdout == told.stdout + once.stdout != once.stdout * 2
+    # a path, an unknown word, and a slash that is meant
+    for line, message in (("/a/b c", "/a/b c"), ("/nonsense", "/nonsense"), ("//reset", "/reset")):
+        text = expected([{"role": "user", "content": message}], 5)
+        assert command(*chat, stdin=f"{line}\n").stdout.startswith(text.splitlines()[0]), line
+
+
+def test_how_quick_an_answer_was_is_told_when_asked_for(command: Command) -> None:
+    flags = ("--max-tokens", "11", "--temperature", "0", "--null-step-time", "0.02")
+    done = command("chat", *NULL, *flags, "--stats", stdin="hello\n")
+    (line,) = done.stderr.splitlines()
+    found = re.fullmatch(r"\((\d+) tokens, ([\d.]+) tokens/s, the first after [\d.]+ s\)", line)
+    assert found is not None and found[1] == "11" and 5 < float(found[2]) < 51, line
 
 
 def test_bytes_that_are_no_text_are_no_traceback() -> None:

@@ -122,6 +122,32 @@ def test_a_second_run_does_only_what_is_missing(tmp_path: Path, generate: Comman
     assert sorted(records(output)) == list(range(6))
 
 
+def test_failures_stay_failures_until_they_are_retried(tmp_path: Path, generate: Command) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a", "max_tokens": 2},
+        {"prompt": "b", "max_tokens": 2000},
+        {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "c", "max_tokens": 3000}},
+    ]
+    source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    small = ("-o", output, "--max-model-len", "64")
+    assert "1 answered, 2 failed" in generate(source, *small, check=1).stderr
+    output.chmod(0o640)
+    before = output.read_bytes()
+    done = generate(source, *small, check=1)
+    said = "0 answered, 2 failed before (--retry-failed asks again), 1 had an answer already"
+    assert said in done.stderr and output.read_bytes() == before
+    # still too long: they fail once more, and there is one answer a line
+    done = generate(source, *small, "--retry-failed", check=1)
+    assert "0 answered, 2 failed (see their 'error'), 1 had an answer already" in done.stderr
+    assert sorted(records(output)) == [0, 1, 2] and len(output.read_bytes().splitlines()) == 3
+    done = generate(source, "-o", output, "--max-model-len", "8192", "--retry-failed")
+    assert "2 answered, 1 had an answer already" in done.stderr
+    assert all(record["error"] is None for record in records(output).values())
+    assert len(output.read_bytes().splitlines()) == 3 and output.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    generate(source, "-o", output)
+
+
 def test_a_changed_line_is_answered_anew(tmp_path: Path, generate: Command) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     generate(write(source, {"prompt": "old", "max_tokens": 2}), "-o", output)

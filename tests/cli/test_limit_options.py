@@ -38,6 +38,7 @@ def config(*flags: str) -> ServerConfig:
         (["--max-json-items", "99"], {"bounds": Bounds(max_json_items=99)}),
         (["--max-connections", "7"], {"bounds": Bounds(max_connections=7)}),
         (["--receive-timeout", "0"], {"bounds": Bounds(receive_timeout=0.0)}),
+        (["--keep-alive-timeout", "600"], {"bounds": Bounds(keep_alive_timeout=600.0)}),
         (
             ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example"],
             {"cors_origins": ("https://a.example", "https://b.example")},
@@ -66,6 +67,7 @@ def test_the_help_tells_the_defaults() -> None:
         "max-connections": str(bounds.max_connections),
         "max-header-size": str(bounds.max_head_bytes // 1024),
         "receive-timeout": f"{bounds.receive_timeout:g}",
+        "keep-alive-timeout": f"{bounds.keep_alive_timeout:g}",
     }
 
 
@@ -78,6 +80,7 @@ def test_the_help_tells_the_defaults() -> None:
         ["--max-headers", "1"],
         ["--max-json-depth", "65"],
         ["--receive-timeout", "-1"],
+        ["--keep-alive-timeout", "-1"],
     ],
 )
 def test_bad_values_end_in_a_usage_error(

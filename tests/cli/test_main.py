@@ -10,7 +10,10 @@ import pytest
 
 from paceline.cli.main import build_parser
 
-COMMANDS = ("serve", "chat", "generate", "pull", "plan", "simulate", "top")
+COMMANDS = (
+    "serve", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor", "plan",
+    "simulate",
+)  # fmt: skip
 
 
 def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -32,7 +35,7 @@ from paceline.cli.main import main
 try:
     main(["pull", "--list"])
 finally:
-    others = {"serve", "chat", "plan", "simulate", "top"}
+    others = {"serve", "chat", "plan", "simulate", "top", "doctor", "ps", "rm", "run", "list"}
     found = [name for name in others if f"paceline.cli.{name}" in sys.modules]
 assert not found, found
 """

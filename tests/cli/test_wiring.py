@@ -16,12 +16,14 @@ from paceline.cli.wiring import (
     build_core,
     build_tokenizer,
     choose_max_model_len,
+    default_sampling,
     idle_blocks,
 )
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError, NeverFitsError
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
+from paceline.server.config import ServerConfig
 
 NULL = EngineSettings(model_name="null", model_path=None, backend="null", num_blocks=8)
 
@@ -224,3 +226,14 @@ assert "torch" not in sys.modules, "torch was loaded"
         ),
     ):
         subprocess.run([sys.executable, "-c", code.format(imports=imports, more=more)], check=True)
+
+
+def test_the_default_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    known = EngineSettings(model_name="smollm2-135m", model_path=str(file))
+    assert default_sampling(known) == {"temperature": 0.2, "top_p": 0.9}
+    assert default_sampling(replace(known, model_name=str(file))) == {}
+    assert default_sampling(NULL) == {}
+    # it is a valid default of a server
+    ServerConfig(default_sampling=default_sampling(known))

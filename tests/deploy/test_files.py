@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,39 @@ def test_what_a_server_keeps_is_on_a_volume(kept: str, monkeypatch: pytest.Monke
     # made by the image for its user: a new volume begins as what it is mounted over
     made = re.findall(r"install -d -o paceline -g paceline ((?:[^&]|\n)*?)\n[A-Z]", DOCKERFILE)
     assert any(folder.is_relative_to(place) for place in made[0].replace("\\", "").split())
+
+
+UNIT = (DEPLOY / "paceline.service").read_text()
+
+
+def setting(name: str) -> str:
+    """The value of a setting that the unit has once."""
+    (value,) = re.findall(rf"^{name}=(.*)$", UNIT, re.M)
+    return str(value)
+
+
+def test_the_unit_starts_a_server_and_waits_for_its_drain() -> None:
+    command = shlex.split(setting("ExecStart"))
+    assert command[0].endswith("/bin/paceline") and command[-1] == "$PACELINE_FLAGS"
+    args = flags(command[1:-1])
+    assert args.command == "serve" and float(setting("TimeoutStopSec")) > args.drain_timeout
+    for example in re.findall(r'^#   Environment="PACELINE_FLAGS=(.*)"$', UNIT, re.M):
+        flags([*command[1:-1], *shlex.split(example)])
+    variables = dict(
+        re.findall(r"(\w+)=(/\S+)", " ".join(re.findall(r"^Environment=(.*)$", UNIT, re.M)))
+    )
+    assert variables["PACELINE_CACHE"] == f"/var/cache/{setting('CacheDirectory')}"
+    assert variables["XDG_STATE_HOME"] == f"/var/lib/{setting('StateDirectory')}"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_the_unit_is_one(tmp_path: Path) -> None:
+    program = setting("ExecStart").split()[0]
+    unit = tmp_path / "paceline.service"
+    # which is not installed here
+    unit.write_text(UNIT.replace(f"ExecStart={program}", f"ExecStart={shutil.which('true')}"))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
 ALERTS = [rule for group in load("prometheus/alerts.yml")["groups"] for rule in group["rules"]]

@@ -18,6 +18,7 @@ from paceline.checkpoints.gguf_tokenizer import SUPPORTED_PRE_TOKENIZERS, build_
 from paceline.core.errors import CheckpointError, InvalidRequestError
 from paceline.engine.chat_template import ChatTemplate
 from paceline.engine.detokenizer import IncrementalDetokenizer
+from paceline.engine.template_sandbox import RendersHere
 from paceline.engine.tokenizer import HFTokenizer, load_tokenizer
 from tests.checkpoints.builders import llama_tensors, write_gguf
 
@@ -106,7 +107,9 @@ def byte_level_metadata(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, 
 def test_ids_with_a_text_of_their_own_join_to_decode(skip: bool) -> None:
     backend = train_byte_level("gpt-2")
     backend.add_tokens([AddedToken("a b"), AddedToken("\u0120x"), AddedToken("\u4f60")])
-    ours = HFTokenizer(backend, frozenset(), ChatTemplate({}, {}))
+    ours = HFTokenizer(
+        backend, frozenset(), ChatTemplate({}, {}, renderer=RendersHere(), callers=RendersHere())
+    )
     known = [i for i in range(ours.vocab_size) if ours.token_text(i) is not None]
     # all but parts of characters, and a token that reads otherwise than it is written
     assert len(known) > 0.5 * ours.vocab_size and backend.token_to_id("\u0120x") not in known

@@ -233,6 +233,9 @@ async def test_a_finished_request_s_line_in_the_log_tells_its_story(
         for name in ("chunks", "preemptions", "recomputed_tokens"):
             assert found[name] == sum(choice[name] for choice in timeline), name
         assert found["chunks"] >= 2
+        # steps take 2 ms, and a choice gets a token of each at most
+        assert 0 < found["tokens_per_second"] < n * 500
+        assert all(0 < choice["tokens_per_second"] < 500 for choice in timeline)
         predicted = timeline[0]["predicted_ttft_ms"] / 1e3
         assert found["predicted_ttft"] == pytest.approx(predicted, abs=1e-4)
         assert found["ttft"] == pytest.approx(timeline[0]["ttft_ms"] / 1e3, abs=0.5)
@@ -242,7 +245,7 @@ async def test_a_finished_request_s_line_in_the_log_tells_its_story(
 
 
 def test_every_field_of_a_timeline_is_told() -> None:
-    assert Explanation.of(TIMELINE, 1.0) == Explanation(
+    assert Explanation.of(TIMELINE, 1.0, 50.0) == Explanation(
         queued_ms=375.0,
         waited_ms={"memory": 250.0, "pace": 125.0},
         chunks=2,
@@ -252,6 +255,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
         relegated=True,
         predicted_ttft_ms=750.0,
         ttft_ms=1000.0,
+        tokens_per_second=50.0,
     )
 
 

@@ -132,7 +132,8 @@ async def asked(app: Any, path: str, body: dict[str, Any], *, short: bool) -> tu
     if short:
         scope["extensions"] = {BODY_WRITER: writer}
     await app(scope, receive, send)
-    text = re.sub(r'("created"|"ttft_ms"|"queued_ms"):[\d.]+', r"\1:0", b"".join(parts).decode())
+    of_time = r'("created"|"ttft_ms"|"queued_ms"|"tokens_per_second"):[\d.]+'
+    text = re.sub(of_time, r"\1:0", b"".join(parts).decode())
     return re.sub(r'"call_\w+"', '"call"', text), writer.num_bytes
 
 

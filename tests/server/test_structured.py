@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from typing import Any
 
 import httpx
@@ -125,6 +126,79 @@ async def test_stop_and_length_still_end_it(http: httpx.AsyncClient) -> None:
 
 
 SCHEMA = "response_format.json_schema.schema"
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+
+
+def named(count: int) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {f"^x{i}_": {} for i in range(count)}}
+
+
+def arrays(count: int, **bounds: int) -> dict[str, Any]:
+    return {"anyOf": [{"type": "array", "items": {"const": i}, **bounds} for i in range(count)]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        (optional(500), f"{SCHEMA} leaves 2001 ways open"),
+        (optional(3000), f"{SCHEMA} leaves 12001 ways open"),
+        ({"properties": {"a": {"items": optional(500)}}}, f"{SCHEMA}/properties/a/items leaves"),
+        ({"anyOf": [optional(300), optional(300)]}, f"{SCHEMA} leaves 2403 ways"),
+        ({"$ref": "#/$defs/d", "$defs": {"d": optional(500)}}, f"{SCHEMA}/$defs/d leaves"),
+        (arrays(340), f"{SCHEMA} leaves 2381 ways"),
+        (arrays(500, minItems=1), f"{SCHEMA} leaves 2501 ways"),
+        (named(129), f"{SCHEMA}/patternProperties: a schema may hold 128"),
+        ({"allOf": [named(65), named(64)]}, f"{SCHEMA}/allOf/1/patternProperties: a schema may"),
+        ({"anyOf": [named(65), named(64)]}, f"{SCHEMA}/anyOf/1/patternProperties: a schema may"),
+    ],
+)
+async def test_a_schema_that_leaves_too_much_open_is_refused_with_its_place(
+    http: httpx.AsyncClient, schema: Any, where: str
+) -> None:
+    error = await refused(http, response_format=json_schema(schema))
+    assert error["message"].startswith(where), error
+    assert error["param"] == SCHEMA
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        optional(495),
+        {"anyOf": [optional(240), optional(240)]},
+        {**optional(2000), "required": [f"p{i}" for i in range(1600)]},
+        arrays(240),
+        arrays(360, minItems=1),
+        named(128),
+        {"enum": list(range(10_000))},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 10**6, "maxItems": 10**9},
+        {"type": "string", "maxLength": 10**9},
+    ],
+    ids=lambda schema: str(schema)[:40],
+)
+async def test_a_large_schema_that_can_be_followed_is(http: httpx.AsyncClient, schema: Any) -> None:
+    began = time.monotonic()
+    body = chat_body(response_format=json_schema(schema), max_tokens=12)
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    # of compiling and masks, on a machine that has better things to do
+    assert time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_turns_out_too_open_is_the_requests_fault(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    """What no check at the door foresees ends in the middle of the answer."""
+    rules = "\n".join(f'r{i}: "x" s{i}\ns{i}: "y" s{i} | "z{i}"' for i in range(1100))
+    source = "start: " + " | ".join(f"r{i}" for i in range(1100)) + "\n" + rules
+    body = chat_body(structured_outputs={"grammar": source}, max_tokens=9, stream=stream)
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert "leaves too much open" in error["message"] and error["code"] == 400, error
 
 
 @pytest.mark.parametrize(

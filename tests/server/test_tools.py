@@ -129,6 +129,26 @@ async def test_auto_finds_calls_in_text_and_leaves_text_alone(http: httpx.AsyncC
     assert choice["message"]["tool_calls"] == [] and choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_a_forced_call_that_is_cut_off_leaves_no_markup(parser: str, choice: Any) -> None:
+    """Wherever ``max_tokens`` cuts it, streamed or not: no text, and no call without a name."""
+    client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=4096))
+    async with connect(create_app(client, ServerConfig(tool_call_parser=parser))) as http:
+        named = 0
+        for count in range(1, 70, 3):
+            fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": count}
+            whole = await choice_of(http, **fields)
+            assert whole["message"]["content"] is None, whole
+            named += bool(whole["message"]["tool_calls"])
+            answer = await http.post("/v1/chat/completions", json=chat_body(**fields, stream=True))
+            deltas = [chunk["choices"][0]["delta"] for chunk in events(answer.text)]
+            assert not any(delta.get("content") for delta in deltas), deltas
+        # some were cut off before their name, some after
+        assert 0 < named < 23
+    await client.close()
+
+
 async def test_a_schema_and_tools_together(http: httpx.AsyncClient) -> None:
     """The model answers in the schema, or calls."""
     schema = {"type": "object", "properties": {"ok": {"const": 1}}, "required": ["ok"]}

@@ -16,6 +16,7 @@ from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from paceline.checkpoints.private import make_private_folder, private_opener, tighten
 from paceline.server.errors import HttpError
 
 __all__ = ["Contents", "Part", "StorageError", "told"]
@@ -49,10 +50,11 @@ def told() -> Generator[None, None, None]:
 
 
 class Contents:
-    """One folder, made if it is not there. Raises OSError where that cannot be."""
+    """One folder, its owner's alone, made if it is not there. Raises OSError if it cannot be."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(folder)
+        tighten(folder)
         self._folder = folder
 
     def begin(self, file_id: str) -> Part:
@@ -98,7 +100,7 @@ class Part:
         self._path = folder / f"{file_id}{_SUFFIX}"
         self._kept = False
         with told():
-            self._file = self._path.open("xb")
+            self._file = open(self._path, "xb", opener=private_opener)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
         """Raises StorageError."""

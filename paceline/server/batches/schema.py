@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 from typing import Final
 
+from paceline.checkpoints.private import FILE_MODE, tighten
 from paceline.core.errors import ConfigError
 
 __all__ = ["BATCH_COLUMNS", "FILE_COLUMNS", "connect"]
@@ -44,7 +46,15 @@ _VERSION: Final = 1
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Raises sqlite3.Error, or ConfigError for a database of another version."""
+    """A database that is its owner's alone, also where an earlier version let others read it.
+
+    Raises sqlite3.Error, OSError, or ConfigError for a database of another version.
+    """
+    # SQLite gives its other files the mode of this one
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    for each in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        if each.exists():
+            tighten(each)
     # one thread at a time, whichever it is; transactions are begun by hand
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:

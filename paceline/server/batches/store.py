@@ -28,6 +28,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO, Final
 
+from paceline.checkpoints.private import tighten
 from paceline.core.errors import ConfigError
 from paceline.server.batches.contents import Contents, Part, StorageError, told
 from paceline.server.batches.database import Database
@@ -59,6 +60,8 @@ class BatchStore:
         self._uploading = 0
         try:
             self._contents = Contents(folder / "files")
+            # one that an earlier version made lets others in
+            tighten(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"the batch folder {folder}: {error.strerror}") from error

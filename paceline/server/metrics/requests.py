@@ -16,6 +16,7 @@ from paceline.engine.types import (
     GenerationRequest,
     RequestTimes,
     Timeline,
+    tokens_per_second,
 )
 from paceline.server.metrics.buckets import (
     CHUNK_BUCKETS,
@@ -168,6 +169,8 @@ class Story(NamedTuple):
     # seconds from arrival
     predicted_ttft: float | None
     ttft: float | None
+    # of all choices together, after the first tokens
+    tokens_per_second: float | None
 
 
 class RequestObserver:
@@ -236,7 +239,15 @@ class RequestObserver:
             else None,
             predicted_ttft=round(predicted[0], 4) if predicted else None,
             ttft=None if self._ttft is None else round(self._ttft, 4),
+            tokens_per_second=self._tokens_per_second(),
         )
+
+    def _tokens_per_second(self) -> float | None:
+        if self._ttft is None:
+            return None
+        begun = sum(1 for count in self._tokens if count)
+        seconds = max(self._last) - self._arrival - self._ttft
+        return tokens_per_second(sum(self._tokens), begun, seconds)
 
     def output(self, output: GenerationOutput, now: float) -> None:
         metrics = self._metrics

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.checkpoints.private import private_opener
 from paceline.core.errors import ConfigError
 from paceline.sim.report.metrics import Metrics
 
@@ -121,7 +122,10 @@ def _save(figure: Figure, path: Path) -> None:
     # without the date and with fixed ids an unchanged plot is an unchanged file
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
-            figure.savefig(path, dpi=120, metadata=metadata)
+        with (
+            matplotlib.rc_context({"svg.hashsalt": "paceline"}),
+            open(path, "wb", opener=private_opener) as file,
+        ):
+            figure.savefig(file, dpi=120, metadata=metadata, format=path.suffix[1:])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from error

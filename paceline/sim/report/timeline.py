@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.checkpoints.private import private_opener
 from paceline.core.errors import ConfigError
 
 __all__ = ["StepEvent", "TimelineWriter"]
@@ -38,7 +39,7 @@ class TimelineWriter:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = path.open("w", encoding="utf-8")
+            self._file = open(path, "w", encoding="utf-8", opener=private_opener)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error}") from error
         self._replicas: set[int] = set()

