@@ -12,20 +12,28 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import QueueFullError
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.offload import Offload
 from paceline.core.memory.outlook import capacity, future_peak
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.pacing import deadlines
+from paceline.core.pacing.ageing import Ageing
 from paceline.core.pacing.budget import AdaptiveBudget
 from paceline.core.pacing.door import QueueLimits
+from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
-from paceline.core.pacing.triage import triage
+from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
 from paceline.core.policies import PolicyContext, make_policy
 from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.queues.request_queue import RequestQueue
+from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
 from paceline.core.slo import Slo
+from paceline.core.step.in_flight import StepsInFlight
+from paceline.core.tier import Tier
 from tests.core.machine import Machine
 from tests.core.machine import seconds as takes
 from tests.driving import make_request
@@ -173,6 +181,63 @@ def test_best_effort_lengthens_a_step_by_its_own(
     says("their rows take 20 ms. A batch prompt may make that step 50 ms")
     rows = model.predict(StepShape(0, 0.0, 10, 0))
     assert rows + budget.best_effort_seconds == pytest.approx(0.05)
+
+
+def test_background_rows_earn_a_tenth(model: StepTimeModel) -> None:
+    says("Steps of ordinary rows take 30 ms, and each earns 3 ms", "16 ms, into every sixth")
+    rows = RunningView.of(streams(20, Slo()))
+    own = model.predict(rows.base)
+    assert own == pytest.approx(0.03)
+
+    def saved_after(steps: int) -> float:
+        bucket = BackgroundBucket(model, 0.1, 32)
+        # the first one shows what a step takes without background rows
+        assert bucket.seconds(rows) == 0.0
+        for _ in range(steps - 1):
+            bucket.seconds(rows)
+        return bucket.seconds(rows) - own
+
+    row = model.predict(rows.base.plus(0, 1)) - own
+    assert saved_after(1) == pytest.approx(3 * row)
+    chunk = model.predict(rows.base.plus(0, 16)) - own
+    assert saved_after(5) < chunk <= saved_after(6)
+    # 32 tokens are what it holds
+    assert saved_after(30) == pytest.approx(0.032)
+
+
+def test_deadlines_press_and_rows_must_run() -> None:
+    says("Twice 20 is more than 30, so deadlines press", "twice (300 + 8) steps of 50 ms is 30.8 s")
+    assert not all_in_time(0.0, [deadlines._HASTE * 20.0], [30.0])
+    assert all_in_time(0.0, [deadlines._HASTE * 20.0], [50.0])
+    steps = 300 + deadlines._STEPS_BETWEEN_LOOKS
+    assert deadlines._HASTE * steps * 0.05 == pytest.approx(30.8)
+
+
+def test_the_oldest_line_ages_after_a_minute_at_the_front() -> None:
+    says("has been first for 60 s: it is admitted next")
+    room = WaitingRoom(RequestQueue, lambda key: key, Offload(KVCacheManager(Machine().cache)))
+    lines = [make_request(f"line{i}", 4, slo=Slo(best_effort=True)) for i in range(2)]
+    for number, line in enumerate(lines):
+        line.order = (0.0, number)
+        room.push(line)
+    ageing, chats = Ageing(room, SchedulerConfig().best_effort_delay_s), streams(1, Slo(tpot=0.1))
+    for now in range(61):
+        assert all(line.best_effort for line in lines)
+        ageing.look(float(now), RunningView.of(chats))
+    assert [line.tier for line in lines] == [Tier.ORDINARY, Tier.BACKGROUND]
+    assert lines[1].seconds_first == 0.0
+
+
+def test_the_next_step_is_planned_at_96_ms() -> None:
+    says("The next step is planned at 96 ms")
+
+    class Early(Known):
+        def quantile(self, q: float) -> float:
+            return {0.1: 0.95}[q]
+
+    steps = StepsInFlight(Early(), SchedulerConfig().plan_lead_s)
+    steps.push(0, [], StepShape(), 0.06, 0.04, None)
+    assert steps.plan_at == pytest.approx(0.096)
 
 
 def test_victims_and_swaps(model: StepTimeModel) -> None:
