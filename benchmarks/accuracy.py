@@ -22,7 +22,8 @@ The gate, chosen before any figure was seen:
   likely, any rounding may change which one is first, so this cannot be much nearer to 1.
 * perplexity within 1 %: less than what models a few percent apart in size differ by.
 
-Exits with 1 when any of the formats fails. The last line is JSON.
+Exits with 1 when any of the formats fails. The last line is JSON. ISA=name picks the kernels'
+variant.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
 
 MODEL: Final = "smollm2-135m"
+ISA: Final = os.environ.get("ISA") or None
 WINDOWS: Final = 8
 WINDOW: Final = 640
 # tokens of each window at once where prompts are imitated
@@ -156,6 +159,7 @@ def build(path: Path, name: str, threads: int, shape: tuple[int, int]) -> Native
         num_blocks=windows * -(-length // BLOCK),
         block_size=BLOCK,
         threads=threads,
+        isa=ISA,
     )
 
 

@@ -12,8 +12,6 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 // rows of activations that stay in the second-level cache while panels stream past
 constexpr int64_t kRowBlock = 208;
-// up to here the 4-bit weights are read, above their int8 copy
-constexpr int64_t kQ4Rows = 6;
 // With so many rows for each of two members, each takes its own through all products from one attention
 // to the next: nobody waits for anybody, rows stay in the caches of one processor, and reading the
 // weights once a member is hidden behind the products. Every further member reads them once more, so
@@ -55,12 +53,14 @@ void Model::mark(int member, Section section) {
 
 Model::Shape Model::shape_of(const Linear& linear, int64_t rows) const {
   const int64_t columns = linear.main.columns();
-  if (linear.main.kind() == Weights::kQ4 && rows <= kQ4Rows)
-    return {Weights::kQ4, Acts::kI8ForQ4, pad_to(columns, 64), 2 * (columns / kGroup)};
-  switch (weights_) {
-    case Weights::kF32: return {Weights::kF32, Acts::kF32, pad_to(columns, 16) * 4, 1};
-    case Weights::kBF16: return {Weights::kBF16, Acts::kBF16, pad_to(columns, 32) * 2, 1};
-    default: return {Weights::kI8, Acts::kI8, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
+  Weights weights = linear.main.kind();
+  if (weights == Weights::kQ4 && rows > kernels_->q4_rows) weights = Weights::kI8;
+  const Acts acts = kernels_->acts[int(weights)];
+  switch (acts) {
+    case Acts::kF32: return {weights, acts, pad_to(columns, 16) * 4, 1};
+    case Acts::kBF16: return {weights, acts, pad_to(columns, 32) * 2, 1};
+    case Acts::kI8: return {weights, acts, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
+    default: return {weights, acts, pad_to(columns, 64), 2 * (columns / kGroup)};
   }
 }
 
@@ -206,7 +206,7 @@ void Model::encode_rows(int member, const Share& share, const float* x, const in
 void Model::norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight,
                       const Linear& next) {
   const Shape shape = shape_of(next, share.total);
-  const int64_t n = config_.hidden, padded = pad_to(n, Acts::kF32 == shape.acts ? 1 : 4);
+  const int64_t n = config_.hidden, padded = pad_to(n, 4);
   float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
   each_row(member, share, [&](int64_t r) {
     kernels_->rms_norm(x + r * hidden_pad_, weight.data(), n, config_.eps, scratch);
@@ -395,11 +395,12 @@ void Model::run_step(const PacelineStep& step, int member) {
     mark(member, kOut);
     norm_rows(member, share, own, layer.mlp_norm, layer.gate_up);
     mark(member, kNorm);
-    const bool bf16 = weights_ == Weights::kBF16;
+    const Acts acts = shape_of(layer.down, share.total).acts;
+    const bool bf16 = acts == Acts::kBF16;
     uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
     multiply(member, share, layer.gate_up, nullptr, 0, Epilogue::kSilu, inner, inner_stride, bf16);
     mark(member, kGateUp);
-    if (bf16 || weights_ == Weights::kF32) {
+    if (bf16 || acts == Acts::kF32) {
       multiply(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), Epilogue::kAdd, own, hidden_pad_, false);
     } else {
       encode_rows(member, share, reinterpret_cast<const float*>(inner_.data()), nullptr, c.inner, inner_stride, layer.down);

@@ -22,7 +22,7 @@ enum Choice { kSettled, kTooMany, kWhole, kChoices };
 
 struct Linear {
   Matrix main;
-  // kQ4 keeps an int8 copy: 4-bit weights have less to read, 8-bit ones less to compute
+  // kQ4 may keep an int8 copy for many rows, see Kernels::q4_rows
   Matrix batch;
   std::vector<float> bias;
   bool has_bias = false;
@@ -159,7 +159,6 @@ class Model {
   PacelineConfig config_;
   const Kernels* kernels_;
   Weights weights_;
-  Acts acts_;
   Kv kv_;
   Team team_;
   Arena arena_;
