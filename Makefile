@@ -13,6 +13,8 @@
 #   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
 #   make bench-accuracy   what reduced precision changes on real text; the gate
+#   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do
+#                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1)
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose)
 #   make bench-grammars   what constrained output costs, and that all of it is valid
@@ -53,7 +55,7 @@ READY := $(STAMP) $(NATIVE)
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check format model venv clean clean-venv studies \
-	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-peers bench-grammars \
+	bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-faults bench-overhead bench-startup
 .DEFAULT_GOAL := test
 
@@ -107,6 +109,9 @@ studies: $(STAMP)
 
 bench-accuracy: $(READY) model
 	@$(BIN)/python -m benchmarks.accuracy
+
+bench-kernels: $(READY)
+	@$(BIN)/python -m benchmarks.kernels
 
 bench-peers: $(READY) model
 	@$(BIN)/python -m benchmarks.peers
