@@ -32,19 +32,20 @@ PL_INLINE void to_bytes(const float* x, int64_t n, float factor, int offset, uin
   }
 }
 
-// The value of which a byte has 127 steps: the largest, or more where a lane's sums ask for it. Without an
-// instruction for products of bytes a lane of 16 bits takes four of them (gemm_avx2.h): two columns of two
-// units that follow each other, bytes of weights, 1 to 255, times activations. That fits if no such four
-// activations of one sign sum up to more than 128, and rounding adds half a step to each, so 126.99 before it
-// is enough. Half of all neighbours have opposite signs and the rotation spreads large values, so steps grow
-// little.
+// The value of which a byte has 127 steps: the largest, or more where the sums of a lane ask for it. Without an
+// instruction for products of bytes a lane of 16 bits takes several of them (dot_avx2.h): two columns, or with
+// Together = 4 those of two units that follow each other, of bytes from 1 to 255 times these. That fits if no
+// such activations of one sign sum up to more than 128. Rounding adds half a step to each, so less than 127
+// for four and less than 128 for two before it is enough. Half of all neighbours have opposite signs, and the
+// rotation spreads large values, so steps grow little.
+template <int Together>
 PL_INLINE float reach(const vf* v, int n) {
   vf high = zero();
   for (int i = 0; i < n; ++i) high = vmax(vabs(v[i]), high);
   const float top = hmax(high);
 #if PL_LEVEL == 1
-  const float four = largest_four(v, n) * (127.0f / 126.99f);
-  return four > top ? four : top;
+  const float sum = largest_sum<Together>(v, n) * (Together == 4 ? 127.0f / 126.99f : 127.0f / 127.99f);
+  return sum > top ? sum : top;
 #else
   return top;
 #endif
@@ -60,7 +61,7 @@ PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum
     v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + 16 * i)))));
   const vf a = add(v[0], v[1]), b = sub(v[0], v[1]), c = add(v[2], v[3]), d = sub(v[2], v[3]);
   v[0] = add(a, c), v[1] = add(b, d), v[2] = sub(a, c), v[3] = sub(b, d);
-  const float top = reach(v, 4);
+  const float top = reach<4>(v, 4);
   const vf f = set1(steps_in(top));
   vf total = zero();
   PL_UNROLL
@@ -79,7 +80,7 @@ static void encode_rest(const float* x, int n, uint8_t* y, float* scale, float* 
   vf v[4];
   const int parts = (n + 15) / 16;
   for (int i = 0; i < parts; ++i) v[i] = n - 16 * i < 16 ? load_n(x + 16 * i, n - 16 * i) : load(x + 16 * i);
-  const float top = reach(v, parts);
+  const float top = reach<4>(v, parts);
   const vf f = set1(steps_in(top));
   vf total = zero();
   for (int i = 0; i < parts; ++i) {

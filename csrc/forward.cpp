@@ -260,7 +260,7 @@ void Model::rope_and_store(int member, const Share& share, const PacelineStep& s
                            int64_t layer_index, float* qkv) {
   const PacelineConfig& c = config_;
   const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
-  const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
+  const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
   const float factor = kLog2e / std::sqrt(float(d));
   uint8_t* cache = cache_.data() + layer_index * layer_bytes_;
   float* query_scales = reinterpret_cast<float*>(query_scales_.data());
@@ -295,7 +295,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
   const AttendPlan& plan = layer.sliding ? sliding_plan_ : plan_;
   const int window = layer.sliding ? int(c.sliding_window) : 0;
   const int64_t d = c.head_dim, width = c.heads * d, part_stride = d + 16;
-  const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
+  const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
   float* parts = reinterpret_cast<float*>(parts_.data());
   team_.each(member, int64_t(plan.items.size()), 1, [&](int64_t i) {
     const AttendItem& item = plan.items[size_t(i)];

@@ -9,6 +9,7 @@
 //
 // A row's result does not depend on the rows beside it: every tile adds in the same order.
 #pragma once
+#include "dot_avx2.h"
 #include "finish.h"
 
 namespace PL_NAMESPACE {
@@ -25,31 +26,8 @@ struct NextPanel {
   }
 };
 
-PL_INLINE __m256i load_8(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-PL_INLINE __m256i broadcast_4(const void* p) { return _mm256_set1_epi32(int32_t(load_u32(p))); }
-PL_INLINE __m256 half_8(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
-
 // What is in `sums` is in memory from here on, not in registers that the loop of products needs.
 PL_INLINE void leave_registers(void* sums) { __asm__ volatile("" : : "r"(sums) : "memory"); }
-
-// sum += w * x in 16 bits, two columns a lane: bytes of w are unsigned, those of x signed
-PL_INLINE void add_pairs(__m256i& sum, __m256i w, __m256i x) {
-  __m256i t;
-  __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=x"(t) : "x"(w), "x"(x));
-}
-
-// sum += w * x + v * y in 32 bits, where w * x + v * y fits 16 bits
-PL_INLINE void add_fours(__m256i& sum, __m256i w, __m256i x, __m256i v, __m256i y) {
-  static constexpr int16_t ones[16] __attribute__((aligned(32))) = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  __m256i t, u;
-  __asm__(
-      "vpmaddubsw %4, %3, %1\n\tvpmaddubsw %6, %5, %2\n\tvpaddw %2, %1, %1\n\t"
-      "vpmaddwd %7, %1, %1\n\tvpaddd %1, %0, %0"
-      : "+x"(sum), "=&x"(t), "=x"(u)
-      : "x"(w), "x"(x), "x"(v), "x"(y), "m"(ones));
-}
-
-PL_INLINE __m256i widen(__m256i pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 
 // Sums over 32 columns, two a lane: the lower halves of the weights times four activations, the upper ones times
 // those `apart` columns further on, and so four times.
@@ -290,9 +268,7 @@ struct TileFloat {
   // column c of a unit, of eight outputs
   PL_INLINE __m256 weight(const uint8_t* w, int c) {
     if constexpr (Kind == Weights::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(w));
-    const __m256i pair = load_8(w);
-    if (c == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
-    return _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(int32_t(0xffff0000u))));
+    return pair_column(load_8(w), c);
   }
 
   template <int R>

@@ -86,7 +86,9 @@ static void rope(float* x, const float* cos, const float* sin, int head_dim) {
 
 static void encode_query(const float* x, int head_dim, float factor, Kv kind, void* y, float* scale) {
   if (kind == Kv::kI8) {
-    const float top = largest(x, head_dim);
+    vf v[kMaxHeadDim / 16];
+    for (int d = 0; d < head_dim; d += 16) v[d / 16] = load(x + d);
+    const float top = reach<2>(v, head_dim / 16);
     *scale = top / 127.0f * factor;
     to_bytes(x, head_dim, steps_in(top), 0, static_cast<uint8_t*>(y));
     return;
@@ -94,7 +96,7 @@ static void encode_query(const float* x, int head_dim, float factor, Kv kind, vo
   const vf f = set1(factor);
   for (int d = 0; d < head_dim; d += 16) {
     const vf v = mul(load(x + d), f);
-    if (kind == Kv::kF32)
+    if (kind == Kv::kF32 || !kBF16Pairs)
       store(static_cast<float*>(y) + d, v);
     else
       store_bf16(static_cast<uint16_t*>(y) + d, v);
@@ -155,6 +157,7 @@ static const Kernels table = {
     PL_NAME,
     kRows,
     PL_Q4_ROWS,
+    {4, kBF16Pairs ? 2 : 4, 1},
     {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4},
     PL_GEMM,
     PL_SCREEN,

@@ -64,7 +64,7 @@ struct GemmArgs {
 };
 
 struct AttendArgs {
-  const uint8_t* q = nullptr;     // rows [head_dim] in the cache's format, see encode_query
+  const uint8_t* q = nullptr;     // rows [head_dim], see encode_query
   int64_t q_stride = 0;           // bytes
   const float* q_scale = nullptr; // kI8: one scale a row
   const uint8_t* layer = nullptr; // first block of the layer
@@ -103,6 +103,8 @@ struct Kernels {
   int attend_rows;  // most rows `attend` takes, <= kMaxRows
   // most rows whose products read 4-bit weights; above, an int8 copy of them is read. kAllRows: no copy
   int64_t q4_rows;
+  // bytes of a query's value beside a kind of cache, see encode_query
+  int query_bytes[3];
   // what a kind of weights multiplies
   Acts acts[4];
   void (*gemm[4])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);

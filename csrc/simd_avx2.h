@@ -53,16 +53,27 @@ PL_INLINE float hmax_8(__m256 y) {
   return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
 }
 PL_INLINE float hmax(vf x) { return hmax_8(_mm256_max_ps(x.a, x.b)); }
-// Of n times 16 values, the largest sum of the positive, or size of the negative, ones of four: lanes i, i + 1,
-// i + 4 and i + 5 of eight, i = 0 and 2.
-PL_INLINE float largest_four(const vf* v, int n) {
+// Sums of the lanes i, i + 1, i + 4 and i + 5 of eight, for i = 0 and 2, in any order and more than once.
+PL_INLINE __m256 sums_of_four(__m256 a, __m256 b) {
+  const __m256 pairs = _mm256_hadd_ps(a, b);
+  return _mm256_add_ps(pairs, _mm256_permute2f128_ps(pairs, pairs, 1));
+}
+PL_INLINE vf sums_of_four(vf x) {
+  const __m256 sums = sums_of_four(x.a, x.b);
+  return {sums, sums};
+}
+// Of n times 16 values, the largest sum of the positive, or size of the negative, ones of such four, or of pairs
+// of neighbours.
+template <int Together>
+PL_INLINE float largest_sum(const vf* v, int n) {
+  static_assert(Together == 2 || Together == 4);
   const __m256 none = _mm256_setzero_ps();
   __m256 high = none, low = none;
   for (int i = 0; i < n; ++i) {
-    const __m256 up = _mm256_hadd_ps(_mm256_max_ps(v[i].a, none), _mm256_max_ps(v[i].b, none));
-    const __m256 down = _mm256_hadd_ps(_mm256_min_ps(v[i].a, none), _mm256_min_ps(v[i].b, none));
-    high = _mm256_max_ps(high, _mm256_add_ps(up, _mm256_permute2f128_ps(up, up, 1)));
-    low = _mm256_min_ps(low, _mm256_add_ps(down, _mm256_permute2f128_ps(down, down, 1)));
+    const __m256 up_a = _mm256_max_ps(v[i].a, none), up_b = _mm256_max_ps(v[i].b, none);
+    const __m256 down_a = _mm256_min_ps(v[i].a, none), down_b = _mm256_min_ps(v[i].b, none);
+    high = _mm256_max_ps(high, Together == 4 ? sums_of_four(up_a, up_b) : _mm256_hadd_ps(up_a, up_b));
+    low = _mm256_min_ps(low, Together == 4 ? sums_of_four(down_a, down_b) : _mm256_hadd_ps(down_a, down_b));
   }
   return hmax_8(_mm256_max_ps(high, _mm256_sub_ps(none, low)));
 }
@@ -142,15 +153,4 @@ PL_INLINE vf load_s8(const void* p) {
   return to_float(vi{_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
 }
 PL_INLINE vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-// vpmaddubsw would saturate (255 * 127 * 2 > 32767), so even and odd bytes go through 16-bit products
-PL_INLINE __m256i dot_bytes_8(__m256i acc, __m256i u, __m256i s) {
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-}
-PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
-  return {dot_bytes_8(acc.a, u.a, s.a), dot_bytes_8(acc.b, u.b, s.b)};
-}
-
 }  // namespace PL_NAMESPACE
