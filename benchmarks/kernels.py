@@ -1,24 +1,25 @@
 """The native CPU path against what the machine can do.
 
 Method: first the ceilings, which are the machine's. Reading: all threads read a buffer of a given
-size, best of several passes. Products: on every thread the instructions that the variant multiplies
-with, between registers, in a loop of assembly that shares nothing with the kernels (csrc/ceiling.cpp);
-for bytes without an instruction of their own, the shortest exact sequence of them. Where no loop is
-known (plain C++) only reading counts.
+size, best of several passes. Products: on every thread the instructions that the variant
+multiplies with, between registers, in a loop of assembly that shares nothing with the kernels
+(csrc/ceiling.cpp); for bytes without an instruction of their own, the shortest exact sequence of
+them. Where no loop is known (plain C++) only reading counts.
 
-Products of packed weights alone, for shapes of SmolLM2-135M and 1.7B and 1 to 64 rows: multiply-adds
-a second, and ``share``, the least time that the ceilings allow (the larger of reading the weights
-once and of all products at the instructions' peak) over the time taken. Each is the median of rounds
-through as many copies of the matrix as fill COPIES_MB, so that weights come from memory.
+Products of packed weights alone, for shapes of SmolLM2-135M and 1.7B and 1 to 64 rows: multiply-
+adds a second, and ``share``, the least time that the ceilings allow (the larger of reading the
+weights once and of all products at the instructions' peak) over the time taken. Each is the median
+of rounds through as many copies of the matrix as fill COPIES_MB, so that weights come from memory.
 
-Then whole model steps on random weights of SmolLM2-135M's shape (30 layers, hidden 576, 9 query and
-3 KV heads of 64, MLP 1536, vocabulary 49152, tied): decode of 1, 8, 32 and 64 sequences at context
-192, and a prompt of 1024 tokens, with logits for every sequence's last token. A step's time is the
-median.
+Then whole model steps on random weights of SmolLM2-135M's shape (30 layers, hidden 576, 9 query
+and 3 KV heads of 64, MLP 1536, vocabulary 49152, tied): decode of 1, 8, 32 and 64 sequences at
+context 192, and a prompt of 1024 tokens, with logits for every sequence's last token. A step's
+time is the median.
 
-``floor`` of a step is the least time that the ceilings allow for its weights and products, as above,
-plus reading the step's keys and values once; attention's own products are not counted. ``share`` is
-floor / median. Where 4-bit weights are computed as int8 above 6 rows, that is counted.
+``floor`` of a step is the least time that the ceilings allow for its weights and products, as
+above, plus reading the step's keys and values once; attention's own products are not counted.
+``share`` is floor / median. Where 4-bit weights are computed as int8 above 6 rows, that is
+counted.
 
 Then choosing tokens from random logits, beside the sampler that needs PyTorch (on one thread, as it
 is used beside native kernels), call by call in turns: medians of whole calls for 1 and 64 rows of

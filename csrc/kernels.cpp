@@ -110,6 +110,7 @@ static void expect_kv(int head_dim, int slot, Kv kind, const uint8_t* tile) {
   for (int64_t d = 0; d < n * 4; d += 64) prefetch_for_write(values + d);
 }
 
+// Byte by byte: other members of the team write the other tokens of the same words.
 static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile) {
   const int64_t n = head_dim;
   if (kind == Kv::kF32) {
