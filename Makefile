@@ -19,6 +19,10 @@
 #                         the native kernels that runs here
 #   make bench-levels     steps of every format on every such level, and the gate; WRITE=1 renews the
 #                         table that `auto` chooses formats by
+
+#   make bench-accuracy   what reduced precision changes on real text; the gate
+#   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do
+#                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1)
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose;
 #                         LEVEL=avx2 holds all engines to one level of instructions)
@@ -66,7 +70,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX
 
 .PHONY: serve test test-clients test-services quick check replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
-	bench-peers bench-grammars \
+	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-faults bench-overhead bench-startup bench-templates
 .DEFAULT_GOAL := test
 
@@ -127,6 +131,9 @@ bench-accuracy: $(READY) model
 
 bench-levels: $(READY) model
 	@$(BIN)/python -m benchmarks.levels $(if $(WRITE),--write)
+
+bench-kernels: $(READY)
+	@$(BIN)/python -m benchmarks.kernels
 
 bench-peers: $(READY) model
 	@$(BIN)/python -m benchmarks.peers

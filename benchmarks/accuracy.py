@@ -11,7 +11,8 @@ next token are compared:
 
 The text is read twice, because the native kernels take other ways for few and many rows: ``steps``
 reads one token of STEP_ROWS windows at a time, as decoding does (4-bit weights are read as such
-only up to 6 rows), ``prompts`` reads CHUNK tokens of every window at once. The gate holds for both.
+only up to 6 rows, on AVX2 at any number), ``prompts`` reads CHUNK tokens of every window at once.
+The gate holds for both.
 
 All of it is done once for every level of the native kernels that runs here, in float32 too
 (--levels chooses; the portable one, which takes hours, is left out unless it is all there is or

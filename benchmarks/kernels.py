@@ -1,15 +1,25 @@
 """The native CPU path against what the machine can do.
 
-Method: first the ceilings. Reading: all threads read a buffer of a given size, best of several
-passes. Products: on every thread one panel of weights, which stays in the nearest caches, times 104
-rows; that is what the inner loop reaches when nothing has to be fetched from memory. Then whole
-model steps on random weights of SmolLM2-135M's shape (30 layers, hidden 576, 9 query and 3 KV heads
-of 64, MLP 1536, vocabulary 49152, tied): decode of 1, 8, 32 and 64 sequences at context 192, and a
-prompt of 1024 tokens, with logits for every sequence's last token. A step's time is the median.
+Method: first the ceilings, which are the machine's. Reading: all threads read a buffer of a given
+size, best of several passes. Products: on every thread the instructions that the variant
+multiplies with, between registers, in a loop of assembly that shares nothing with the kernels
+(csrc/ceiling.cpp); for bytes without an instruction of their own, the shortest exact sequence of
+them. Where no loop is known (plain C++) only reading counts.
 
-``floor`` is the least time that the ceilings allow: the larger of reading all weights once and of
-computing all products at the inner loop's rate, plus reading the step's keys and values once.
-``share`` is floor / median. 4-bit weights are computed as int8 in batches above 6 rows.
+Products of packed weights alone, for shapes of SmolLM2-135M and 1.7B and 1 to 64 rows: multiply-
+adds a second, and ``share``, the least time that the ceilings allow (the larger of reading the
+weights once and of all products at the instructions' peak) over the time taken. Each is the median
+of rounds through as many copies of the matrix as fill COPIES_MB, so that weights come from memory.
+
+Then whole model steps on random weights of SmolLM2-135M's shape (30 layers, hidden 576, 9 query
+and 3 KV heads of 64, MLP 1536, vocabulary 49152, tied): decode of 1, 8, 32 and 64 sequences at
+context 192, and a prompt of 1024 tokens, with logits for every sequence's last token. A step's
+time is the median.
+
+``floor`` of a step is the least time that the ceilings allow for its weights and products, as
+above, plus reading the step's keys and values once; attention's own products are not counted.
+``share`` is floor / median. Where 4-bit weights are computed as int8 above 6 rows, that is
+counted.
 
 Then choosing tokens from random logits, beside the sampler that needs PyTorch (on one thread, as it
 is used beside native kernels), call by call in turns: medians of whole calls for 1 and 64 rows of
@@ -17,7 +27,7 @@ SmolLM2's vocabulary. Logits are normal, with a deviation of 6 (a few dozen toke
 probability) and of 1 (36,000 tokens do, so that top_p has to look at them all).
 
 Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant.
-PARTS=steps or PARTS=sampling measures one part only.
+PARTS=products,steps,sampling chooses.
 """
 
 from __future__ import annotations
@@ -26,6 +36,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -37,7 +48,12 @@ import numpy as np
 
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
-from paceline.backends.native.pieces import PackedMatrix, read_bandwidth
+from paceline.backends.native.pieces import (
+    PackedMatrix,
+    peak_rate,
+    products_seconds,
+    read_bandwidth,
+)
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.checkpoints.base import expected_shapes
@@ -46,7 +62,8 @@ from paceline.core.sampling_params import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))
 ISA = os.environ.get("ISA") or None
-PARTS = (os.environ.get("PARTS") or "steps,sampling").split(",")
+ALL_PARTS = ("products", "steps", "sampling")
+PARTS = (os.environ.get("PARTS") or ",".join(ALL_PARTS)).split(",")
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 192
 PROMPT = 1024
@@ -60,6 +77,13 @@ FORMATS = (
     ("q4", "bfloat16"),
     ("q4", "int8"),
 )
+# bytes a weight; of 4 bits, with scales and minimums
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "q4": 0.625}
+# inputs and outputs: of 135M up and down, of 1.7B up, of 135M the head
+SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (576, 49152))
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 64)
+# three times the last-level cache of the machines this was written on
+COPIES_MB = 96
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 # deviations of the logits, and what rows ask for
 SPREADS = (6.0, 1.0)
@@ -73,8 +97,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.5},
     "logprobs 5": {"logprobs": 5},
 }
-# rows from which 4-bit weights are computed in int8
-Q4_ROWS = 6
+# rows above which 4-bit weights are computed in int8; AVX2 never does
+Q4_ROWS = math.inf if (ISA or [*variants(), ""][0]) == "avx2" else 6
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -93,26 +117,8 @@ CONFIG = ModelConfig(
 
 
 def dot_rate(dtype: str, threads: int) -> float:
-    """Multiply-accumulates per second of the inner loop, on all threads together."""
-    rows, columns, repeat = 8 * 13, 512, 2000
-    random = np.random.default_rng(0)
-    # a panel for every thread
-    matrix = PackedMatrix(
-        random.normal(0, 1, (32 * threads, columns)).astype(np.float32),
-        dtype,
-        threads=threads,
-        isa=ISA,
-    )
-    x = random.normal(0, 1, (rows, columns)).astype(np.float32)
-    best = 0.0
-    # the first rounds also give the system time to spread the threads
-    for _ in range(6):
-        began = time.perf_counter()
-        matrix.multiply(x, repeat=repeat)
-        seconds = time.perf_counter() - began
-        best = max(best, 32 * threads * columns * rows * repeat / seconds)
-    matrix.close()
-    return best
+    """Multiply-adds per second at most, on all threads together; 0 where that is not known."""
+    return peak_rate(dtype, threads, ISA)
 
 
 def make_model(
@@ -177,7 +183,7 @@ def floor_s(
     per_weight = weight_bytes["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
     per_head_weight = weight_bytes["int8" if dtype == "q4" else dtype]
     read = (layers * per_weight + head * per_head_weight) / bandwidth
-    compute = (layers * rows + head * sequences) / rate
+    compute = (layers * rows + head * sequences) / rate if rate else 0.0
     per_token = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim
     kv = sequences * context * per_token * KV_BYTES[kv_dtype] / bandwidth
     return max(read, compute) + kv
@@ -240,17 +246,75 @@ def sampling_times(threads: int) -> dict[str, dict[str, float]]:
     return results
 
 
-def model_steps(threads: int) -> dict[str, object]:
-    """Print and return the machine's ceilings and whole steps of the model."""
-    print("\nceilings")
-    bandwidths = {size: read_bandwidth(size << 20, threads) for size in SIZES_MIB}
-    for size, rate in bandwidths.items():
-        print(f"  read {size:>4} MiB   {rate / 1e9:8.1f} GB/s")
-    rates = {dtype: dot_rate(dtype, threads) for dtype in ("float32", "bfloat16", "int8", "q4")}
-    for dtype, rate in rates.items():
-        print(f"  {dtype:<14} {2 * rate / 1e9:8.0f} Gop/s")
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the machine does at best: bytes a second by MiB read, multiply-adds a second by weights'
+    dtype."""
 
-    weight_bytes = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "q4": 0.625}
+    bandwidths: dict[int, float]
+    rates: dict[str, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """From memory."""
+        return self.bandwidths[max(self.bandwidths)]
+
+
+def ceilings(threads: int) -> Ceilings:
+    """Measure and print them."""
+    found = Ceilings(
+        {size: read_bandwidth(size << 20, threads) for size in SIZES_MIB},
+        {dtype: dot_rate(dtype, threads) for dtype in WEIGHT_BYTES},
+    )
+    print("\nceilings")
+    for size, rate in found.bandwidths.items():
+        print(f"  read {size:>4} MiB   {rate / 1e9:8.1f} GB/s")
+    for dtype, rate in found.rates.items():
+        print(f"  {dtype:<14} {rate / 1e9:8.0f} GMAC/s" if rate else f"  {dtype:<14}  not known")
+    return found
+
+
+def product_rates(threads: int, machine: Ceilings) -> dict[str, dict[str, float]]:
+    """Print and return multiply-adds per second of products, and their share of the ceilings."""
+    random = np.random.default_rng(0)
+    results: dict[str, dict[str, float]] = {}
+    print(
+        f"\n{'products, GMAC/s (share)':<26}" + "".join(f"{f'M = {m}':>13}" for m in PRODUCT_ROWS)
+    )
+    for (columns, outputs), dtype in itertools.product(
+        SHAPES[: 2 if QUICK else None], WEIGHT_BYTES
+    ):
+        weights = random.standard_normal((outputs, columns), dtype=np.float32)
+        size = weights.size * WEIGHT_BYTES[dtype]
+        # the first one's threads compute all
+        copies = [
+            PackedMatrix(weights, dtype, threads=threads if i == 0 else 1, isa=ISA)
+            for i in range(max(1, round(COPIES_MB * 1e6 / size)))
+        ]
+        name = f"{columns} x {outputs}"
+        print(f"{name:<16}{dtype:<10}", end="")
+        for rows in PRODUCT_ROWS:
+            x = random.standard_normal((rows, columns), dtype=np.float32)
+            times = [products_seconds(copies, x) for _ in range(4 if QUICK else 8)]
+            seconds = statistics.median(times[1:]) / len(copies)
+            work = weights.size * rows
+            peak = machine.rates[dtype]
+            floor = max(size / machine.bandwidth, work / peak if peak else 0.0)
+            results[f"{dtype} {name} M={rows}"] = {
+                "gmac_s": round(work / seconds / 1e9, 1),
+                "share": round(floor / seconds, 3),
+            }
+            print(
+                f"{work / seconds / 1e9:>7.1f} {f'({floor / seconds:.0%})':>5}", end="", flush=True
+            )
+        print()
+        for matrix in copies:
+            matrix.close()
+    return results
+
+
+def model_steps(threads: int, machine: Ceilings) -> dict[str, dict[str, float]]:
+    """Print and return whole steps of the model."""
     results: dict[str, dict[str, float]] = {}
     print(f"\n{'weights':<10}{'kv':<10}{'step':<16}{'median ms':>10}{'floor ms':>10}{'share':>7}")
     for dtype, kv_dtype in FORMATS:
@@ -260,9 +324,9 @@ def model_steps(threads: int) -> dict[str, object]:
         for name, sequences, tokens, context in steps:
             rows = sequences * tokens
             median = statistics.median(step_times(model, sequences, tokens, context))
-            rate = rates["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
+            rate = machine.rates["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
             floor = floor_s(
-                dtype, kv_dtype, rows, sequences, context, weight_bytes, bandwidths[256], rate
+                dtype, kv_dtype, rows, sequences, context, WEIGHT_BYTES, machine.bandwidth, rate
             )
             share = floor / median
             results[f"{dtype}/{kv_dtype} {name}"] = {
@@ -276,11 +340,7 @@ def model_steps(threads: int) -> dict[str, object]:
             )
             sys.stdout.flush()
         model.close()
-    ceilings = {
-        "read_gb_s": {str(size): round(rate / 1e9, 1) for size, rate in bandwidths.items()},
-        "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in rates.items()},
-    }
-    return {"ceilings": ceilings, "results": results}
+    return results
 
 
 def main() -> int:
@@ -288,8 +348,8 @@ def main() -> int:
     if reason is not None:
         print(reason, file=sys.stderr)
         return 1
-    if not set(PARTS) <= {"steps", "sampling"}:
-        print(f"PARTS={','.join(PARTS)}: there are steps and sampling", file=sys.stderr)
+    if not set(PARTS) <= set(ALL_PARTS):
+        print(f"PARTS={','.join(PARTS)}: there are {', '.join(ALL_PARTS)}", file=sys.stderr)
         return 2
     threads = choose_threads(None)
     isa = ISA or variants()[0]
@@ -298,8 +358,16 @@ def main() -> int:
         "bench": "kernels",
         "machine": {"threads": threads, "isa": isa},
     }
+    if {"products", "steps"} & set(PARTS):
+        machine = ceilings(threads)
+        report["ceilings"] = {
+            "read_gb_s": {str(mib): round(r / 1e9, 1) for mib, r in machine.bandwidths.items()},
+            "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in machine.rates.items()},
+        }
+    if "products" in PARTS:
+        report["products"] = product_rates(threads, machine)
     if "steps" in PARTS:
-        report |= model_steps(threads)
+        report["results"] = model_steps(threads, machine)
     if "sampling" in PARTS:
         report["sampling"] = sampling_times(threads)
     print(json.dumps(report))

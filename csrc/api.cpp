@@ -1,5 +1,4 @@
 // The C interface over Model and Matrix: exceptions stop here.
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -8,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "ceiling.h"
 #include "features.h"
 #include "model.h"
 #include "paceline_native.h"
@@ -58,6 +58,27 @@ std::string names_of(const std::vector<const Kernels*>& found) {
     text += kernels->name;
   }
   return text;
+}
+
+// x in the form that the matrix multiplies, in its own memory, for a product into y.
+GemmArgs encoded(PacelineMatrix* m, const float* x, int64_t rows, float* y) {
+  const int64_t columns = m->matrix.columns(), stride = (columns + 63) / 64 * 256;
+  m->acts.reserve(size_t(rows * stride));
+  m->scales.reserve(size_t(rows * (2 * (columns / kGroup) + 2)) * 4);
+  float* scales = reinterpret_cast<float*>(m->scales.data());
+  const Weights kind = m->matrix.kind();
+  const int64_t per_row = kind == Weights::kQ4 ? 2 * (columns / kGroup) : (columns + kActGroup - 1) / kActGroup + 1;
+  for (int64_t r = 0; r < rows; ++r)
+    m->kernels->encode(x + r * columns, columns, (columns + 3) / 4 * 4, m->kernels->acts[int(kind)],
+                       m->acts.data() + r * stride, scales + r * per_row);
+  GemmArgs args;
+  args.a = m->acts.data();
+  args.a_stride = stride;
+  args.a_scale = scales;
+  args.w = m->matrix.view();
+  args.out = y;
+  args.out_stride = m->matrix.rows();
+  return args;
 }
 
 // asked once: under a hypervisor, looking takes longer than a draw
@@ -180,60 +201,47 @@ void paceline_matrix_destroy(PacelineMatrix* matrix) { delete matrix; }
 
 int paceline_matrix_multiply(PacelineMatrix* m, const float* x, int64_t rows, float* y, int repeat) {
   return guarded([&] {
-    const int64_t columns = m->matrix.columns(), stride = (columns + 63) / 64 * 256;
-    const int64_t scales = 2 * (columns / kGroup) + 2;
-    m->acts.reserve(size_t(rows * stride));
-    m->scales.reserve(size_t(rows * scales) * 4);
-    const Weights kind = m->matrix.kind();
-    const int unit = kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
-    GemmArgs args;
-    args.a = m->acts.data();
-    args.a_stride = stride;
-    args.a_scale = reinterpret_cast<const float*>(m->scales.data());
-    args.w = m->matrix.view();
-    args.out = y;
-    args.out_stride = m->matrix.rows();
-    const int64_t per_row = kind == Weights::kQ4 ? 2 * (columns / kGroup) : (columns + kActGroup - 1) / kActGroup + 1;
-    for (int64_t r = 0; r < rows; ++r)
-      m->kernels->encode(x + r * columns, columns, (columns + unit - 1) / unit * unit, Acts(kind),
-                         m->acts.data() + r * stride, reinterpret_cast<float*>(m->scales.data()) + r * per_row);
+    const GemmArgs args = encoded(m, x, rows, y);
+    const auto gemm = m->kernels->gemm[int(m->matrix.kind())];
     m->team.run([&](int member) {
       for (int i = 0; i < repeat; ++i)
-        m->team.each(member, m->matrix.panel_count(), 4,
-                     [&](int64_t panel) { m->kernels->gemm[int(kind)](args, 0, rows, panel); });
+        m->team.each(member, m->matrix.panel_count(), 4, [&](int64_t panel) { gemm(args, 0, rows, panel); });
     });
   });
 }
 
+// Products of the same rows with matrices of one shape, in turn: of enough of them, none stays in a cache.
+double paceline_products_seconds(PacelineMatrix* const* matrices, int64_t count, const float* x, int64_t rows) {
+  double seconds = -1;
+  guarded([&] {
+    PacelineMatrix* const first = matrices[0];
+    Memory out(size_t(rows * first->matrix.rows()) * 4);
+    GemmArgs args = encoded(first, x, rows, reinterpret_cast<float*>(out.data()));
+    const auto gemm = first->kernels->gemm[int(first->matrix.kind())];
+    const int64_t panels = first->matrix.panel_count();
+    const auto began = std::chrono::steady_clock::now();
+    first->team.run([&](int member) {
+      for (int64_t i = 0; i < count; ++i) {
+        GemmArgs own = args;
+        own.w = matrices[i]->matrix.view();
+        first->team.each(member, panels, 4, [&](int64_t panel) { gemm(own, 0, rows, panel); });
+      }
+    });
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  });
+  return seconds;
+}
+
 double paceline_read_seconds(const void* data, int64_t bytes, int threads, int repeat) {
   double best = -1;
-  guarded([&] {
-    using Clock = std::chrono::steady_clock;
-    Team team(threads < 1 ? 1 : threads);
-    const int64_t words = bytes / 8 / team.size();
-    // small buffers are read over and over, or waking the threads would be what is timed
-    const int64_t passes = bytes > 0 && bytes < (int64_t(128) << 20) ? (int64_t(128) << 20) / bytes : 1;
-    std::atomic<uint64_t> sink{0};
-    for (int i = 0; i < repeat; ++i) {
-      const auto began = Clock::now();
-      team.run([&](int member) {
-        const uint64_t* p = static_cast<const uint64_t*>(data) + member * words;
-        uint64_t a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0;
-        for (int64_t pass = 0; pass < passes; ++pass) {
-          for (int64_t w = 0; w + 8 <= words; w += 8) {
-            a ^= p[w], b ^= p[w + 1], c ^= p[w + 2], d ^= p[w + 3];
-            e ^= p[w + 4], f ^= p[w + 5], g ^= p[w + 6], h ^= p[w + 7];
-          }
-          // without this the compiler may notice that every second pass undoes the one before
-          __asm__ volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d) : : "memory");
-        }
-        sink += a ^ b ^ c ^ d ^ e ^ f ^ g ^ h;
-      });
-      const double seconds = std::chrono::duration<double>(Clock::now() - began).count() / double(passes);
-      if (best < 0 || seconds < best) best = seconds;
-    }
-  });
+  guarded([&] { best = read_seconds(data, bytes, threads, repeat); });
   return best;
+}
+
+double paceline_peak(const char* isa, int weights, int threads) {
+  double rate = -1;
+  guarded([&] { rate = peak_rate(choose_kernels(isa)->name, Weights(weights), threads); });
+  return rate;
 }
 
 int paceline_matrix_unpack(const PacelineMatrix* m, float* out) {

@@ -6,56 +6,21 @@
 
 namespace PL_NAMESPACE {
 
-struct ChunkI8 {
-  Chunk tiles;
-  const float* k_scale[kChunkTiles];
-  // scales of the values; zero for slots never written, whose scales may be NaN
-  alignas(64) float v_scale[kChunkKeys];
-};
-
-// Scores of T tiles from tile t on, still without the scales of the queries. `start`: -128 times the
-// sum of each query, which the keys' offset of 128 adds.
-template <int R, int T>
-static void scores_i8_tiles(const AttendArgs& a, const ChunkI8& c, int t, const int32_t* start, float (*s)[kChunkKeys],
-                            Ahead& ahead) {
-  const int units = a.head_dim / 4;
-  vi acc[T][R];
-  PL_UNROLL
-  for (int i = 0; i < T; ++i)
-    PL_UNROLL
-    for (int r = 0; r < R; ++r) acc[i][r] = set1i(start[r]);
-  for (int u = 0; u < units; ++u) {
-    if constexpr (R <= 6) ahead.step();
-    vi k[T];
-    PL_UNROLL
-    for (int i = 0; i < T; ++i) k[i] = loadi(c.tiles.k[t + i] + u * 64);
-    PL_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const vi x = set1i(int32_t(load_u32(a.q + r * a.q_stride + 4 * u)));
-      PL_UNROLL
-      for (int i = 0; i < T; ++i) acc[i][r] = dot_bytes(acc[i][r], k[i], x);
-    }
-  }
-  PL_UNROLL
-  for (int i = 0; i < T; ++i) {
-    const vf scale = load(c.k_scale[t + i]);
-    PL_UNROLL
-    for (int r = 0; r < R; ++r) store(s[r] + (t + i) * kTile, mul(to_float(acc[i][r]), scale));
-  }
-}
-
-template <int R>
-static void scores_i8(const AttendArgs& a, const ChunkI8& c, const int32_t* start, float (*s)[kChunkKeys]) {
-  int t = 0;
-  Ahead ahead(c.tiles, int64_t(a.head_dim) * kTile * 2 + 2 * kTile * 4, (c.tiles.tiles + 1) / 2 * (a.head_dim / 4));
-  for (; t + 2 <= c.tiles.tiles; t += 2) scores_i8_tiles<R, 2>(a, c, t, start, s, ahead);
-  for (; t < c.tiles.tiles; ++t) scores_i8_tiles<R, 1>(a, c, t, start, s, ahead);
+// What a byte of a product has 254 steps of: the largest, or, where four of them times values share 16 bits
+// (attend_avx2.h), the largest sum of such four: rounding and what is carried add one step to each, and
+// 258 times 127 still fits.
+PL_INLINE vf most_of(vf x) {
+#if PL_LEVEL == 1
+  return sums_of_four(x);
+#else
+  return x;
+#endif
 }
 
 // Softmax of one row's scores over the chunk, keeping the running maximum and the sums of 16 lanes.
 // Probabilities relative to `here`, the chunk's own maximum, times the scales of the values stay in s.
 // Returns what they count for relative to the running maximum; what was accumulated is rescaled.
-// `most` receives the largest product.
+// `most` receives the largest product, see most_of.
 PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s, float here, float* top, float* sums,
                           float* most) {
   const int first = a.first[r] - c.tiles.first_key, limit = a.limit[r] - c.tiles.first_key;
@@ -67,7 +32,7 @@ PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s
     total = add(total, x);
     x = mul(x, load(c.v_scale + t * kTile));
     store(s + t * kTile, x);
-    high = vmax(x, high);
+    high = vmax(most_of(x), high);
   }
   *most = hmax(high);
   float f[16];
@@ -82,7 +47,7 @@ PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s
   return f[0];
 }
 
-// The products in s as bytes, in steps of a 254th of the largest; what rounding takes from one key is
+// The products in s as bytes, in steps of a 254th of `most`; what rounding takes from one key is
 // given to the one 32 further on, so that many small probabilities are not lost.
 PL_INLINE void to_steps(const ChunkI8& c, const float* s, float most, uint8_t* bytes) {
   // with what is carried over at most 254.5, which rounds to a byte
@@ -101,40 +66,6 @@ PL_INLINE void to_steps(const ChunkI8& c, const float* s, float most, uint8_t* b
     tile(t + 1, carried[1]);
   }
   if (t < c.tiles.tiles) tile(t, carried[0]);
-}
-
-// 16 * V dimensions from `dim` on: out += probabilities * values over the chunk's tiles
-template <int R, int V>
-static void weigh_i8(const AttendArgs& a, const ChunkI8& c, const uint8_t (*bytes)[kChunkKeys], const float* share,
-                     int dim) {
-  vi acc[R][V];
-  PL_UNROLL
-  for (int r = 0; r < R; ++r)
-    PL_UNROLL
-    for (int v = 0; v < V; ++v) acc[r][v] = zeroi();
-  for (int t = 0; t < c.tiles.tiles; ++t) {
-    for (int u = 0; u < kTile / 4; ++u) {
-      const uint8_t* values = c.tiles.v[t] + (int64_t(u) * a.head_dim + dim) * 4;
-      vi w[V];
-      PL_UNROLL
-      for (int v = 0; v < V; ++v) w[v] = loadi(values + v * 64);
-      PL_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const vi x = set1i(int32_t(load_u32(bytes[r] + t * kTile + u * 4)));
-        PL_UNROLL
-        for (int v = 0; v < V; ++v) acc[r][v] = dot_bytes(acc[r][v], x, w[v]);
-      }
-    }
-  }
-  PL_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const vf step = set1(share[r]);
-    PL_UNROLL
-    for (int v = 0; v < V; ++v) {
-      float* out = a.out[r] + dim + v * 16;
-      store(out, fma(to_float(acc[r][v]), step, load(out)));
-    }
-  }
 }
 
 template <int R>
@@ -170,10 +101,7 @@ static void attend_rows_i8(const AttendArgs& a) {
       to_steps(c, s[r], most[r], bytes[r]);
       share[r] *= most[r] / 254.0f;
     }
-    int dim = 0;
-    constexpr int V = R <= 6 ? 4 : 2;
-    for (; dim + 16 * V <= a.head_dim; dim += 16 * V) weigh_i8<R, V>(a, c, bytes, share, dim);
-    for (; dim < a.head_dim; dim += 16) weigh_i8<R, 1>(a, c, bytes, share, dim);
+    weigh_i8_values<R>(a, c, bytes, share);
   }
   for (int r = 0; r < R; ++r) {
     const float sum = hsum(load(sums[r]));

@@ -12,8 +12,6 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 // rows of activations that stay in the second-level cache while panels stream past
 constexpr int64_t kRowBlock = 208;
-// up to here the 4-bit weights are read, above their int8 copy
-constexpr int64_t kQ4Rows = 6;
 // With so many rows for each of two members, each takes its own through all products from one attention
 // to the next: nobody waits for anybody, rows stay in the caches of one processor, and reading the
 // weights once a member is hidden behind the products. Every further member reads them once more, so
@@ -55,12 +53,14 @@ void Model::mark(int member, Section section) {
 
 Model::Shape Model::shape_of(const Linear& linear, int64_t rows) const {
   const int64_t columns = linear.main.columns();
-  if (linear.main.kind() == Weights::kQ4 && rows <= kQ4Rows)
-    return {Weights::kQ4, Acts::kI8ForQ4, pad_to(columns, 64), 2 * (columns / kGroup)};
-  switch (weights_) {
-    case Weights::kF32: return {Weights::kF32, Acts::kF32, pad_to(columns, 16) * 4, 1};
-    case Weights::kBF16: return {Weights::kBF16, Acts::kBF16, pad_to(columns, 32) * 2, 1};
-    default: return {Weights::kI8, Acts::kI8, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
+  Weights weights = linear.main.kind();
+  if (weights == Weights::kQ4 && rows > kernels_->q4_rows) weights = Weights::kI8;
+  const Acts acts = kernels_->acts[int(weights)];
+  switch (acts) {
+    case Acts::kF32: return {weights, acts, pad_to(columns, 16) * 4, 1};
+    case Acts::kBF16: return {weights, acts, pad_to(columns, 32) * 2, 1};
+    case Acts::kI8: return {weights, acts, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
+    default: return {weights, acts, pad_to(columns, 64), 2 * (columns / kGroup)};
   }
 }
 
@@ -203,12 +203,14 @@ void Model::encode_rows(int member, const Share& share, const float* x, const in
   });
 }
 
+template <class F>
 void Model::norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight,
-                      const Linear& next) {
+                      const Linear& next, F&& before) {
   const Shape shape = shape_of(next, share.total);
-  const int64_t n = config_.hidden, padded = pad_to(n, Acts::kF32 == shape.acts ? 1 : 4);
+  const int64_t n = config_.hidden, padded = pad_to(n, 4);
   float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
   each_row(member, share, [&](int64_t r) {
+    before(r);
     kernels_->rms_norm(x + r * hidden_pad_, weight.data(), n, config_.eps, scratch);
     kernels_->encode(scratch, n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
   });
@@ -256,23 +258,32 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
   team_.each(member, panels * blocks, grain, compute);
 }
 
+uint8_t* Model::tile_of(const PacelineStep& step, int64_t token, int64_t layer_index) {
+  const int64_t position = step.positions[token], slot = position % config_.block_size;
+  const int32_t* table = step.tables + int64_t(sequence_of_[size_t(token)]) * step.table_width;
+  return cache_.data() + layer_index * layer_bytes_ + table[position / config_.block_size] * block_bytes_ +
+         slot / kTile * tile_bytes_;
+}
+
+void Model::expect_kv(const Share& share, int64_t row, const PacelineStep& step, int64_t layer_index) {
+  const int64_t token = share.begin + row;
+  const uint8_t* tile = tile_of(step, token, layer_index);
+  for (int64_t h = 0; h < config_.kv_heads; ++h)
+    kernels_->expect_kv(int(config_.head_dim), int(step.positions[token] % kTile), kv_, tile + h * head_bytes_);
+}
+
 void Model::rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer,
                            int64_t layer_index, float* qkv) {
   const PacelineConfig& c = config_;
   const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
-  const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
+  const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
   const float factor = kLog2e / std::sqrt(float(d));
-  uint8_t* cache = cache_.data() + layer_index * layer_bytes_;
   float* query_scales = reinterpret_cast<float*>(query_scales_.data());
   each_row(member, share, [&](int64_t r) {
     const int64_t t = share.begin + r;
     float* row = qkv + t * stride;
-    const int64_t position = step.positions[t];
-    const int32_t* table = step.tables + int64_t(sequence_of_[size_t(t)]) * step.table_width;
-    const int64_t slot = position % c.block_size;
-    uint8_t* block = cache + table[position / c.block_size] * block_bytes_ + slot / kTile * tile_bytes_;
-    for (int64_t h = 0; h < c.kv_heads; ++h)
-      kernels_->expect_kv(int(d), int(slot % kTile), kv_, block + h * head_bytes_);
+    const int64_t position = step.positions[t], slot = position % c.block_size;
+    uint8_t* tile = tile_of(step, t, layer_index);
     const float *cos = cos_.data() + position * (d / 2), *sin = sin_.data() + position * (d / 2);
     for (int64_t h = 0; h < c.heads; ++h) {
       float* q = row + h * d;
@@ -285,7 +296,7 @@ void Model::rope_and_store(int member, const Share& share, const PacelineStep& s
       float *k = row + (c.heads + h) * d, *v = row + (c.heads + c.kv_heads + h) * d;
       if (!layer.k_norm.empty()) kernels_->rms_norm(k, layer.k_norm.data(), d, c.eps, k);
       kernels_->rope(k, cos, sin, int(d));
-      kernels_->store_kv(k, v, int(d), int(slot % kTile), kv_, block + h * head_bytes_);
+      kernels_->store_kv(k, v, int(d), int(slot % kTile), kv_, tile + h * head_bytes_);
     }
   });
 }
@@ -295,7 +306,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
   const AttendPlan& plan = layer.sliding ? sliding_plan_ : plan_;
   const int window = layer.sliding ? int(c.sliding_window) : 0;
   const int64_t d = c.head_dim, width = c.heads * d, part_stride = d + 16;
-  const int64_t query_bytes = d * (kv_ == Kv::kF32 ? 4 : kv_ == Kv::kBF16 ? 2 : 1);
+  const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
   float* parts = reinterpret_cast<float*>(parts_.data());
   team_.each(member, int64_t(plan.items.size()), 1, [&](int64_t i) {
     const AttendItem& item = plan.items[size_t(i)];
@@ -368,7 +379,10 @@ void Model::run_step(const PacelineStep& step, int member) {
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
     const bool last = i + 1 == layers_.size();
-    norm_rows(member, share, x + share.begin * hidden_pad_, layer.attention_norm, layer.qkv);
+    // the lines that keys and values of this layer will be written to are asked for here: until then there is
+    // a product to compute
+    norm_rows(member, share, x + share.begin * hidden_pad_, layer.attention_norm, layer.qkv,
+              [&](int64_t r) { expect_kv(share, r, step, int64_t(i)); });
     mark(member, kNorm);
     multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false);
     mark(member, kQkv);
@@ -393,13 +407,14 @@ void Model::run_step(const PacelineStep& step, int member) {
     mark(member, kEncode);
     multiply(member, share, layer.out, nullptr, 0, Epilogue::kAdd, own, hidden_pad_, false);
     mark(member, kOut);
-    norm_rows(member, share, own, layer.mlp_norm, layer.gate_up);
+    norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, [](int64_t) {});
     mark(member, kNorm);
-    const bool bf16 = weights_ == Weights::kBF16;
+    const Acts acts = shape_of(layer.down, share.total).acts;
+    const bool bf16 = acts == Acts::kBF16;
     uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
     multiply(member, share, layer.gate_up, nullptr, 0, Epilogue::kSilu, inner, inner_stride, bf16);
     mark(member, kGateUp);
-    if (bf16 || weights_ == Weights::kF32) {
+    if (bf16 || acts == Acts::kF32) {
       multiply(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), Epilogue::kAdd, own, hidden_pad_, false);
     } else {
       encode_rows(member, share, reinterpret_cast<const float*>(inner_.data()), nullptr, c.inner, inner_stride, layer.down);
@@ -408,7 +423,7 @@ void Model::run_step(const PacelineStep& step, int member) {
     }
     mark(member, kDown);
   }
-  norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_);
+  norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_, [](int64_t) {});
   if (screens(step)) {
     choose(member, share, step);
     return mark(member, kHead);

@@ -1,7 +1,7 @@
-// Products of packed weights: register-tiled micro-kernels, one panel of 32 outputs at a time.
+// Products of packed weights: register-tiled micro-kernels, one panel of 32 outputs at a time. For AVX-512 and
+// plain C++; gemm_avx2.h has those for 256 bits.
 #pragma once
-#include "kernels.h"
-#include "simd.h"
+#include "finish.h"
 
 namespace PL_NAMESPACE {
 using namespace paceline;
@@ -12,67 +12,11 @@ constexpr int kTileRows = 13;
 // the sums over groups need registers too
 constexpr int kTileRowsI8 = 6;
 constexpr int kTileRowsQ4 = 4;
-#elif PL_LEVEL == 1
-constexpr int kTileRows = 3;
-constexpr int kTileRowsI8 = 2;
-constexpr int kTileRowsQ4 = 1;
 #else
 constexpr int kTileRows = 4;
 constexpr int kTileRowsI8 = 2;
 constexpr int kTileRowsQ4 = 1;
 #endif
-
-// how far ahead of a stream of weights lines are asked for: the hardware's own prefetchers stop at
-// the end of a page
-constexpr int kAhead = 1536;
-
-PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, int64_t panel) {
-  const int64_t column = panel * kPanel;
-  const int64_t left = g.w.rows - column;
-  const int n0 = left >= 16 ? 16 : int(left), n1 = left >= 32 ? 16 : left > 16 ? int(left - 16) : 0;
-  vf bias0 = zero(), bias1 = zero();
-  if (g.bias) {
-    bias0 = load_n(g.bias + column, n0);
-    if (n1) bias1 = load_n(g.bias + column + 16, n1);
-  }
-  for (int r = 0; r < rows; ++r) {
-    const vf y0 = add(tile[2 * r], bias0), y1 = add(tile[2 * r + 1], bias1);
-    if (g.epilogue == Epilogue::kSilu) {
-      const vf y = mul(silu(y0), y1);
-      const int64_t at = (row + r) * g.out_stride + panel * 16;
-      if (g.out_bf16)
-        store_bf16(static_cast<uint16_t*>(g.out) + at, y);
-      else
-        store(static_cast<float*>(g.out) + at, y);
-      continue;
-    }
-    float* out = static_cast<float*>(g.out) + (row + r) * g.out_stride + column;
-    if (n1 == 16) {
-      if (g.epilogue == Epilogue::kAdd) {
-        store(out, add(load(out), y0));
-        store(out + 16, add(load(out + 16), y1));
-      } else {
-        store(out, y0);
-        store(out + 16, y1);
-      }
-    } else {
-      const bool sum = g.epilogue == Epilogue::kAdd;
-      store_n(out, sum ? add(load_n(out, n0), y0) : y0, n0);
-      if (n1) store_n(out + 16, sum ? add(load_n(out + 16, n1), y1) : y1, n1);
-    }
-  }
-}
-
-// Ask for the lines that ``finish`` will write: by the time the products are done they are here.
-PL_INLINE void expect(const GemmArgs& g, int rows, int64_t row, int64_t panel) {
-  const bool gated = g.epilogue == Epilogue::kSilu;
-  const int64_t column = panel * (gated ? 16 : kPanel), bytes = gated && g.out_bf16 ? 2 : 4;
-  for (int r = 0; r < rows; ++r) {
-    const uint8_t* out = static_cast<const uint8_t*>(g.out) + ((row + r) * g.out_stride + column) * bytes;
-    prefetch_for_write(out);
-    if (!gated) prefetch_for_write(out + 64);
-  }
-}
 
 // `ahead` and `ahead_step`: the part of the next panel to ask for on the way, in bytes a unit. A line may
 // be asked for several times.
@@ -88,8 +32,9 @@ static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* a
   typename D::Acc acc[2 * R];
   PL_UNROLL
   for (int i = 0; i < 2 * R; ++i) acc[i] = D::none();
-  if constexpr (R <= 2) {
-    // few rows: the chain of dependent products, not their number, would set the pace
+  if constexpr (R <= 2 && PL_LEVEL >= 2) {
+    // few rows: the chain of dependent products, not their number, would set the pace. It makes the sums of
+    // one or two rows differ in their last bits from those of more
     typename D::Acc more[2 * R];
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) more[i] = D::none();

@@ -2,9 +2,14 @@
 // PL_NAMESPACE saying which.
 #include "kernels.h"
 #include "simd.h"
+#if PL_LEVEL == 1
+#include "gemm_avx2.h"
+#else
 #include "gemm.h"
+#endif
 #include "attend.h"
 #include "attend_i8.h"
+#include "encode.h"
 #include "weigh.h"
 
 namespace PL_NAMESPACE {
@@ -28,14 +33,6 @@ static void rms_norm(const float* x, const float* w, int64_t n, float eps, float
     const int left = int(n - i);
     store_n(y + i, mul(mul(load_n(x + i, left), f), load_n(w + i, left)), left);
   }
-}
-
-PL_INLINE float largest(const float* x, int64_t n) {
-  vf high = zero();
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) high = vmax(vabs(load(x + i)), high);
-  if (i < n) high = vmax(vabs(load_n(x + i, int(n - i))), high);
-  return hmax(high);
 }
 
 static int32_t likeliest(const float* x, int64_t n) {
@@ -72,107 +69,6 @@ static int32_t likeliest(const float* x, int64_t n) {
   return int32_t(at);
 }
 
-// Steps of a byte in what is `top` at most. None where they were no number in float32: such values are
-// nothing beside any others, and infinitely many steps of a zero are not zero.
-PL_INLINE float steps_in(float top) { return top > 1e-36f ? 127.0f / top : 0.0f; }
-
-// round(x * factor) + offset as bytes
-PL_INLINE void to_bytes(const float* x, int64_t n, float factor, int offset, uint8_t* y) {
-  const vf f = set1(factor);
-  const vi shift = set1i(offset);
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store_bytes(y + i, addi(to_int(mul(load(x + i), f)), shift));
-  if (i < n) {
-    uint8_t rest[16];
-    store_bytes(rest, addi(to_int(mul(load_n(x + i, int(n - i)), f)), shift));
-    memcpy(y + i, rest, size_t(n - i));
-  }
-}
-
-// 64 values times the Hadamard matrix of order 64 (Sylvester's, over 8, which makes it orthonormal),
-// as bytes; receives the scale of the bytes and their sum
-PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum) {
-  static_assert(kActGroup == 64);
-  vf v[4];
-  PL_UNROLL
-  for (int i = 0; i < 4; ++i)
-    v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + 16 * i)))));
-  const vf a = add(v[0], v[1]), b = sub(v[0], v[1]), c = add(v[2], v[3]), d = sub(v[2], v[3]);
-  v[0] = add(a, c), v[1] = add(b, d), v[2] = sub(a, c), v[3] = sub(b, d);
-  const float top = hmax(vmax(vmax(vabs(v[0]), vabs(v[1])), vmax(vabs(v[2]), vabs(v[3]))));
-  const vf f = set1(steps_in(top));
-  vf total = zero();
-  PL_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const vf q = round_even(mul(v[i], f));
-    total = add(total, q);
-    store_bytes(y + 16 * i, to_int(q));
-  }
-  // the division by 8
-  *scale = top * (1.0f / (127 * 8));
-  *sum = hsum(total);
-}
-
-// fewer than 64 values, as they are
-static void encode_rest(const float* x, int n, uint8_t* y, float* scale, float* sum) {
-  const float top = largest(x, n);
-  const vf f = set1(steps_in(top));
-  vf total = zero();
-  for (int i = 0; i < n; i += 16) {
-    const int lanes = n - i < 16 ? n - i : 16;
-    const vf q = round_even(mul(load_n(x + i, lanes), f));
-    total = add(total, q);
-    uint8_t bytes[16];
-    store_bytes(bytes, to_int(q));
-    memcpy(y + i, bytes, size_t(lanes));
-  }
-  *scale = top / 127.0f;
-  *sum = hsum(total);
-}
-
-static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y, float* scale) {
-  if (kind == Acts::kF32) {
-    memcpy(y, x, size_t(n) * 4);
-    memset(static_cast<float*>(y) + n, 0, size_t(padded - n) * 4);
-  } else if (kind == Acts::kBF16) {
-    uint16_t* out = static_cast<uint16_t*>(y);
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) store_bf16(out + i, load(x + i));
-    for (; i < n; ++i) out[i] = float_to_bf16(x[i]);
-    memset(out + n, 0, size_t(padded - n) * 2);
-  } else if (kind == Acts::kI8) {
-    uint8_t* out = static_cast<uint8_t*>(y);
-    const int64_t groups = (n + kActGroup - 1) / kActGroup;
-    float total = 0;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t begin = g * kActGroup, count = n - begin < kActGroup ? n - begin : kActGroup;
-      float step, sum;
-      if (count == kActGroup)
-        encode_group(x + begin, out + begin, &step, &sum);
-      else
-        encode_rest(x + begin, int(count), out + begin, &step, &sum);
-      scale[g] = step;
-      total += step * sum;
-    }
-    scale[groups] = 128.0f * total;
-    memset(out + n, 0, size_t(padded - n));
-  } else {
-    const int64_t groups = n / kGroup;
-    uint8_t* out = static_cast<uint8_t*>(y);
-    for (int64_t g = 0; g < groups; ++g) {
-      const float* in = x + g * kGroup;
-      const vf a = load(in), b = load(in + 16);
-      const float top = hmax(vmax(vabs(a), vabs(b)));
-      const vf f = set1(steps_in(top));
-      const vf qa = round_even(mul(a, f)), qb = round_even(mul(b, f));
-      store_bytes(out + g * kGroup, to_int(qa));
-      store_bytes(out + g * kGroup + 16, to_int(qb));
-      scale[g] = top / 127.0f;
-      scale[groups + g] = scale[g] * hsum(add(qa, qb));
-    }
-  }
-}
-
 static void rope(float* x, const float* cos, const float* sin, int head_dim) {
   const int half = head_dim / 2;
   int i = 0;
@@ -190,7 +86,9 @@ static void rope(float* x, const float* cos, const float* sin, int head_dim) {
 
 static void encode_query(const float* x, int head_dim, float factor, Kv kind, void* y, float* scale) {
   if (kind == Kv::kI8) {
-    const float top = largest(x, head_dim);
+    vf v[kMaxHeadDim / 16];
+    for (int d = 0; d < head_dim; d += 16) v[d / 16] = load(x + d);
+    const float top = reach<2>(v, head_dim / 16);
     *scale = top / 127.0f * factor;
     to_bytes(x, head_dim, steps_in(top), 0, static_cast<uint8_t*>(y));
     return;
@@ -198,7 +96,7 @@ static void encode_query(const float* x, int head_dim, float factor, Kv kind, vo
   const vf f = set1(factor);
   for (int d = 0; d < head_dim; d += 16) {
     const vf v = mul(load(x + d), f);
-    if (kind == Kv::kF32)
+    if (kind == Kv::kF32 || !kBF16Pairs)
       store(static_cast<float*>(y) + d, v);
     else
       store_bf16(static_cast<uint16_t*>(y) + d, v);
@@ -212,6 +110,7 @@ static void expect_kv(int head_dim, int slot, Kv kind, const uint8_t* tile) {
   for (int64_t d = 0; d < n * 4; d += 64) prefetch_for_write(values + d);
 }
 
+// Byte by byte: other members of the team write the other tokens of the same words.
 static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv kind, uint8_t* tile) {
   const int64_t n = head_dim;
   if (kind == Kv::kF32) {
@@ -240,11 +139,29 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
   }
 }
 
+#if PL_LEVEL == 1
+// 4-bit weights are as fast as int8 at many rows and faster at few
+#define PL_Q4_ROWS kAllRows
+#define PL_BF16_ACTS Acts::kF32
+#define PL_GEMM \
+  {gemm_256<TileFloat<Weights::kF32>>, gemm_256<TileFloat<Weights::kBF16>>, gemm_256<TileI8>, gemm_256<TileQ4>}
+#define PL_SCREEN gemm_256<TileScreen>
+#else
+// above, 8-bit weights have less to compute
+#define PL_Q4_ROWS 6
+#define PL_BF16_ACTS Acts::kBF16
+#define PL_GEMM {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4}
+#define PL_SCREEN screen
+#endif
+
 static const Kernels table = {
     PL_NAME,
     kRows,
-    {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4},
-    screen,
+    PL_Q4_ROWS,
+    {4, kBF16Pairs ? 2 : 4, 1},
+    {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4},
+    PL_GEMM,
+    PL_SCREEN,
     rms_norm,
     encode,
     rope,

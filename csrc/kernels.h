@@ -29,10 +29,11 @@ constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half m
 constexpr int kMaxRows = 12;        // attention rows computed together, at most
 constexpr int kChunkTiles = 8;      // key tiles per softmax update
 constexpr int kMaxHeadDim = 256;
+constexpr int64_t kAllRows = INT64_MAX;
 constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
 
 enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3 };
-// rows of activations: what the matching weights multiply
+// rows of activations
 enum class Acts : int { kF32 = 0, kBF16 = 1, kI8 = 2, kI8ForQ4 = 3 };
 enum class Kv : int { kF32 = 0, kBF16 = 1, kI8 = 2 };
 enum class Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2 };
@@ -63,7 +64,7 @@ struct GemmArgs {
 };
 
 struct AttendArgs {
-  const uint8_t* q = nullptr;     // rows [head_dim] in the cache's format, see encode_query
+  const uint8_t* q = nullptr;     // rows [head_dim], see encode_query
   int64_t q_stride = 0;           // bytes
   const float* q_scale = nullptr; // kI8: one scale a row
   const uint8_t* layer = nullptr; // first block of the layer
@@ -100,6 +101,12 @@ struct Exponent {
 struct Kernels {
   const char* name;
   int attend_rows;  // most rows `attend` takes, <= kMaxRows
+  // most rows whose products read 4-bit weights; above, an int8 copy of them is read. kAllRows: no copy
+  int64_t q4_rows;
+  // bytes of a query's value beside a kind of cache, see encode_query
+  int query_bytes[3];
+  // what a kind of weights multiplies
+  Acts acts[4];
   void (*gemm[4])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
   // like gemm of int8 weights, kStore, but of the upper halves of their bytes alone, in panels of half the
   // size: of 16 units' words the one of unit j, j < 8, holds unit j's halves below unit j + 8's. The

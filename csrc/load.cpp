@@ -36,7 +36,6 @@ Model::Model(const PacelineConfig& config)
     : config_(config),
       kernels_(choose_kernels(config.isa)),
       weights_(Weights(config.weights)),
-      acts_(config.weights == 0 ? Acts::kF32 : config.weights == 1 ? Acts::kBF16 : Acts::kI8),
       kv_(Kv(config.kv)),
       team_(checked_threads(config.threads)) {
   const PacelineConfig& c = config_;
@@ -102,7 +101,7 @@ void Model::reserve_cache() {
 void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias) {
   const bool q4 = weights_ == Weights::kQ4 && columns % kGroup == 0;
   linear.main = Matrix(q4 ? Weights::kQ4 : weights_ == Weights::kQ4 ? Weights::kI8 : weights_, rows, columns, arena_);
-  if (q4) linear.batch = Matrix(Weights::kI8, rows, columns, arena_);
+  if (q4 && kernels_->q4_rows != kAllRows) linear.batch = Matrix(Weights::kI8, rows, columns, arena_);
   linear.has_bias = bias;
   if (bias) linear.bias.assign(size_t(pad_to(rows, kPanel)), 0.0f);
 }

@@ -22,7 +22,7 @@ enum Choice { kSettled, kTooMany, kWhole, kChoices };
 
 struct Linear {
   Matrix main;
-  // kQ4 keeps an int8 copy: 4-bit weights have less to read, 8-bit ones less to compute
+  // kQ4 may keep an int8 copy for many rows, see Kernels::q4_rows
   Matrix batch;
   std::vector<float> bias;
   bool has_bias = false;
@@ -138,8 +138,14 @@ class Model {
   // x: all rows; `chosen`: which of them the rows of the share are, null: the same
   void encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
                    int64_t stride, const Linear& next);
-  // x and out: the share's first row
-  void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next);
+  // x: the share's first row; before(r) is called first of all for each row
+  template <class F>
+  void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next,
+                 F&& before);
+  // where a token's keys and values go in a layer: the first head's tile
+  uint8_t* tile_of(const PacelineStep& step, int64_t token, int64_t layer_index);
+  // asks for the lines that a row of the share will be written to
+  void expect_kv(const Share& share, int64_t row, const PacelineStep& step, int64_t layer_index);
   GemmArgs product_of(const Share& share, const Linear& linear) const;
   // see screen.cpp: memory for the head's upper halves, and these once the head is packed
   void reserve_screen();
@@ -159,7 +165,6 @@ class Model {
   PacelineConfig config_;
   const Kernels* kernels_;
   Weights weights_;
-  Acts acts_;
   Kv kv_;
   Team team_;
   Arena arena_;

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 6
+#define PACELINE_ABI 7
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -121,6 +121,13 @@ PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t
 void paceline_matrix_destroy(PacelineMatrix* matrix);
 /* y [m, rows] = x [m, columns] times the matrix; repeat: times the product is computed */
 int paceline_matrix_multiply(PacelineMatrix* matrix, const float* x, int64_t m, float* y, int repeat);
+/* seconds of the products of x [m, columns] with `count` matrices of one shape and kind, one after the
+ * other, by the first one's threads; below 0 on failure */
+double paceline_products_seconds(PacelineMatrix* const* matrices, int64_t count, const float* x, int64_t m);
+/* Multiply-adds a second that `threads` threads reach with the instructions that a variant (null: the
+ * best) multiplies this kind of weights by, from registers only; 0 where that is not known, below 0 on
+ * failure. */
+double paceline_peak(const char* isa, int weights, int threads);
 /* seconds that `threads` threads take to read bytes of data, together, the best of `repeat` times;
  * below 0 on failure */
 double paceline_read_seconds(const void* data, int64_t bytes, int threads, int repeat);

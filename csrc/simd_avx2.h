@@ -42,17 +42,40 @@ PL_INLINE vf fma(vf x, vf y, vf z) {
   return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
 PL_INLINE float hsum(vf x) {
-  float t[16], s = 0;
-  store(t, x);
-  for (float v : t) s += v;
-  return s;
+  const __m256 y = _mm256_add_ps(x.a, x.b);
+  __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+  return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
-PL_INLINE float hmax(vf x) {
-  float t[16];
-  store(t, x);
-  float m = t[0];
-  for (float v : t) m = v > m ? v : m;
-  return m;
+PL_INLINE float hmax_8(__m256 y) {
+  __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+  return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
+PL_INLINE float hmax(vf x) { return hmax_8(_mm256_max_ps(x.a, x.b)); }
+// Sums of the lanes i, i + 1, i + 4 and i + 5 of eight, for i = 0 and 2, in any order and more than once.
+PL_INLINE __m256 sums_of_four(__m256 a, __m256 b) {
+  const __m256 pairs = _mm256_hadd_ps(a, b);
+  return _mm256_add_ps(pairs, _mm256_permute2f128_ps(pairs, pairs, 1));
+}
+PL_INLINE vf sums_of_four(vf x) {
+  const __m256 sums = sums_of_four(x.a, x.b);
+  return {sums, sums};
+}
+// Of n times 16 values, the largest sum of the positive, or size of the negative, ones of such four, or of pairs
+// of neighbours.
+template <int Together>
+PL_INLINE float largest_sum(const vf* v, int n) {
+  static_assert(Together == 2 || Together == 4);
+  const __m256 none = _mm256_setzero_ps();
+  __m256 high = none, low = none;
+  for (int i = 0; i < n; ++i) {
+    const __m256 up_a = _mm256_max_ps(v[i].a, none), up_b = _mm256_max_ps(v[i].b, none);
+    const __m256 down_a = _mm256_min_ps(v[i].a, none), down_b = _mm256_min_ps(v[i].b, none);
+    high = _mm256_max_ps(high, Together == 4 ? sums_of_four(up_a, up_b) : _mm256_hadd_ps(up_a, up_b));
+    low = _mm256_min_ps(low, Together == 4 ? sums_of_four(down_a, down_b) : _mm256_hadd_ps(down_a, down_b));
+  }
+  return hmax_8(_mm256_max_ps(high, _mm256_sub_ps(none, low)));
 }
 PL_INLINE vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 PL_INLINE vi to_int(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
@@ -118,40 +141,16 @@ PL_INLINE void store_bf16(void* p, vf x) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
 }
 PL_INLINE void store_bytes(void* p, vi x) {
-  int32_t t[16];
-  memcpy(t, &x, 64);
-  uint8_t* q = static_cast<uint8_t*>(p);
-  for (int i = 0; i < 16; ++i) q[i] = uint8_t(t[i]);
+  const __m256i byte = _mm256_set1_epi32(255);
+  // lanes 0-3, 8-11, 4-7, 12-15 in 16 bits
+  const __m256i words = _mm256_packus_epi32(_mm256_and_si256(x.a, byte), _mm256_and_si256(x.b, byte));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128(static_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 }
 PL_INLINE vf load_s8(const void* p) {
   const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(p));
   return to_float(vi{_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
 }
 PL_INLINE vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-PL_INLINE vi low_nibbles(vi x) {
-  const __m256i m = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
-}
-PL_INLINE vi high_nibbles(vi x) {
-  const __m256i m = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
-}
-// vpmaddubsw would saturate (255 * 127 * 2 > 32767), so even and odd bytes go through 16-bit products
-PL_INLINE __m256i dot_bytes_8(__m256i acc, __m256i u, __m256i s) {
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-  return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-}
-PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
-  return {dot_bytes_8(acc.a, u.a, s.a), dot_bytes_8(acc.b, u.b, s.b)};
-}
-// nibbles are below 16: 15 * 127 * 2 fits 16 bits
-PL_INLINE __m256i dot_nibbles_8(__m256i acc, __m256i u, __m256i s) {
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
-}
-PL_INLINE vi dot_nibbles(vi acc, vi u, vi s) {
-  return {dot_nibbles_8(acc.a, u.a, s.a), dot_nibbles_8(acc.b, u.b, s.b)};
-}
-
 }  // namespace PL_NAMESPACE

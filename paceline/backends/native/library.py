@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 6
+ABI: Final = 7
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -146,6 +146,8 @@ _SIGNATURES: Final = {
     "paceline_matrix": (c_void_p, (c_int, c_int, c_void_p, c_int64, c_int64, c_int, c_char_p)),
     "paceline_matrix_destroy": (None, (c_void_p,)),
     "paceline_matrix_multiply": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int)),
+    "paceline_products_seconds": (c_double, (c_void_p, c_int64, c_void_p, c_int64)),
+    "paceline_peak": (c_double, (c_char_p, c_int, c_int)),
     "paceline_read_seconds": (c_double, (c_void_p, c_int64, c_int, c_int)),
     "paceline_matrix_unpack": (c_int, (c_void_p, c_void_p)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +11,18 @@ from numpy.typing import NDArray
 from paceline.backends.native.library import Step, check, library
 from paceline.backends.native.model import DTYPES, Integers, NativeModel
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor
+from paceline.core.errors import ConfigError
 
-__all__ = ["PackedMatrix", "attend", "cache_bytes", "clock_hz", "read_bandwidth", "variants_for"]
+__all__ = [
+    "PackedMatrix",
+    "attend",
+    "cache_bytes",
+    "clock_hz",
+    "peak_rate",
+    "products_seconds",
+    "read_bandwidth",
+    "variants_for",
+]
 
 
 class PackedMatrix:
@@ -64,6 +75,38 @@ class PackedMatrix:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+    @property
+    def handle(self) -> int:
+        """For calls of the library. Raises ConfigError once closed."""
+        if self._handle is None:
+            raise ConfigError("this matrix was closed")
+        return self._handle
+
+
+def products_seconds(matrices: Sequence[PackedMatrix], x: NDArray[np.float32]) -> float:
+    """Seconds of the products of x [M, columns] with matrices of one shape and dtype, one after the
+    other, by the threads of the first one."""
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    handles = (ctypes.c_void_p * len(matrices))(*(matrix.handle for matrix in matrices))
+    seconds: float = library().paceline_products_seconds(
+        handles, len(matrices), x.ctypes.data, len(x)
+    )
+    check(0 if seconds >= 0 else -1)
+    return seconds
+
+
+def peak_rate(dtype: str, threads: int, isa: str | None = None) -> float:
+    """Multiply-adds a second that ``threads`` threads reach with the instructions that a variant
+    multiplies weights of this dtype by, between registers; 0 where that is not known.
+
+    Args:
+        isa: None: the best variant.
+    """
+    name = None if isa is None else isa.encode()
+    rate: float = library().paceline_peak(name, DTYPES[dtype], threads)
+    check(0 if rate >= 0 else -1)
+    return rate
 
 
 def cache_bytes(model: NativeModel) -> NDArray[np.uint8]:

@@ -179,6 +179,60 @@ def test_members_with_rows_of_their_own(dtype: str, rows: int) -> None:
         assert _error(other, results[0].astype(np.float64)) < BOUNDS[dtype] / 3
 
 
+def _way(isa: str, dtype: str, rows: int) -> str:
+    """Steps whose rows have the same numbers: on AVX2 all, elsewhere those of the same kernels."""
+    if isa == "avx2":
+        return "any"
+    if dtype == "q4":
+        return "4 bits" if rows <= 6 else "its int8 copy"
+    if isa.startswith("avx512") and dtype in ("float32", "bfloat16"):
+        return "two chains of sums" if rows <= 2 else "one chain"
+    return "any"
+
+
+@native
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_a_sequence_does_not_depend_on_those_beside_it(isa: str, dtype: str, kv_dtype: str) -> None:
+    config = FAMILIES["llama"]
+    random = np.random.default_rng(9)
+    most, length = 30, 20
+    model = _make(
+        config, random_weights(config, 9), dtype, isa=isa, kv_dtype=kv_dtype, num_blocks=2 * most
+    )
+    ids = random.integers(0, config.vocab_size, (most, length + 1))
+    tables = random.permutation(2 * most).reshape(most, 2)
+    for row in range(most):
+        _whole(model, ids[row, :length], list(tables[row]))
+    expected: dict[str, NDArray[np.float32]] = {}
+    # 13 and more are dealt to the members of the team, who compute with tiles of all heights
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 23, most):
+        got = model.forward(
+            ids[:rows, length],
+            np.full(rows, length),
+            np.arange(rows + 1),
+            tables[:rows],
+            np.arange(rows),
+        )
+        first = expected.setdefault(_way(isa, dtype, rows), got[:1].copy())
+        np.testing.assert_array_equal(got[:1], first)
+
+
+@native
+@pytest.mark.skipif("avx2" not in variants(), reason="no AVX2 kernels here")
+def test_four_bits_need_no_copy_where_products_read_them_at_every_row_count() -> None:
+    # memory is taken in pieces of 8 MiB
+    config = tiny_config(hidden_size=768, intermediate_size=3072, num_hidden_layers=3)
+    weights = random_weights(config, 1)
+    avx2, portable = (
+        _make(config, weights, "q4", isa=isa).weight_bytes for isa in ("avx2", "portable")
+    )
+    # the copy has a byte for each
+    copied = sum(w.size for name, w in weights.items() if "proj" in name)
+    assert portable - avx2 > 0.6 * copied
+
+
 @native
 @pytest.mark.parametrize("isa", variants())
 def test_likeliest_is_the_first_of_the_largest(isa: str) -> None:

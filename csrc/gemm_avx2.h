@@ -1,0 +1,322 @@
+// Products of packed weights in registers of 256 bits.
+//
+// There are 16 registers, so a tile is at most 12 of sums, and gcc keeps them there only if they are plain
+// arrays of __m256: in arrays of pairs of them (vf, vi) every sum is stored after every product. Where a
+// product takes several instructions they are one piece of assembly with temporaries of its own, since gcc
+// starts several products early and then has no registers left. A tile of three rows or more has 16 of a
+// panel's 32 outputs, and goes through the panel twice; one of fewer rows has all 32, since its sums would
+// otherwise be too few to hide how long a product takes.
+//
+// A row's result does not depend on the rows beside it: every tile adds in the same order.
+#pragma once
+#include "dot_avx2.h"
+#include "finish.h"
+
+namespace PL_NAMESPACE {
+
+// Sums of a tile's rows, for `finish`.
+using Sums = float[kPanel];
+
+// The part of the next panel that a tile asks for on its way: so many lines for every group of units.
+struct NextPanel {
+  const uint8_t* at;
+  int64_t lines;
+  PL_INLINE_MEMBER void step() {
+    for (int64_t i = 0; i < lines; ++i, at += 64) prefetch_l2(at);
+  }
+};
+
+// What is in `sums` is in memory from here on, not in registers that the loop of products needs.
+PL_INLINE void leave_registers(void* sums) { __asm__ volatile("" : : "r"(sums) : "memory"); }
+
+// Sums over 32 columns, two a lane: the lower halves of the weights times four activations, the upper ones times
+// those `apart` columns further on, and so four times.
+template <int R, int H>
+PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, int apart, __m256i (&sum)[R][H]) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  PL_UNROLL
+  for (int r = 0; r < R; ++r)
+    PL_UNROLL
+    for (int i = 0; i < H; ++i) sum[r][i] = _mm256_setzero_si256();
+  for (int j = 0; j < 4; ++j, w += 128, a += 4) {
+    // two registers of weights at a time
+    PL_UNROLL
+    for (int i = 0; i < H; i += 2) {
+      const __m256i both0 = load_8(w + 32 * i), both1 = load_8(w + 32 * i + 32);
+      const __m256i low0 = _mm256_and_si256(both0, mask), low1 = _mm256_and_si256(both1, mask);
+      const __m256i high0 = _mm256_and_si256(_mm256_srli_epi16(both0, 4), mask);
+      const __m256i high1 = _mm256_and_si256(_mm256_srli_epi16(both1, 4), mask);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast_4(a + r * s);
+        add_pairs(sum[r][i], low0, x);
+        add_pairs(sum[r][i + 1], low1, x);
+        const __m256i y = broadcast_4(a + r * s + apart);
+        add_pairs(sum[r][i], high0, y);
+        add_pairs(sum[r][i + 1], high1, y);
+      }
+    }
+  }
+}
+
+// 4-bit weights. A nibble is at most 15 and an activation at most 127 in size, so 16 products of a group's 32
+// columns fit 16 bits whatever they are: they are widened, converted and scaled once a group.
+struct TileQ4 {
+  static constexpr int rows = 4;
+  PL_INLINE int64_t groups(const Panels& w) { return w.columns / kGroup; }
+
+  // R rows of H times 8 outputs from `first` on
+  template <int R, int H>
+  PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int first, NextPanel next, Sums* sums) {
+    const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
+    const uint8_t* a = g.a + row * s;
+    const float* scales = g.a_scale + row * 2 * groups;
+    for (int64_t k = 0; k < groups; ++k, w += kQ4GroupBytes, a += kGroup) {
+      leave_registers(sums);
+      if constexpr (H == 4)
+        for (int line = 0; line < kQ4GroupBytes; line += 64) prefetch(w + kAhead + line);
+      else
+        next.step();
+      __m256i sum[R][H];
+      multiply_nibbles<R, H>(w + first * 4, a, s, 16, sum);
+      PL_UNROLL
+      for (int i = 0; i < H; ++i) {
+        const __m256 step = half_8(w + 512 + (first + 8 * i) * 2), low = half_8(w + 576 + (first + 8 * i) * 2);
+        PL_UNROLL
+        for (int r = 0; r < R; ++r) {
+          float* out = sums[r] + first + 8 * i;
+          const float* own = scales + r * 2 * groups + k;
+          const __m256 x = _mm256_set1_ps(own[0]), total = _mm256_set1_ps(own[groups]);
+          const __m256 product = _mm256_cvtepi32_ps(widen(sum[r][i]));
+          const __m256 y = _mm256_fmadd_ps(product, _mm256_mul_ps(step, x), _mm256_load_ps(out));
+          _mm256_store_ps(out, _mm256_fmadd_ps(low, total, y));
+        }
+      }
+    }
+  }
+
+  template <int R>
+  PL_INLINE void scale(const GemmArgs&, int64_t, int64_t, vf (&)[2 * R]) {}
+};
+
+// int8 weights. A lane of 16 bits takes the products of four activations before it is widened: the encoder
+// sees to it that no sum of them is beyond what it holds, see `reach` in encode.h.
+struct TileI8 {
+  static constexpr int rows = 4;
+  PL_INLINE int64_t groups(const Panels& w) { return (w.columns + kActGroup - 1) / kActGroup; }
+
+  template <int R, int H>
+  PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int first, NextPanel next, Sums* sums) {
+    constexpr int64_t group_units = kActGroup / 4;
+    const int64_t count = groups(g.w), s = g.a_stride;
+    const uint8_t* a = g.a + row * s;
+    const float* scales = g.a_scale + row * (count + 1);
+    int64_t left = g.w.units;
+    w += first * 4;
+    for (int64_t k = 0; k < count; ++k, left -= group_units) {
+      leave_registers(sums);
+      if constexpr (H == 2) next.step();
+      __m256i sum[R][H];
+      const int64_t units = left < group_units ? left : group_units;
+      multiply<R, H>(w, a, s, units, sum);
+      w += units * 128;
+      a += units * 4;
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256 x = _mm256_set1_ps(scales[r * (count + 1) + k]);
+        PL_UNROLL
+        for (int i = 0; i < H; ++i) {
+          float* out = sums[r] + first + 8 * i;
+          _mm256_store_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][i]), x, _mm256_load_ps(out)));
+        }
+      }
+    }
+  }
+
+  template <int R, int H>
+  PL_INLINE void multiply(const uint8_t* w, const uint8_t* a, int64_t s, int64_t units, __m256i (&sum)[R][H]) {
+    PL_UNROLL
+    for (int r = 0; r < R; ++r)
+      PL_UNROLL
+      for (int i = 0; i < H; ++i) sum[r][i] = _mm256_setzero_si256();
+    for (; units > 1; units -= 2, w += 256, a += 8) {
+      if constexpr (H == 4)
+        for (int line = 0; line < 256; line += 64) prefetch(w + kAhead + line);
+      PL_UNROLL
+      for (int i = 0; i < H; i += 2) {
+        const __m256i w0 = load_8(w + 32 * i), w1 = load_8(w + 32 * i + 32);
+        const __m256i v0 = load_8(w + 32 * i + 128), v1 = load_8(w + 32 * i + 160);
+        PL_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m256i x = broadcast_4(a + r * s), y = broadcast_4(a + r * s + 4);
+          add_fours(sum[r][i], w0, x, v0, y);
+          add_fours(sum[r][i + 1], w1, x, v1, y);
+        }
+      }
+    }
+    if (units == 0) return;
+    // columns of a last unit without a second
+    const __m256i none = _mm256_setzero_si256();
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < H; ++i) add_fours(sum[r][i], load_8(w + 32 * i), broadcast_4(a + r * s), none, none);
+  }
+
+  // what the weights' offset of 128 added is taken away, and the weights' own scales
+  template <int R>
+  PL_INLINE void scale(const GemmArgs& g, int64_t row, int64_t panel, vf (&out)[2 * R]) {
+    const int64_t count = groups(g.w);
+    const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
+    for (int r = 0; r < R; ++r) {
+      const vf offset = set1(g.a_scale[(row + r) * (count + 1) + count]);
+      out[2 * r] = mul(sub(out[2 * r], offset), s0);
+      out[2 * r + 1] = mul(sub(out[2 * r + 1], offset), s1);
+    }
+  }
+};
+
+// The upper halves of int8 weights, see Kernels::screen. A lane takes 16 products of nibbles, as with 4 bits.
+struct TileScreen {
+  static constexpr int rows = 2;
+  PL_INLINE int64_t groups(const Panels& w) { return w.columns / kActGroup; }
+
+  template <int R, int H>
+  PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int, NextPanel, Sums* sums) {
+    static_assert(H == 4);
+    const int64_t count = groups(g.w), s = g.a_stride;
+    const uint8_t* a = g.a + row * s;
+    for (int64_t k = 0; k < count; ++k, w += 1024, a += kActGroup) {
+      leave_registers(sums);
+      for (int line = 0; line < 1024; line += 64) prefetch(w + kAhead + line);
+      // the sums of 32 columns fit a lane, those of 64 do not
+      __m256i sum[R][H], more[R][H];
+      multiply_nibbles<R, H>(w, a, s, 32, sum);
+      multiply_nibbles<R, H>(w + 512, a + 16, s, 32, more);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256 x = _mm256_set1_ps(g.a_scale[(row + r) * (count + 1) + k]);
+        PL_UNROLL
+        for (int i = 0; i < H; ++i) {
+          float* out = sums[r] + 8 * i;
+          const __m256i product = _mm256_add_epi32(widen(sum[r][i]), widen(more[r][i]));
+          _mm256_store_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), x, _mm256_load_ps(out)));
+        }
+      }
+    }
+  }
+
+  template <int R>
+  PL_INLINE void scale(const GemmArgs& g, int64_t row, int64_t panel, vf (&out)[2 * R]) {
+    const int64_t count = groups(g.w);
+    const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
+    for (int r = 0; r < R; ++r) {
+      // a byte is 16 * upper + lower - 128, and 128 times the sum of the row is what is at hand
+      const vf rest = set1(g.a_scale[(row + r) * (count + 1) + count] * ((7.5f - 128.0f) / 128.0f));
+      out[2 * r] = mul(fma(out[2 * r], set1(16.0f), rest), s0);
+      out[2 * r + 1] = mul(fma(out[2 * r + 1], set1(16.0f), rest), s1);
+    }
+  }
+};
+
+// float32 and bfloat16 weights, activations in float32. All sums stay in registers from the first column to the last.
+template <Weights Kind>
+struct TileFloat {
+  static constexpr int rows = 6;
+  // lines of the next panel are asked for every so many units
+  static constexpr int64_t group_units = 8;
+  static constexpr int columns = Kind == Weights::kF32 ? 1 : 2;
+  PL_INLINE int64_t groups(const Panels& w) { return (w.units + group_units - 1) / group_units; }
+
+  template <int R, int H>
+  PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int first, NextPanel next, Sums* sums) {
+    const float* a = reinterpret_cast<const float*>(g.a + row * g.a_stride);
+    const int64_t s = g.a_stride / 4;
+    __m256 sum[R][H];
+    PL_UNROLL
+    for (int r = 0; r < R; ++r)
+      PL_UNROLL
+      for (int i = 0; i < H; ++i) sum[r][i] = _mm256_setzero_ps();
+    w += first * 4;
+    for (int64_t left = g.w.units; left > 0; left -= group_units) {
+      if constexpr (H == 2) next.step();
+      const int64_t units = left < group_units ? left : group_units;
+      for (int64_t u = 0; u < units; ++u, w += 128, a += columns) unit<R, H>(w, a, s, sum);
+    }
+    PL_UNROLL
+    for (int r = 0; r < R; ++r)
+      PL_UNROLL
+      for (int i = 0; i < H; ++i) _mm256_store_ps(sums[r] + first + 8 * i, sum[r][i]);
+  }
+
+  template <int R, int H>
+  PL_INLINE void unit(const uint8_t* w, const float* a, int64_t s, __m256 (&sum)[R][H]) {
+    if constexpr (H == 4) prefetch(w + kAhead), prefetch(w + kAhead + 64);
+    PL_UNROLL
+    for (int c = 0; c < columns; ++c) {
+      PL_UNROLL
+      for (int i = 0; i < H; i += 2) {
+        const __m256 w0 = weight(w + 32 * i, c), w1 = weight(w + 32 * i + 32, c);
+        PL_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m256 x = _mm256_broadcast_ss(a + r * s + c);
+          sum[r][i] = _mm256_fmadd_ps(x, w0, sum[r][i]);
+          sum[r][i + 1] = _mm256_fmadd_ps(x, w1, sum[r][i + 1]);
+        }
+      }
+    }
+  }
+
+  // column c of a unit, of eight outputs
+  PL_INLINE __m256 weight(const uint8_t* w, int c) {
+    if constexpr (Kind == Weights::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(w));
+    return pair_column(load_8(w), c);
+  }
+
+  template <int R>
+  PL_INLINE void scale(const GemmArgs&, int64_t, int64_t, vf (&)[2 * R]) {}
+};
+
+// Not inlined, so that each has its loops for itself, which tests look at.
+template <class T, int R>
+static __attribute__((noinline)) void tile_256(const GemmArgs& g, int64_t row, int64_t panel, NextPanel next) {
+  expect(g, R, row, panel);
+  const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
+  alignas(64) Sums sums[R];
+  memset(sums, 0, sizeof sums);
+  if constexpr (R <= 2) {
+    T::template run<R, 4>(g, row, w, 0, next, sums);
+  } else {
+    T::template run<R, 2>(g, row, w, 0, next, sums);
+    next.at += next.lines * 64 * T::groups(g.w);
+    T::template run<R, 2>(g, row, w, 16, next, sums);
+  }
+  vf out[2 * R];
+  for (int i = 0; i < 2 * R; ++i) out[i] = load(sums[i / 2] + i % 2 * 16);
+  T::template scale<R>(g, row, panel, out);
+  finish(g, out, R, row, panel);
+}
+
+template <class T, int R>
+PL_INLINE void run_tile(const GemmArgs& g, int64_t row, int64_t panel, int rows, NextPanel next) {
+  if constexpr (R > 1) {
+    if (rows < R) return run_tile<T, R - 1>(g, row, panel, rows, next);
+  }
+  tile_256<T, R>(g, row, panel, next);
+}
+
+template <class T>
+static void gemm_256(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
+  if (begin == end) return;
+  // equal tiles rather than full ones and a thin rest
+  const int64_t count = (end - begin + T::rows - 1) / T::rows;
+  // tiles go through the panel twice
+  const int64_t steps = 2 * count * T::groups(g.w) + 1;
+  NextPanel next{g.w.data + (panel + 1) * g.w.panel_bytes, (g.w.panel_bytes / 64 + steps - 1) / steps};
+  for (int64_t tiles = count; tiles > 0; --tiles) {
+    const int rows = int((end - begin + tiles - 1) / tiles);
+    run_tile<T, T::rows>(g, begin, panel, rows, next);
+    next.at += 2 * next.lines * 64 * T::groups(g.w);
+    begin += rows;
+  }
+}
+
+}  // namespace PL_NAMESPACE
