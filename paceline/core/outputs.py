@@ -140,7 +140,7 @@ class Timeline(NamedTuple):
     preemption or demotion, and when it ends, so that it is known wherever the caller stops
     reading."""
 
-    # (reason, seconds) spent waiting to be admitted, first or again; see ``core.waits``
+    # (reason, seconds) spent waiting to be admitted, first or again; see ``queues.wait_clocks``
     waited: tuple[tuple[str, float], ...]
     # steps that computed more than one of its tokens
     num_chunks: int

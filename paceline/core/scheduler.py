@@ -266,9 +266,8 @@ class Scheduler:
         self._paced.rest()
         self._door.limits.rest()
         self._last.held_by = None
-        # requests without targets need no pacing, unless something is kept of all of them
-        plain = self._tenants is None and self.config.background_share is None
-        self._pacing = self._plain if plain else self._paced
+        # requests without targets need no pacing where tenants are not kept apart
+        self._pacing = self._plain if self._tenants is None else self._paced
 
     # ------------------------------------------------------------------ views
 

@@ -1,0 +1,1 @@
+"""Where keys and values are kept: blocks, the prefix cache, the host, and who gives way."""

@@ -1,0 +1,1 @@
+"""Everything that exists for latency targets, tenants and forecasts, behind ``step.limits``."""

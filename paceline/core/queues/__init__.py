@@ -1,0 +1,1 @@
+"""Where requests are: waiting, running, or waiting for another one's prompt."""

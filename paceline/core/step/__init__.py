@@ -1,0 +1,1 @@
+"""One step: limits, rows, admission, results. Complete without targets."""
