@@ -200,7 +200,7 @@ def test_a_fair_queue_does_not_look_at_all_tenants_when_one_comes_back() -> None
         if index % 4 == 0:
             popped = queue.pop()
             assert popped is not None
-            waiting.remove(popped.tenant)
+            waiting.remove(popped.asked.tenant)
     assert looks < 20 * 2000
 
 

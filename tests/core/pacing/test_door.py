@@ -201,7 +201,8 @@ def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError) as error:
         driver.add(make_request("c", 4, 40))
-    assert error.value.retry_after == driver.scheduler._door.forecast.predict(make_request("d", 4, 40))
+    forecast = driver.scheduler._door.forecast
+    assert error.value.retry_after == forecast.predict(make_request("d", 4, 40))
     driver.run()
 
 
