@@ -413,7 +413,7 @@ def test_service_goes_to_whoever_was_served_least_as_if_each_were_served_at_once
         tenant = min(left, key=lambda name: (served[name], left[name][0].order))
         request = left[tenant].pop(0)
         expected.append(request.request_id)
-        output = driver.scheduler._state.work.output_tokens(request)
+        output = driver.scheduler.state.work.output_tokens(request)
         served[tenant] += PROMPT_WEIGHT * request.num_new_tokens + OUTPUT_WEIGHT * output
         if not left[tenant]:
             del left[tenant]

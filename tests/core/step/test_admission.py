@@ -1,0 +1,35 @@
+"""Admission looks ahead at memory."""
+
+from __future__ import annotations
+
+from tests.driving import Driver, make_request
+
+
+def preemptions(*, future_memory_check: bool) -> int:
+    driver = Driver(num_blocks=40, max_num_seqs=16, future_memory_check=future_memory_check)
+    for index in range(16):
+        driver.add(make_request(f"r{index}", range(9 * index + 1, 9 * index + 9), 32))
+    driver.run()
+    assert len(driver.finished) == 16
+    return driver.scheduler.stats().num_preemptions
+
+
+def test_looking_ahead_at_memory_saves_preemptions() -> None:
+    assert preemptions(future_memory_check=False) >= 8
+    assert preemptions(future_memory_check=True) == 0
+
+
+def test_shared_blocks_are_counted_once_when_looking_ahead() -> None:
+    """Eight requests share 64 of their 68 tokens: together they need 16 + 8 * 3 blocks, and each
+    alone 19."""
+    driver = Driver(num_blocks=60, max_num_seqs=8, future_memory_check=True)
+    prompt = list(range(1, 65))
+    driver.add(make_request("first", [*prompt, 900, 901, 902, 903], 8))
+    driver.step()
+    driver.step()
+    for index in range(7):
+        driver.add(make_request(f"r{index}", [*prompt, *range(100 * index, 100 * index + 4)], 8))
+    driver.step()
+    assert driver.scheduler.stats().num_running == 8
+    driver.run()
+    assert driver.scheduler.stats().num_preemptions == 0
