@@ -149,7 +149,7 @@ class Timeline(NamedTuple):
     num_recomputed_tokens: int
     # tokens that came back from host memory instead
     num_swapped_tokens: int
-    # it became best effort because its TTFT target could no longer be met
+    # it was demoted because a target could no longer be met, and not restored since
     relegated: bool
     # seconds from arrival to first token, as predicted on arrival; None: nothing was known yet
     predicted_ttft: float | None

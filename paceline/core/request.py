@@ -66,7 +66,7 @@ class RequestSpec:
 @dataclass(slots=True, eq=False)
 class History:
     """What became of a request, for metrics and explanations. The part of the scheduler that does
-    a thing writes it down here; no plan depends on any of it."""
+    a thing writes it down here. No plan depends on any of it; the door reads its forecast back."""
 
     # seconds waited so far, reason by reason (``queues.wait_clocks``)
     waits: list[float] = field(default_factory=list)

@@ -214,7 +214,7 @@ class Replica:
         job.request = request
         self._jobs[request_id] = job
         if job.received:
-            self._land(request)
+            self.scheduler.kv.land_prefix(request)
 
     def _has_room(self, job: Job) -> bool:
         """Whether a request with its keys and values would be let in at once. Until then they
@@ -226,17 +226,6 @@ class Replica:
         cache = scheduler.cache
         needed = blocks_for(job.arrival.prompt_tokens + 1, cache.block_size)
         return needed + int(cache.watermark * cache.num_blocks) <= stats.num_free_blocks
-
-    def _land(self, request: Request) -> None:
-        """Put a received prompt's whole blocks into the prefix cache, where its first plan finds
-        them, unless others needed the room before that: what is gone is computed again."""
-        kv = self.scheduler.kv
-        held = kv.starting_blocks(request)
-        missing = request.block_hashes[len(held) : (request.num_tokens - 1) // kv.block_size]
-        kv.pool.acquire(held)
-        landed = kv.pool.allocate(min(len(missing), kv.pool.num_free))
-        kv.pool.register(landed, missing[: len(landed)])
-        kv.pool.release([*held, *landed])
 
     def _execute(self, plan: SchedulerOutput, now: float) -> None:
         seconds = self._times.seconds(plan)

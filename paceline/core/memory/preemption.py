@@ -24,7 +24,7 @@ _MARGIN = 1.25
 
 
 class Preemption:
-    """Chooses victims and swaps them out. Owned by the scheduler.
+    """Chooses victims and swaps them out. Owned by the running list.
 
     Args:
         work: seconds that computing tokens takes.

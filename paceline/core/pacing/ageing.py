@@ -76,13 +76,13 @@ class Ageing:
     def _advance(self, aged: Request) -> None:
         """While it waits, no ordinary request has a key before its own: by some policies there
         would always be another."""
-        if aged not in self._waiting:
-            return
-        self._waiting.remove(aged)
+        if aged in self._waiting:
+            self._waiting.move(aged, self._go_first)
+
+    def _go_first(self, aged: Request) -> None:
         head = self._waiting.ordinary.peek()
         if head is not None and head.order[0] < aged.order[0]:
             aged.order = (head.order[0], aged.order[1])
-        self._waiting.push(aged)
 
     def _is_held_up(self, first: Request, view: RunningView) -> bool:
         """Whether a request of an earlier tier runs or waits."""

@@ -76,7 +76,7 @@ class Door:
         waiting = len(state.waiting) + len(state.forks)
         if not limits.is_full(waiting, num_forks):
             state.kv.hash_prompt(request)
-            request.num_new_tokens -= state.kv.num_found(request)
+            request.num_new_tokens = request.num_prompt_tokens - state.kv.num_found(request)
         self.forecast.note(request)
         own = 0
         if (

@@ -14,6 +14,7 @@ This module does not know what else fills a step.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -152,10 +153,7 @@ class Feasibility:
                 found = True
                 self._running.move(loser, self.demote)
         for key, request in change.come_back:
-            self._waiting.remove(request)
-            request.move(Move.RESTORE)
-            request.order = key, request.order[1]
-            self._waiting.push(request)
+            self._waiting.move(request, partial(_restore, key))
         return found
 
     def triage(self, view: RunningView, starts: float) -> None:
@@ -202,3 +200,9 @@ class Feasibility:
             return False
         self._since_triage = 0
         return True
+
+
+def _restore(key: float, request: Request) -> None:
+    """Back to the tier and the key that it had."""
+    request.move(Move.RESTORE)
+    request.order = key, request.order[1]

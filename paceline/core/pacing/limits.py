@@ -1,4 +1,4 @@
-"""The limits of one step while requests have targets, tenants are kept apart, or memory is short.
+"""The limits of one step while requests have targets, or tenants are kept apart.
 
 Ordinary requests are served first. Best effort gets what they leave of the step's time:
 
@@ -59,8 +59,6 @@ class BestEffortTime:
 
 class PacedLimits(StepLimits):
     """Made by ``Paced``, which sets the attributes of the base class."""
-
-    asks = True
 
     def __init__(
         self,

@@ -45,8 +45,7 @@ _PRESSED: Final = tuple((tier, tier) for tier in Tier if tier is not Tier.ORDINA
 
 
 class Paced:
-    """A ``Pacing`` for requests with targets, tenants that are kept apart, or metered background
-    work.
+    """A ``Pacing`` for requests with targets, or of best effort, or tenants that are kept apart.
 
     Args:
         tenants: None where they are not kept apart.

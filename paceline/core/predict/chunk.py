@@ -39,9 +39,9 @@ class ChunkSize:
         tile: chunks are multiples of it, where the matrix kernels are efficient.
         floor: a chunk of this size is allowed however late running requests are, or new requests
             would starve.
-        overhead: share of the fixed part in the time of the largest step.
-        shared_overhead: the same while tenants that are kept apart share the engine: a new request
-            waits for the end of another tenant's step.
+        overheads: share of the fixed part in the time of the largest step: of one tenant, and while
+            tenants that are kept apart share the engine, where a new request waits for the end of
+            another tenant's step.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class ChunkSize:
         self._model = model
         self._most = most
         self._adaptive = adaptive
-        # of one tenant, and of several that are kept apart
         self._overheads = overheads
         self._tiles = [1, 1]
         self._known_at = -1

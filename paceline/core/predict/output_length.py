@@ -1,6 +1,7 @@
 """How long outputs will be, learned from those that ended, and the work that this makes.
 
-One window of final output lengths per label (class of the request, bucket of its max_tokens), as in
+One window of final output lengths per label (class of the request, buckets of its
+prompt's length and of its max_tokens), as in
 LightLLM's Past-Future scheduler (ASPLOS'25, arXiv 2507.10150): the length of a running request is
 the history's quantile among those longer than what it has already. Deterministic: quantiles, no
 sampling.

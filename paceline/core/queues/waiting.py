@@ -169,8 +169,10 @@ class WaitingRoom:
     def move(self, request: Request, change: Callable[[Request], None]) -> None:
         """Change a member's tier or order, and put it at its new place."""
         self.remove(request)
-        change(request)
-        self.push(request)
+        try:
+            change(request)
+        finally:
+            self.push(request)
 
     def _uncount(self, request: Request) -> None:
         tier = request.tier

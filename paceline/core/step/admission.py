@@ -46,10 +46,11 @@ class Admission:
     ) -> Reason | None:
         """Admit requests up to tier ``last`` until something is short, and return what."""
         passed: list[Request] = []
-        held_by = self._let_in(step, limits, last, now, passed)
-        for request in passed:
-            self._waiting.push(request)
-        return held_by
+        try:
+            return self._let_in(step, limits, last, now, passed)
+        finally:
+            for request in passed:
+                self._waiting.push(request)
 
     def _let_in(
         self, step: StepBuilder, limits: StepLimits, last: Tier, now: float, passed: list[Request]

@@ -68,8 +68,8 @@ class StepLimits:
 
     def __init__(self, state: SchedulerState, tokens: int) -> None:
         self.tokens = tokens
-        # prompt tokens of the step, for forecasts
-        self.chunk_tokens = tokens
+        # prompt tokens of the step before memory pressure, for forecasts
+        self.chunk_tokens = tokens - len(state.running.requests)
         self._waiting = state.waiting
         self._running = state.running.requests
         self._max_num_seqs = state.config.max_num_seqs
@@ -143,10 +143,6 @@ class Pacing(Protocol):
         """
         ...
 
-    def rest(self) -> None:
-        """The last request has ended: nothing of a request is kept."""
-        ...
-
 
 def cap_chunk(tokens: int, num_running: int, pressure: Pressure) -> int:
     """Tokens of a step under memory pressure: a quarter of the prompt tokens."""
@@ -172,7 +168,6 @@ class Plain:
         running = state.running.requests
         tokens = state.chunk.plain_tokens(running)
         limits = StepLimits(state, tokens)
-        limits.chunk_tokens = tokens - len(running)
         if state.valve.level:
             limits.tokens = cap_chunk(tokens, len(running), state.valve.level)
         if self._displacement is not None and not held:
@@ -181,6 +176,3 @@ class Plain:
                 limits.reserved = self._displacement.make_way(head, now, state.policy.displaces)
         limits.passes = (Pass(list(running), [], Tier.ORDINARY),)
         return limits
-
-    def rest(self) -> None:
-        """Nothing of a request is kept."""

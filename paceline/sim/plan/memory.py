@@ -3,7 +3,7 @@
 Preallocation gives every sequence room for ``max_len`` tokens when it starts, which wastes what it
 does not reach; paging gives blocks as it grows, and wastes on average half a block (PagedAttention,
 SOSP'23, arXiv 2309.06180). Whether a sequence fits at all is asked of the function that admission
-uses (``core.kv_cache.fits``).
+uses (``core.memory.kv_cache.fits``).
 
 A count of paged sequences "at the mean length" is the textbook's: it takes every sequence at its
 final, average size. In a running server most are still growing, so more fit on average, and since

@@ -8,7 +8,7 @@ relative errors count::
 
 T tokens in all, R rows of one token, s tokens before a row, n in it; f and g are monotone and
 piecewise linear in powers of two, since matrix kernels are flat until a tile is full and linear
-beyond it. That is what ``core.step_time`` lacks, which must be cheap enough for every step.
+beyond it. That is what ``core.predict.step_time`` lacks, which must be cheap enough for every step.
 What is left over is noise: ratios of measured to fitted time, drawn from those of the recording.
 
 Outside the steps: how long a request takes to the engine's inbox while the engine is idle, and how
