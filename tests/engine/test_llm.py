@@ -67,7 +67,7 @@ def test_choices_are_sampled_with_seeds_of_their_own(monkeypatch: pytest.MonkeyP
     add = llm._core.add_request
 
     def spy(sequence: Any) -> None:
-        seeds[sequence.request_id] = sequence.sampling.seed
+        seeds[sequence.request_id] = sequence.asked.sampling.seed
         add(sequence)
 
     monkeypatch.setattr(llm._core, "add_request", spy)
@@ -129,7 +129,8 @@ def test_a_group_that_is_refused_half_way_leaves_no_choice_behind(
 
     def refuse_the_second(sequence: Any) -> None:
         if sequence.request_id.endswith("/1"):
-            sequence.prompt_token_ids, sequence.num_prompt_tokens = [], 0
+            ask(sequence, prompt_token_ids=[])
+            sequence.num_prompt_tokens = 0
         add(sequence)
 
     monkeypatch.setattr(llm._core, "add_request", refuse_the_second)
