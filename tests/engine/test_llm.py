@@ -14,6 +14,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from tests.driving import ask
 
 VOCAB = 251
 
