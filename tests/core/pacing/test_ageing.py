@@ -195,7 +195,7 @@ def test_lines_alone_wait_their_turn_and_stay_what_they_are() -> None:
     assert max(ends.values()) == pytest.approx(2 * 150 * 0.012, rel=0.02)
 
 
-def test_a_line_held_up_by_a_band_before_its_own_becomes_ordinary() -> None:
+def test_a_line_held_up_by_a_tier_before_its_own_becomes_ordinary() -> None:
     night = make_request("night", 4, slo=Slo(best_effort=True))
     promised = make_request("promised", 4, slo=Slo(best_effort=True, deadline=3000.0))
     peer = make_request("peer", 4, slo=Slo(best_effort=True))

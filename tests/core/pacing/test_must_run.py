@@ -181,7 +181,7 @@ def test_a_prompt_is_in_no_hurry() -> None:
         machine.step()
         assert "soon" not in hurried(machine) or soon.num_uncomputed_tokens <= 1
         if "soon" not in {row.request_id for row in machine.plans[-1].rows}:
-            # rows of its own band are given for having sat out eight steps, 16 at most
+            # rows of its own tier are given for having sat out eight steps, 16 at most
             assert len(machine.plans[-1].rows) <= 1 + 7 + 16
     assert tpot(machine, chat) <= 0.03
 
@@ -333,7 +333,7 @@ def test_having_a_row_is_not_being_passed_over() -> None:
     assert request.num_skipped_steps == 0
 
 
-def test_who_is_promoted_meanwhile_is_counted_once() -> None:
+def test_who_has_aged_meanwhile_is_counted_once() -> None:
     machine = Machine()
     (request,) = streaming(machine, 1, 1.0)
     until_hurried(machine)
@@ -396,7 +396,7 @@ def test_who_waits_behind_it_is_held_up() -> None:
     machine.add(night)
     for _ in range(4):
         machine.step()
-    assert night.seconds_first > 0.0, "and its turn comes some time (patience)"
+    assert night.seconds_first > 0.0, "and its turn comes some time (ageing)"
 
 
 def test_who_is_left_out_is_in_no_hurry_any_more() -> None:

@@ -221,7 +221,7 @@ def test_what_a_tenant_takes_beside_others_is_not_held_against_it_by_those_who_a
         assert machine.now < start + 2.0
 
 
-def test_a_promoted_request_waits_for_no_tenant_that_was_served_less() -> None:
+def test_a_request_that_has_aged_waits_for_no_tenant_that_was_served_less() -> None:
     machine, fill = busy("fair", best_effort_delay_s=10.0)
     fill()
     machine.add(make_request("before", 6000, 2, tenant="regular"))
