@@ -55,7 +55,7 @@ ALIASES: Final[Mapping[str, Alias]] = MappingProxyType(
             file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_bytes=98_362_432,
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            # as in its model card; at 1.0 a model of this size talks nonsense
+            # chosen for a first impression: at 1.0 a model of this size talks nonsense
             sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
         )
     }
