@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.core.errors import ConfigError
+from paceline.core.ranges import Range, outside
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
+_CACHE: Final = {
+    "block_size": Range(1),
+    "num_blocks": Range(1),
+    "max_idle_blocks": Range(0),
+    "watermark": Range(0, 1, below=True),
+    "num_host_blocks": Range(0),
+    "swap_block_seconds": Range(0),
+}
+_SCHEDULER: Final = {
+    "max_num_seqs": Range(1),
+    "max_model_len": Range(1),
+    "plan_lead_s": Range(0),
+    "best_effort_step_s": Range(0, above=True),
+    "priority_ageing_s": Range(0, above=True),
+    "coalesce_window_s": Range(0),
+    "coalesce_size": Range(1),
+    "best_effort_delay_s": Range(0),
+    "background_share": Range(0, 100, above=True),
+    "bypass_window": Range(0),
+    "max_bypasses": Range(0),
+    "max_num_waiting": Range(1),
+    "max_predicted_wait_s": Range(0, above=True),
+    "queue_timeout_s": Range(0, above=True),
+    "pressure_threshold": Range(0, 1, above=True),
+}
+
+
+def _check(settings: object, ranges: Mapping[str, Range]) -> None:
+    for _, message in outside(settings, ranges):
         raise ConfigError(message)
 
 
@@ -38,18 +68,7 @@ class CacheConfig:
     swap_block_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}")
-        _require(self.num_blocks >= 1, f"num_blocks must be at least 1, got {self.num_blocks}")
-        _require(
-            self.max_idle_blocks is None or self.max_idle_blocks >= 0,
-            f"max_idle_blocks must be 0 or more, got {self.max_idle_blocks}",
-        )
-        _require(0.0 <= self.watermark < 1.0, f"watermark must be in [0, 1), got {self.watermark}")
-        _require(
-            self.num_host_blocks >= 0 and self.swap_block_seconds >= 0.0,
-            f"num_host_blocks={self.num_host_blocks} and "
-            f"swap_block_seconds={self.swap_block_seconds} must be 0 or more",
-        )
+        _check(self, _CACHE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,51 +127,13 @@ class SchedulerConfig:
     pressure_threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}"
-        )
-        _require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
-            f"max_num_seqs={self.max_num_seqs}, or running requests could not all advance",
-        )
-        _require(
-            self.max_model_len >= 1, f"max_model_len must be at least 1, got {self.max_model_len}"
-        )
-        _require(
-            self.priority_ageing_s > 0,
-            f"priority_ageing_s must be positive, got {self.priority_ageing_s}",
-        )
-        _require(
-            self.coalesce_window_s >= 0 and self.coalesce_size >= 1,
-            f"coalesce_window_s={self.coalesce_window_s} must be 0 or more and "
-            f"coalesce_size={self.coalesce_size} at least 1",
-        )
-        _require(
-            self.best_effort_delay_s >= 0,
-            f"best_effort_delay_s must be 0 or more, got {self.best_effort_delay_s}",
-        )
-        _require(
-            self.bypass_window >= 0, f"bypass_window must be 0 or more, got {self.bypass_window}"
-        )
-        _require(self.max_bypasses >= 0, f"max_bypasses must be 0 or more, got {self.max_bypasses}")
-        _require(
-            self.best_effort_step_s > 0,
-            f"best_effort_step_s must be positive, got {self.best_effort_step_s}",
-        )
-        _require(self.plan_lead_s >= 0, f"plan_lead_s must be 0 or more, got {self.plan_lead_s}")
-        _require(
-            self.background_share is None or 0.0 < self.background_share <= 100.0,
-            f"background_share must be above 0 and at most 100, got {self.background_share}",
-        )
-        for name in ("max_num_waiting", "max_predicted_wait_s", "queue_timeout_s"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"{name} must be positive or None, got {value}")
-        _require(
-            self.preemption in PREEMPTION_MODES,
-            f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}",
-        )
-        _require(
-            0.0 < self.pressure_threshold <= 1.0,
-            f"pressure_threshold must be above 0 and at most 1, got {self.pressure_threshold}",
-        )
+        _check(self, _SCHEDULER)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}, or running requests could not all advance"
+            )
+        if self.preemption not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}"
+            )

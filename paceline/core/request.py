@@ -93,124 +93,94 @@ class History:
     forecast_bias: float = 1.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence to generate, and how far it is.
 
-    Created by the engine, owned by the scheduler from ``add_request`` until it is finished.
-    ``step`` and ``queues`` move the counters, ``memory`` the blocks, and ``tier`` and ``targets``
-    change by ``move`` alone.
+    Created by the engine, of what was asked alone, and owned by the scheduler from ``add_request``
+    until it is finished. ``step`` and ``queues`` move the counters, ``memory`` the blocks, and
+    ``tier`` and ``targets`` change by ``move`` alone.
     """
 
-    __slots__ = (
-        "aged",
-        "asked",
-        "block_hashes",
-        "block_ids",
-        "favoured",
-        "finish_reason",
-        "first_scheduled_time",
-        "first_token_time",
-        "history",
-        "host_block_ids",
-        "label",
-        "max_total_tokens",
-        "num_computed_tokens",
-        "num_fetched_blocks",
-        "num_hashed_blocks",
-        "num_new_tokens",
-        "num_pending_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_skipped_steps",
-        "num_swapped_tokens",
-        "num_tokens",
-        "order",
-        "output_token_ids",
-        "predicted_output",
-        "request_id",
-        "seconds_first",
-        "shares_tail",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "targets",
-        "tier",
-        "times_bypassed",
-        "was_fetched",
-    )
+    asked: RequestSpec
+    history: History = field(default_factory=History)
 
-    def __init__(self, asked: RequestSpec) -> None:
-        sampling = asked.sampling
-        self.asked = asked
-        self.history = History()
-        # fixed at birth, here for the speed of the loops over all rows
+    # fixed at birth, here for the speed of the loops over all rows
+    request_id: str = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    # most tokens this request can ever hold
+    max_total_tokens: int = field(init=False)
+    # tokens that may end it
+    stop_ids: frozenset[int] = field(init=False)
+    # requests with equal labels are taken to have outputs of similar length
+    label: tuple[str, int, int] = field(init=False)
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    # the stop token id that ended the output, if one did
+    stop_reason: int | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    # the policy's key and the number of arrival; smaller runs sooner
+    order: tuple[float, int] = (0.0, 0)
+    # admissions that overtook this request while it headed the queue
+    times_bypassed: int = 0
+    num_preemptions: int = 0
+
+    # progress
+    output_token_ids: list[int] = field(default_factory=list)
+    # known tokens: prompt and output
+    num_tokens: int = field(init=False)
+    # of the prompt, tokens that were not in the prefix cache when the request arrived, or that its
+    # parent has not computed
+    num_new_tokens: int = field(init=False)
+    # tokens whose keys and values are cached, or will be once planned steps ran
+    num_computed_tokens: int = 0
+    # tokens that planned steps will sample, ids not known yet
+    num_pending_tokens: int = 0
+
+    # memory: position p lives in block_ids[p // block_size]
+    block_ids: list[int] = field(default_factory=list)
+    # chained hash of the leading full blocks of known tokens, extended on demand
+    block_hashes: list[bytes] = field(default_factory=list)
+    # leading entries of block_ids already offered to, or taken from, the prefix cache
+    num_hashed_blocks: int = 0
+    # the block that holds the next position to be written may be shared with a fork
+    shares_tail: bool = False
+    # host blocks that hold the first num_swapped_tokens tokens' keys and values
+    host_block_ids: list[int] = field(default_factory=list)
+    num_swapped_tokens: int = 0
+    # of its blocks, those brought back from the host ahead of its turn; and whether that was tried
+    # since it was moved there
+    num_fetched_blocks: int = 0
+    was_fetched: bool = False
+
+    # pacing
+    tier: Tier = field(init=False)
+    # what the scheduler still aims at: as asked, until the request has aged
+    targets: Slo = field(init=False)
+    # its tenant had far less than an equal share when it arrived
+    favoured: bool = False
+    # it was best effort and waited too long
+    aged: bool = False
+    # steps in a row in which a running best-effort request got nothing
+    num_skipped_steps: int = 0
+    # seconds for which it was the first of best effort to wait, and held up by others
+    seconds_first: float = 0.0
+    # predicted final number of output tokens; valid while there are fewer
+    predicted_output: int = 0
+
+    def __post_init__(self) -> None:
+        asked, sampling = self.asked, self.asked.sampling
         self.request_id = asked.request_id
-        self.num_prompt_tokens = len(asked.prompt_token_ids)
-        # most tokens this request can ever hold
-        self.max_total_tokens = self.num_prompt_tokens + sampling.max_tokens
-        # tokens that may end it
+        self.num_prompt_tokens = num_prompt = len(asked.prompt_token_ids)
+        self.num_tokens = self.num_new_tokens = num_prompt
+        self.max_total_tokens = num_prompt + sampling.max_tokens
         self.stop_ids = sampling.eos_token_ids | sampling.stop_token_ids
-        # requests with equal labels are taken to have outputs of similar length
-        self.label = (
-            asked.slo.slo_class,
-            self.num_prompt_tokens.bit_length(),
-            sampling.max_tokens.bit_length(),
-        )
-
-        self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        # the stop token id that ended the output, if one did
-        self.stop_reason: int | None = None
-        self.first_scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        # the policy's key and the number of arrival; smaller runs sooner
-        self.order: tuple[float, int] = (0.0, 0)
-        # admissions that overtook this request while it headed the queue
-        self.times_bypassed = 0
-        self.num_preemptions = 0
-
-        # progress
-        self.output_token_ids: list[int] = []
-        # known tokens: prompt and output
-        self.num_tokens = self.num_prompt_tokens
-        # of the prompt, tokens that were not in the prefix cache when the request arrived, or that
-        # its parent has not computed
-        self.num_new_tokens = self.num_prompt_tokens
-        # tokens whose keys and values are cached, or will be once planned steps ran
-        self.num_computed_tokens = 0
-        # tokens that planned steps will sample, ids not known yet
-        self.num_pending_tokens = 0
-
-        # memory: position p lives in block_ids[p // block_size]
-        self.block_ids: list[int] = []
-        # chained hash of the leading full blocks of known tokens, extended on demand
-        self.block_hashes: list[bytes] = []
-        # leading entries of block_ids already offered to, or taken from, the prefix cache
-        self.num_hashed_blocks = 0
-        # the block that holds the next position to be written may be shared with a fork
-        self.shares_tail = False
-        # host blocks that hold the first num_swapped_tokens tokens' keys and values
-        self.host_block_ids: list[int] = []
-        self.num_swapped_tokens = 0
-        # of its blocks, those brought back from the host ahead of its turn; and whether that was
-        # tried since it was moved there
-        self.num_fetched_blocks = 0
-        self.was_fetched = False
-
-        # pacing
+        lengths = num_prompt.bit_length(), sampling.max_tokens.bit_length()
+        self.label = (asked.slo.slo_class, *lengths)
         self.tier = tier_of(asked.slo)
-        # what the scheduler still aims at: as asked, until the request has aged
         self.targets = asked.slo
-        # its tenant had far less than an equal share when it arrived
-        self.favoured = False
-        # it was best effort and waited too long
-        self.aged = False
-        # steps in a row in which a running best-effort request got nothing
-        self.num_skipped_steps = 0
-        # seconds for which it was the first of best effort to wait, and held up by others
-        self.seconds_first = 0.0
-        # predicted final number of output tokens; valid while there are fewer
-        self.predicted_output = 0
 
     def move(self, move: Move) -> None:
         """Change the tier by the table of ``tier``; the caller has it in no ordered place.

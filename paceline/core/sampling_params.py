@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
+from paceline.core.ranges import Range, outside
 
 __all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SamplingParams"]
 
@@ -14,12 +17,21 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 128
 # token sequences, and tokens of all of them together
 MAX_BAD_WORDS: Final = (256, 4096)
-_SEED_RANGE: Final = 2**63
-
-
-def _require(ok: bool, message: str, param: str) -> None:
-    if not ok:
-        raise InvalidRequestError(message, param)
+_RANGES: Final = {
+    "max_tokens": Range(1),
+    "temperature": Range(0, 100),
+    "top_k": Range(0, 2**31),
+    "top_p": Range(0, 1, above=True),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 100, above=True),
+    "min_tokens": Range(0),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+    "seed": Range(-(2**63), 2**63 - 1),
+}
+_BIASES: Final = Range(-(10**6), 10**6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,74 +81,32 @@ class SamplingParams:
     prompt_logprobs: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        finite = (-1e6, 1e6)
-        _require(
-            self.max_tokens >= 1,
-            f"max_tokens must be at least 1, got {self.max_tokens}",
-            "max_tokens",
-        )
-        _require(
-            0.0 <= self.temperature <= 100.0,
-            f"temperature must be between 0 and 100, got {self.temperature}",
-            "temperature",
-        )
-        _require(
-            0 <= self.top_k <= 2**31,
-            f"top_k must be 0 (off) or positive, got {self.top_k}",
-            "top_k",
-        )
-        _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}", "top_p")
-        _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}", "min_p")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}", name)
-        _require(
-            0.0 < self.repetition_penalty <= 100.0,
-            f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}",
-            "repetition_penalty",
-        )
-        _require(
-            0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens must be between 0 and max_tokens={self.max_tokens}, got {self.min_tokens}",
-            "min_tokens",
-        )
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}",
-            "logprobs",
-        )
-        _require(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-            f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.prompt_logprobs}",
-            "prompt_logprobs",
-        )
-        _require(
-            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "allowed_token_ids is empty: nothing could be sampled",
-            "allowed_token_ids",
-        )
-        total = sum(map(len, self.bad_words))
-        _require(
-            len(self.bad_words) <= MAX_BAD_WORDS[0] and total <= MAX_BAD_WORDS[1],
-            f"bad_words come to {len(self.bad_words)} sequences of {total} tokens; at most "
-            f"{MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} tokens together",
-            "bad_words",
-        )
-        _require(all(self.bad_words), "bad_words holds an empty word", "bad_words")
-        _require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKENS,
-            f"at most {MAX_STOP_TOKENS} stop_token_ids, got {len(self.stop_token_ids)}",
-            "stop_token_ids",
-        )
-        _require(
-            -_SEED_RANGE <= self.seed < _SEED_RANGE,
-            f"seed must fit in 64 bits, got {self.seed}",
-            "seed",
-        )
-        for token_id, bias in self.logit_bias:
-            _require(token_id >= 0, f"logit_bias has a negative token id {token_id}", "logit_bias")
-            _require(
-                finite[0] <= bias <= finite[1],
-                f"logit_bias for token {token_id} is {bias}",
-                "logit_bias",
+        for name, message in chain(outside(self, _RANGES), self._faults()):
+            raise InvalidRequestError(message, name)
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """(field, message) of what is wrong beyond the range of a number."""
+        if self.min_tokens > self.max_tokens:
+            yield (
+                "min_tokens",
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
             )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            yield "allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled"
+        total = sum(map(len, self.bad_words))
+        if len(self.bad_words) > MAX_BAD_WORDS[0] or total > MAX_BAD_WORDS[1]:
+            yield (
+                "bad_words",
+                f"bad_words come to {len(self.bad_words)} sequences of {total} tokens; at most "
+                f"{MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} tokens together",
+            )
+        if not all(self.bad_words):
+            yield "bad_words", "bad_words holds an empty word"
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            num = len(self.stop_token_ids)
+            yield "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop_token_ids, got {num}"
+        for token_id, bias in self.logit_bias:
+            if token_id < 0:
+                yield "logit_bias", f"logit_bias has a negative token id {token_id}"
+            if bias not in _BIASES:
+                yield "logit_bias", f"logit_bias for token {token_id} must be {_BIASES}, got {bias}"

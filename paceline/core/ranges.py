@@ -1,0 +1,43 @@
+"""Allowed ranges of settings, as tables that are checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+__all__ = ["ANY", "Range", "outside"]
+
+ANY: Final = float("inf")
+
+
+class Range(NamedTuple):
+    """Numbers from ``least`` to ``most``; None is allowed as well."""
+
+    least: float
+    most: float = ANY
+    # whether ``least`` and ``most`` themselves are out of range
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if value is None:
+            return True
+        assert isinstance(value, int | float)
+        low = value > self.least if self.above else value >= self.least
+        return low and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        if self.most < ANY and not self.above and not self.below:
+            return f"between {self.least} and {self.most}"
+        least = f"{'above' if self.above else 'at least'} {self.least}"
+        if self.most == ANY:
+            return least
+        return f"{least} and {'below' if self.below else 'at most'} {self.most}"
+
+
+def outside(values: object, ranges: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
+    """(attribute of ``values``, message) of each that is out of its range."""
+    for name, allowed in ranges.items():
+        value = getattr(values, name)
+        if value not in allowed:
+            yield name, f"{name} must be {allowed}, got {value}"
