@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
@@ -13,46 +15,29 @@ __all__ = ["StepBuilder"]
 _new = tuple.__new__
 
 
+@dataclass(slots=True, eq=False)
 class StepBuilder:
-    """Made anew for each step.
+    """Made anew for each step."""
 
-    Args:
-        tokens: to hand out.
-    """
-
-    __slots__ = (
-        "budget",
-        "copies",
-        "forked",
-        "narrow",
-        "narrow_keys",
-        "narrow_rows",
-        "new",
-        "num_tokens",
-        "requests",
-        "rows",
-        "wide",
-        "wide_keys",
-        "wide_tokens",
-    )
-
-    def __init__(self, tokens: int) -> None:
-        # tokens left to hand out
-        self.budget = tokens
-        # which rows this step takes; both where the policy mixes
-        self.narrow = self.wide = True
-        # what ``shape`` is made of
-        self.wide_tokens = self.narrow_rows = self.narrow_keys = 0
-        self.wide_keys = 0.0
-        self.num_tokens = 0
-        self.rows: list[ScheduledRow] = []
-        # whose rows they are
-        self.requests: list[Request] = []
-        self.new: list[NewRequest] = []
-        self.copies: list[BlockCopy] = []
-        # forks that got their blocks in this step: copies come before writes, so they may run
-        # from the next step on
-        self.forked: list[Request] = []
+    # tokens left to hand out
+    budget: int
+    # which rows this step takes; both where the policy mixes
+    narrow: bool = True
+    wide: bool = True
+    # what ``shape`` is made of
+    wide_tokens: int = 0
+    wide_keys: float = 0.0
+    narrow_rows: int = 0
+    narrow_keys: int = 0
+    num_tokens: int = 0
+    # the rows, and whose they are
+    rows: list[ScheduledRow] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    # forks that got their blocks in this step: copies come before writes, so they may run from the
+    # next step on
+    forked: list[Request] = field(default_factory=list)
 
     @property
     def shape(self) -> StepShape:

@@ -15,10 +15,10 @@ from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.admission import Admission
 from paceline.core.step.builder import StepBuilder
-from paceline.core.step.kinds import choose_kind, fill_narrow
 from paceline.core.step.limits import Pass, StepLimits
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
 
 __all__ = ["Planner"]
 
@@ -43,17 +43,39 @@ class Planner:
             held: the policy admits no request for now.
         """
         if not self._mixes:
-            choose_kind(step, limits, self._state, held)
+            self._choose_kind(step, limits, held)
         if limits.evicted is not None:
             self._running.preempt(limits.evicted, now)
         held_by = Reason.POLICY if held or not step.wide else None
         for number, part in enumerate(limits.passes):
             held_by = self._run(step, limits, number, part, held_by, now)
         if not step.rows and not step.narrow:
-            fill_narrow(step, limits, self._running.requests, self._rows, now)
+            self._fill_narrow(step, limits, now)
         for child in step.forked:
             self._waiting.enter(child, now)
         return held_by
+
+    def _choose_kind(self, step: StepBuilder, limits: StepLimits, held: bool) -> None:
+        """For policies that do not mix: wide rows while there are any to compute, or a waiting
+        request that would bring some."""
+        running = self._running.requests
+        step.wide = any(request.num_uncomputed_tokens > 1 for request in running)
+        if not step.wide and not held:
+            head = self._waiting.first(pressing=limits.pressing)
+            step.wide = not running or (
+                head is not None
+                and len(running) < self._state.config.max_num_seqs
+                and self._state.kv.shortfall(head, beside_others=True) == 0
+            )
+        step.narrow = not step.wide
+
+    def _fill_narrow(self, step: StepBuilder, limits: StepLimits, now: float) -> None:
+        """No wide row could be had after all (memory): do not waste the step."""
+        step.narrow = True
+        ordinary = [r for r in self._running.requests if r.tier is Tier.ORDINARY]
+        rest = [r for r in self._running.requests if r.best_effort]
+        self._rows.extend(step, limits, ordinary, len(rest), now, limited=False)
+        self._rows.extend(step, limits, _still_running(rest), 0, now, limited=True)
 
     def _run(
         self,
