@@ -73,8 +73,6 @@ class History:
     # since when the request waits, and what the queue had been held up by until then
     waiting_since: float = 0.0
     waits_before: tuple[float, ...] = ()
-    # prompt tokens served from the prefix cache at first admission
-    num_cached_tokens: int = 0
     # tokens that were there when the request was first admitted, cached or those of its parent
     num_found_tokens: int = 0
     # tokens that were computed at the last preemption and are not computed again yet
@@ -86,8 +84,6 @@ class History:
     num_chunks: int = 0
     # its last demotion was not taken back
     demoted: bool = False
-    # whether the caller has been sent all this since it last changed
-    told: bool = False
     # seconds from arrival to first token, as predicted on arrival, and the bias in it
     predicted_ttft: float | None = None
     forecast_bias: float = 1.0
@@ -121,6 +117,10 @@ class Request:
     stop_reason: int | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    # whether the caller has been sent the history since it last changed
+    told: bool = False
+    # prompt tokens served from the prefix cache at first admission
+    num_cached_tokens: int = 0
     # the policy's key and the number of arrival; smaller runs sooner
     order: tuple[float, int] = (0.0, 0)
     # admissions that overtook this request while it headed the queue
@@ -197,7 +197,7 @@ class Request:
         else:
             self.history.demoted = move is Move.DEMOTE
             # the caller is told of a demotion with the next tokens
-            self.history.told &= move is not Move.DEMOTE
+            self.told &= move is not Move.DEMOTE
 
     @property
     def best_effort(self) -> bool:

@@ -231,7 +231,7 @@ def _request(added: _Added, now: float) -> dict[str, Any]:
         "last_token": now,
         "prompt_tokens": request.num_prompt_tokens,
         "output_tokens": len(request.output_token_ids),
-        "cached_tokens": request.history.num_cached_tokens,
+        "cached_tokens": request.num_cached_tokens,
         "preemptions": request.num_preemptions,
         "end": None if reason is None else reason.value,
         "max_tokens": request.asked.sampling.max_tokens,

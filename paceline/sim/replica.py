@@ -294,7 +294,7 @@ class Replica:
             None if first is None else first + self._outbound,
             None if last is None else last + self._outbound,
             request.num_tokens - request.num_prompt_tokens,
-            request.history.num_cached_tokens,
+            request.num_cached_tokens,
             request.num_preemptions,
             refused,
             reason,

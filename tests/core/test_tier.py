@@ -61,15 +61,15 @@ def test_targets_decide_where_a_request_begins() -> None:
 
 def test_a_demotion_is_told_and_can_be_taken_back() -> None:
     request = make_request("r", 4, slo=PROMISE)
-    request.history.told = True
+    request.told = True
     request.move(Move.DEMOTE)
     assert request.tier is RELEGATED and request.targets is PROMISE
-    assert request.history.demoted and not request.history.told
-    request.history.told = True
+    assert request.history.demoted and not request.told
+    request.told = True
     request.move(Move.RESTORE)
     assert request.tier is PROMISED and request.targets is PROMISE
     assert not request.history.demoted
-    assert request.history.told, "there is nothing to tell that the caller has to know"
+    assert request.told, "there is nothing to tell that the caller has to know"
 
 
 @pytest.mark.parametrize("slo", [PROMISE, NIGHT])

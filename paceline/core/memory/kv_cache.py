@@ -127,7 +127,7 @@ class KVCacheManager:
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
-                request.history.num_cached_tokens = request.num_computed_tokens
+                request.num_cached_tokens = request.num_computed_tokens
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
         if request.num_swapped_tokens:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request
+from paceline.core.tier import Tier
 
 __all__ = ["FcfsPolicy", "overrides"]
 
@@ -48,7 +49,10 @@ class FcfsPolicy:
         return [r for r in candidates if r.best_effort] or candidates
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        return running.best_effort and not waiting.best_effort and waiting.order < running.order
+        ordinary = Tier.ORDINARY
+        if running.tier is ordinary or waiting.tier is not ordinary:
+            return False
+        return waiting.order < running.order
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
         return None

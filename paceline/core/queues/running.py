@@ -41,7 +41,7 @@ class RunningList:
     def start(self, request: Request) -> None:
         """The request was admitted and has its blocks."""
         request.status = RequestStatus.RUNNING
-        request.history.told = False
+        request.told = False
         self.most_tokens[request.tier] += request.max_total_tokens + self._block_size
         insort(self.requests, request, key=_ORDER)
 

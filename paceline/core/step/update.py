@@ -68,14 +68,13 @@ class Updates:
         # the requests of all new tokens, for the policy to count
         counted: list[Request] = []
         finished, samples_at = RequestStatus.FINISHED, _SAMPLES
+        counts, append = self._counts, updates.append
         # this loop turns once for every token
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
             if row[samples_at]:
                 request.num_pending_tokens -= 1
-            elif not failed:
-                continue
             if request.status is finished:
                 continue
             total = request.num_tokens + 1
@@ -83,15 +82,29 @@ class Updates:
                 len(token_ids) == 1
                 and total < request.max_total_tokens
                 and token_ids[0] not in request.stop_ids
-                and request.history.told
+                and request.told
                 and not failed
             ):
                 # nearly all, by the shortest way: ``_append`` and ``_tell`` would do the same
                 request.output_token_ids.append(token_ids[0])
                 request.num_tokens = total
-                counted.append(request)
+                if counts:
+                    counted.append(request)
                 if tell_all:
-                    updates.append(_plain_update(request, token_ids, row_logprobs))
+                    # what ``update_of`` would make, without the call
+                    news = (
+                        row[0],
+                        token_ids,
+                        row_logprobs,
+                        None,
+                        None,
+                        request.num_cached_tokens,
+                        request.first_scheduled_time,
+                        request.num_preemptions,
+                        None,
+                        None,
+                    )
+                    append(_new(RequestUpdate, news))
                 continue
             if row.request_id in failed:
                 self._finish(request, FinishReason.ERROR, prune=False)
@@ -100,7 +113,7 @@ class Updates:
                 token_ids = self._append(request, token_ids, now)
                 counted += [request] * len(token_ids)
                 self._tell(updates, request, token_ids, row_logprobs, tell_all)
-        if self._counts:
+        if counts:
             self._sampled(counted)
         return tuple(updates)
 
@@ -138,31 +151,10 @@ class Updates:
         tell_all: bool,
     ) -> None:
         """Add the news of a request with these new tokens, and its story if it has changed."""
-        tells = not request.history.told
-        request.history.told = True
+        tells = not request.told
+        request.told = True
         if tell_all or request.finish_reason is not None:
             updates.append(update_of(request, token_ids, logprobs, tells=tells))
-
-
-def _plain_update(
-    request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs
-) -> RequestUpdate:
-    """What ``update_of`` makes of a request that goes on and has been told of."""
-    return _new(
-        RequestUpdate,
-        (
-            request.request_id,
-            token_ids,
-            logprobs,
-            None,
-            None,
-            request.history.num_cached_tokens,
-            request.first_scheduled_time,
-            request.num_preemptions,
-            None,
-            None,
-        ),
-    )
 
 
 def update_of(
@@ -183,7 +175,7 @@ def update_of(
             logprobs,
             request.finish_reason,
             request.stop_reason,
-            request.history.num_cached_tokens,
+            request.num_cached_tokens,
             request.first_scheduled_time or 0.0,
             request.num_preemptions,
             error,
