@@ -37,7 +37,7 @@ class TpotGuard:
     def __init__(self, view: RunningView, model: StepTimeModel) -> None:
         self._model = model
         self._rows, self._keys = len(view.ordinary), view.narrow_keys
-        self._tightest = min(map(self._within_reach, view.targets), default=math.inf)
+        self._tightest = min(map(self._within_reach, {*view.targets}), default=math.inf)
 
     def add(self, request: Request) -> None:
         """The request was admitted."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Final
 
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
@@ -15,6 +17,8 @@ from paceline.core.slo import NO_SLO
 from paceline.core.tier import Tier
 
 __all__ = ["NO_VIEW", "RunningView"]
+
+_AGED: Final = attrgetter("aged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +59,32 @@ class RunningView:
         rows = keys = 0
         tightest = math.inf
         urgent = False
+        lowest, no_slo = Tier.ORDINARY, NO_SLO
         for request in running:
-            aims = request.targets
             computed = request.num_computed_tokens
             is_wide = request.num_tokens + request.num_pending_tokens > computed + 1
             if is_wide:
                 wide.append(request)
-            if request.tier is not Tier.ORDINARY:
+            if request.tier is not lowest:
                 best_effort.append(request)
                 continue
             ordinary.append(request)
-            if aims is not NO_SLO and (tpot := aims.tpot) is not None:
+            if not is_wide:
+                rows += 1
+                keys += computed
+            aims = request.targets
+            if aims is no_slo:
+                continue
+            tpot = aims.tpot
+            if tpot is not None:
                 targets.append(tpot)
                 if not is_wide and request.first_token_time is not None:
                     paced.append(request)
-                    tightest = min(tightest, tpot)
+                    if tpot < tightest:
+                        tightest = tpot
             if is_wide:
                 urgent = urgent or aims.ttft is not None
-                continue
-            rows += 1
-            keys += computed
-        awaited = any(not request.aged for request in ordinary)
+        awaited = not all(map(_AGED, ordinary))
         return cls(
             ordinary, best_effort, wide, rows, keys, paced, tightest, targets, urgent, awaited
         )

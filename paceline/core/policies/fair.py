@@ -108,10 +108,12 @@ class FairPolicy(FcfsPolicy):
     def sampled(self, requests: Sequence[Request]) -> None:
         # a tenant once and not a token at a time, which took a fifth of a step's decision
         tokens: list[defaultdict[str, float]] = [defaultdict(float) for _ in self._turns]
-        ordinary = tokens[Tier.ORDINARY]
+        tier, of_tier = Tier.ORDINARY, tokens[Tier.ORDINARY]
         for request in requests:
-            # asking for the tier takes as long as all the rest
-            of_tier = tokens[request.tier] if request.best_effort else ordinary
+            if request.tier is not tier:
+                # most are of the tier of the one before
+                tier = request.tier
+                of_tier = tokens[tier]
             of_tier[request.asked.tenant] += OUTPUT_WEIGHT
         for turns, of_tier in zip(self._turns, tokens, strict=True):
             if of_tier:
