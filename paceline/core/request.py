@@ -13,7 +13,7 @@ This module does not know how requests are ordered, where blocks come from, or w
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
@@ -121,7 +121,8 @@ class Request:
     told: bool = False
     # prompt tokens served from the prefix cache at first admission
     num_cached_tokens: int = 0
-    # the policy's key and the number of arrival; smaller runs sooner
+    # the policy's key, and that or a later one with the number of arrival; smaller runs sooner
+    key: float = 0.0
     order: tuple[float, int] = (0.0, 0)
     # admissions that overtook this request while it headed the queue
     times_bypassed: int = 0
@@ -194,10 +195,17 @@ class Request:
         elif move is Move.AGE:
             self.aged = True
             self.targets = Slo(slo_class=self.asked.slo.slo_class)
-        else:
-            self.history.demoted = move is Move.DEMOTE
-            # the caller is told of a demotion with the next tokens
-            self.told &= move is not Move.DEMOTE
+        elif move is Move.DEMOTE:
+            # the first token is late, and nothing aims at its time any more
+            if self.targets.ttft is not None:
+                self.targets = replace(self.targets, ttft=None)
+            # the caller is told with the next tokens
+            self.history.demoted, self.told = True, False
+        elif move is Move.RESTORE:
+            self.targets = self.asked.slo
+            self.history.demoted = False
+        if move is Move.REJOIN or move is Move.RESTORE:
+            self.order = (self.key, self.order[1])
 
     @property
     def best_effort(self) -> bool:

@@ -96,7 +96,8 @@ class Scheduler:
             QueueFullError: it cannot be served soon, see ``QueueLimits.check``.
         """
         self._door.check(request, self._requests)
-        request.order = (self.policy.key(request), self._num_added)
+        request.key = self.policy.key(request)
+        request.order = (request.key, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         if self._tenants is not None:

@@ -2,13 +2,15 @@
 
 ::
 
-    from \\ move   demote      restore    age         favour
-    ORDINARY       RELEGATED   -          -           ORDINARY
-    PROMISED       RELEGATED   -          ORDINARY    PROMISED
-    RELEGATED      -           PROMISED   ORDINARY    -
-    BACKGROUND     -           -          ORDINARY    BACKGROUND
+    from \\ move   demote      rejoin     restore    age         favour
+    ORDINARY       RELEGATED   -          -          -           ORDINARY
+    PROMISED       RELEGATED   -          -          ORDINARY    PROMISED
+    RELEGATED      -           ORDINARY   PROMISED   ORDINARY    -
+    BACKGROUND     -           -          -          ORDINARY    BACKGROUND
 
 *Demote*: a target can no longer be met, so the request yields to those whose targets can.
+*Rejoin*: no request whose target can be met gains by it any more: the request is ordinary again,
+without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
 *Age*: a best-effort request has waited too long: it is ordinary work without targets, for good.
 *Favour*: the tenant has far less than an equal share when the request arrives.
@@ -44,6 +46,7 @@ class Move(enum.Enum):
     """What may happen to the tier of a request."""
 
     DEMOTE = "demote"
+    REJOIN = "rejoin"
     RESTORE = "restore"
     AGE = "age"
     FAVOUR = "favour"
@@ -51,6 +54,7 @@ class Move(enum.Enum):
 
 _TRANSITIONS: Final[Mapping[Move, Mapping[Tier, Tier]]] = {
     Move.DEMOTE: {Tier.ORDINARY: Tier.RELEGATED, Tier.PROMISED: Tier.RELEGATED},
+    Move.REJOIN: {Tier.RELEGATED: Tier.ORDINARY},
     Move.RESTORE: {Tier.RELEGATED: Tier.PROMISED},
     Move.AGE: {
         Tier.PROMISED: Tier.ORDINARY,

@@ -17,7 +17,7 @@ from paceline.engine.types import (
     tokens_per_second,
 )
 from paceline.server.protocol import GenerationOptions
-from paceline.server.wire import Explanation, Usage
+from paceline.server.wire import UNSET, Explanation, UnsetType, Usage
 
 __all__ = ["AnswerHead", "Choice", "Collected", "UsageCount", "collect", "generation_request"]
 
@@ -49,6 +49,7 @@ class UsageCount:
     def __init__(self, num_prompts: int, *, explain: bool = False) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
+        self._demoted = False
         # of each choice so far; only where its speed is to be told
         self._tokens: Counter[tuple[int, int]] = Counter()
 
@@ -57,6 +58,9 @@ class UsageCount:
             output.num_prompt_tokens,
             output.num_output_tokens,
             output.num_cached_tokens,
+        )
+        self._demoted |= any(
+            d.timeline is not None and d.timeline.relegated for d in output.choices
         )
         if self._timelines is None:
             return
@@ -72,10 +76,10 @@ class UsageCount:
 
     def usage(self) -> Usage:
         prompt, completion, cached = (sum(column) for column in zip(*self._rows, strict=True))
-        if self._timelines is None:
-            return Usage.of(prompt, completion, cached)
-        timeline = [self._timelines[key] for key in sorted(self._timelines)]
-        return Usage.of(prompt, completion, cached, timeline)
+        timeline: list[Explanation] | UnsetType = UNSET
+        if self._timelines is not None:
+            timeline = [self._timelines[key] for key in sorted(self._timelines)]
+        return Usage.of(prompt, completion, cached, timeline, demoted=self._demoted)
 
 
 @dataclass(slots=True)

@@ -90,6 +90,8 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
     # what became of each choice and why, where ``explain`` asked for it
     timeline: list[Explanation] | UnsetType = UNSET
+    # a target could not be met any more, and the request yielded to others; said only then
+    demoted: bool | UnsetType = UNSET
 
     @classmethod
     def of(
@@ -98,9 +100,12 @@ class Usage(msgspec.Struct, frozen=True):
         completion: int,
         cached: int,
         timeline: list[Explanation] | UnsetType = UNSET,
+        *,
+        demoted: bool = False,
     ) -> Usage:
         details = PromptTokensDetails(cached)
-        return cls(prompt, prompt + completion, completion, details, timeline)
+        total = prompt + completion
+        return cls(prompt, total, completion, details, timeline, demoted or UNSET)
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

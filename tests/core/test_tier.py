@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ ALLOWED = {
     (PROMISED, Move.AGE): ORDINARY,
     (RELEGATED, Move.AGE): ORDINARY,
     (BACKGROUND, Move.AGE): ORDINARY,
+    (RELEGATED, Move.REJOIN): ORDINARY,
     (ORDINARY, Move.FAVOUR): ORDINARY,
     (PROMISED, Move.FAVOUR): PROMISED,
     (BACKGROUND, Move.FAVOUR): BACKGROUND,
@@ -70,6 +72,18 @@ def test_a_demotion_is_told_and_can_be_taken_back() -> None:
     assert request.tier is PROMISED and request.targets is PROMISE
     assert not request.history.demoted
     assert request.told, "there is nothing to tell that the caller has to know"
+
+
+def test_a_late_first_token_is_aimed_at_no_more() -> None:
+    request = make_request("r", 4, slo=PACED)
+    request.key, request.order = 3.0, (63.0, 7)
+    request.move(Move.DEMOTE)
+    assert request.targets == replace(PACED, ttft=None) and request.asked.slo is PACED
+    request.told = True
+    request.move(Move.REJOIN)
+    assert request.tier is ORDINARY and request.targets.ttft is None
+    assert request.order == (3.0, 7), "the place that it had"
+    assert request.history.demoted and request.told, "it is late all the same"
 
 
 @pytest.mark.parametrize("slo", [PROMISE, NIGHT])

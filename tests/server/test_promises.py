@@ -27,11 +27,12 @@ from paceline.engine.types import (
     RequestTimes,
 )
 from paceline.server import ServerConfig, create_app
+from paceline.server.answers import UsageCount
 from paceline.server.app import service_of
 from paceline.server.errors import error_response, reply_to
 from paceline.server.metrics.families import Registry
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
-from paceline.server.wire import Explanation
+from paceline.server.wire import Explanation, encode
 
 from .helpers import VOCAB, chat_body, connect, expected_text, metric, scrape
 
@@ -257,6 +258,28 @@ def test_every_field_of_a_timeline_is_told() -> None:
         ttft_ms=1000.0,
         tokens_per_second=50.0,
     )
+
+
+@pytest.mark.parametrize(("relegated", "said"), [(False, {}), (True, {"demoted": True})])
+def test_an_answer_says_that_its_request_was_demoted(
+    relegated: bool, said: dict[str, bool]
+) -> None:
+    count = UsageCount(1)
+    for timeline in (TIMELINE._replace(relegated=relegated), None):
+        delta = ChoiceDelta(index=0, text="", token_ids=(1,), timeline=timeline)
+        count.update(
+            0,
+            GenerationOutput(
+                request_id="r",
+                choices=(delta,),
+                num_prompt_tokens=3,
+                num_cached_tokens=0,
+                num_output_tokens=1,
+                finished=False,
+            ),
+        )
+    usage = json.loads(encode(count.usage()))
+    assert {name: usage[name] for name in usage if name == "demoted"} == said
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])

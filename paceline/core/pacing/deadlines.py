@@ -61,8 +61,7 @@ class Change(NamedTuple):
     """Requests that change tiers."""
 
     leave: list[Request]
-    # with the keys they had
-    come_back: list[tuple[float, Request]]
+    come_back: list[Request]
 
 
 class _Work(NamedTuple):
@@ -92,8 +91,8 @@ class Deadlines:
         self._steps = state.steps
         self.verdict = _CALM
         self._steps_until_look = 0
-        # requests left out that may come back, with their keys before that
-        self._left_out: dict[str, tuple[float, Request]] = {}
+        # requests left out that may come back
+        self._left_out: dict[str, Request] = {}
 
     def rest(self) -> None:
         """The last request has ended."""
@@ -186,7 +185,7 @@ class Deadlines:
         ]
         for request in leave[: _MAX_LOOKED_AT - len(self._left_out)]:
             if request.status is RequestStatus.WAITING:
-                self._left_out[request.request_id] = request.order[0], request
+                self._left_out[request.request_id] = request
         return Change(leave, back)
 
     def must_run(self, view: RunningView) -> list[Request]:
@@ -228,7 +227,7 @@ class Deadlines:
     def _that_may_come_back(self, now: float) -> list[_Entry]:
         """Requests left out that still wait in that tier; the others are forgotten."""
         found: list[_Entry] = []
-        for name, (_, request) in list(self._left_out.items()):
+        for name, request in list(self._left_out.items()):
             deadline = request.targets.deadline
             if (
                 deadline is None

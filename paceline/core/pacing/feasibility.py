@@ -1,28 +1,28 @@
 """Which requests cannot have their first token in time, and yield for that.
 
-They are demoted: still served, when no other request needs the step. Two ways to find them: a
-request whose prompt alone takes longer than is left is late in any case; and of those that wait,
-the fewest whose leaving out lets the others be on time (``triage``). Best-effort requests with a
-deadline that they cannot meet are demoted as well (``deadlines``).
+Two ways to find them: a request whose prompt alone takes longer than is left is late in any case;
+and of those that wait, the fewest whose leaving out lets the others be on time (``triage``).
+Best-effort requests with a deadline that they cannot meet are demoted as well (``deadlines``).
 
-Not demoted are favoured requests, or a light tenant's late one would wait for all of a flood; and
-requests that delay only best effort with time to spare, beside which they would be computed in
-small pieces for nothing: such a request keeps its place and displaces only best-effort work.
+A late request yields to those whose targets it endangers and to no others: it is demoted while
+there are any, and once there are none it rejoins the ordinary ones at the place that it had. So
+asking for more never gets a caller less than those get that asked for nothing. Favoured requests
+are not demoted at all, or a light tenant's late one would wait for all of a flood.
 
 This module does not know what else fills a step.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Final
 
 from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
@@ -31,6 +31,8 @@ __all__ = ["Feasibility"]
 # of those waiting, looked at by one triage: the work of so many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
+# waiting requests asked whether they can still be on time, at most: the step waits for the answer
+_MAX_ASKED: Final = 32
 
 
 class Feasibility:
@@ -52,8 +54,6 @@ class Feasibility:
         self._budget = budget
         self._deadlines = deadlines
         self.num_demoted = 0
-        # of the ordinary requests that run, those that have tokens to compute before they go on
-        self._num_wide = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
@@ -67,7 +67,6 @@ class Feasibility:
     def rest(self) -> None:
         """The last request has ended."""
         self._deadlines.rest()
-        self._num_wide = 0
 
     # ------------------------------------------------------------------ one request
 
@@ -78,9 +77,10 @@ class Feasibility:
             return False
         if request.tier is not Tier.ORDINARY:
             return self._deadlines.is_hopeless(request, now)
-        ttft = request.targets.ttft
+        ttft = request.asked.slo.ttft
         if (
             ttft is None
+            or request.aged
             or request.first_token_time is not None
             or request.num_pending_tokens
             or not self._step_time.ready
@@ -92,15 +92,45 @@ class Feasibility:
         # what is cached of its prompt takes no time: looked for only if that matters
         return now + self._work.prompt_seconds(self._kv.num_to_compute(request)) > latest
 
-    def delays_others(self, request: Request) -> bool:
-        """Whether another request gains if this one, which runs, waits or was taken from the queue,
-        makes way: an ordinary one that waits or has a prompt to compute, or best effort whose
-        deadlines press. Those that stream are kept at their pace whatever else runs."""
-        if request.tier is not Tier.ORDINARY or self.pressing:
+    def endangers(
+        self, late: Request, now: float, *, urgent: bool, passed: Iterable[Request] = ()
+    ) -> bool:
+        """Whether a request whose targets can be met gains if a late one makes way: one that waits
+        or has a prompt to compute, or best effort with a deadline. Requests without targets gain
+        nothing that they asked for, and those that stream are kept at their pace whatever else
+        runs.
+
+        Args:
+            urgent: whether one that runs gains, see ``is_urgent``.
+            passed: requests that wait, but were taken from the queue.
+        """
+        if urgent or self._waiting.promised or late.asked.slo.best_effort:
             return True
-        wide = self._num_wide - (request.status is RequestStatus.RUNNING)
-        ordinary = self._waiting.ordinary
-        return wide > 0 or len(ordinary) > (request in ordinary)
+        # the last in order are the likeliest
+        waiting = chain(passed, *map(reversed, self._waiting.targeted.values()))
+        return any(
+            other is not late and other.targets.ttft is not None and not self.is_late(other, now)
+            for other in islice(waiting, _MAX_ASKED)
+        )
+
+    def is_urgent(self, view: RunningView, now: float) -> bool:
+        """Whether a running request gains if late ones make way: one that has a prompt to compute
+        and whose first token can be in time, or best effort with a deadline."""
+        if any(r.tier is Tier.PROMISED for r in chain(view.must_run, view.best_effort)):
+            return True
+        return view.urgent and any(
+            r.tier is Tier.ORDINARY and r.targets.ttft is not None and not self.is_late(r, now)
+            for r in view.wide
+        )
+
+    def next_late(self) -> Request | None:
+        """The first waiting request that was demoted because its first token is late."""
+        late = self._waiting.relegated.peek()
+        return None if late is None or late.asked.slo.best_effort else late
+
+    def rejoin(self, late: Request) -> None:
+        """Let one that waits be ordinary again."""
+        self._waiting.move(late, _rejoin)
 
     def demote(self, request: Request) -> None:
         """Move the request, which is in no ordered place, to the tier of those that are late, with
@@ -116,7 +146,7 @@ class Feasibility:
         return the running requests as they then are."""
         running = self._running.requests
         view = RunningView.of(running)
-        moved = self._demote_running(view, starts)
+        moved = self._demote_running(view, starts) if self._enabled else False
         if self._enabled:
             moved = self._keep_deadlines(view, starts) or moved
         if moved:
@@ -128,16 +158,21 @@ class Feasibility:
         return view.hurry(self._deadlines.must_run(view)) if self._enabled else view
 
     def _demote_running(self, view: RunningView, now: float) -> bool:
-        """Running requests whose first token is late in any case yield to the others. Returns
-        whether there were any."""
-        found = False
-        self._num_wide = sum(request.tier is Tier.ORDINARY for request in view.wide)
-        for request in view.wide:
-            if self.is_late(request, now) and self.delays_others(request):
-                found = True
-                self._num_wide -= request.tier is Tier.ORDINARY
-                self._running.move(request, self.demote)
-        return found
+        """Running requests whose first token is late in any case yield to those that can be in
+        time, as long as there are any. Returns whether a request changed its tier."""
+        # one that has rejoined does not go to and fro: what it has computed would be lost
+        late = [r for r in view.wide if not _has_rejoined(r) and self.is_late(r, now)]
+        demoted = [r for r in view.best_effort if _was_late(r)]
+        if not late and not demoted:
+            return False
+        urgent = self.is_urgent(view, now)
+        losers = [r for r in late if self.endangers(r, now, urgent=urgent)]
+        for request in losers:
+            self._running.move(request, self.demote)
+        back = [r for r in demoted if not self.endangers(r, now, urgent=urgent)]
+        for request in back:
+            self._running.move(request, _rejoin)
+        return bool(losers or back)
 
     def _keep_deadlines(self, view: RunningView, starts: float) -> bool:
         """Demote best-effort requests that cannot all be done in time, and restore those that can
@@ -152,8 +187,8 @@ class Feasibility:
             else:
                 found = True
                 self._running.move(loser, self.demote)
-        for key, request in change.come_back:
-            self._waiting.move(request, partial(_restore, key))
+        for request in change.come_back:
+            self._waiting.move(request, _restore)
         return found
 
     def triage(self, view: RunningView, starts: float) -> None:
@@ -180,9 +215,10 @@ class Feasibility:
             [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
             self._waiting.group,
         )
-        if len(losers) == len(self._waiting.ordinary) and not unfinished and not self.pressing:
-            # none can be on time, so the first yields to none
-            losers.remove(first[0])
+        none_gains = not self._waiting.promised and not self.is_urgent(view, starts)
+        if len(losers) == len(first) and none_gains:
+            # none can be on time, so none gains if others yield
+            losers = []
         for loser in losers:
             if not loser.favoured:
                 self._waiting.move(loser, self.demote)
@@ -202,7 +238,18 @@ class Feasibility:
         return True
 
 
-def _restore(key: float, request: Request) -> None:
-    """Back to the tier and the key that it had."""
+def _was_late(request: Request) -> bool:
+    """Whether it is demoted because its first token was late, and not best effort by itself."""
+    return request.tier is Tier.RELEGATED and not request.asked.slo.best_effort
+
+
+def _has_rejoined(request: Request) -> bool:
+    return request.targets.ttft is None and request.tier is Tier.ORDINARY
+
+
+def _restore(request: Request) -> None:
     request.move(Move.RESTORE)
-    request.order = key, request.order[1]
+
+
+def _rejoin(request: Request) -> None:
+    request.move(Move.REJOIN)

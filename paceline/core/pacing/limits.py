@@ -84,6 +84,8 @@ class PacedLimits(StepLimits):
         # the request for which others were preempted
         self.made_way_for: Request | None = None
         self.now = 0.0
+        # a running request that can have its first token in time has a prompt to compute
+        self.urgent = False
         # the pass under way, and requests found to be late in it
         self._last = Tier.ORDINARY
         self._num_demoted = 0
@@ -101,6 +103,8 @@ class PacedLimits(StepLimits):
         self, step: StepBuilder, last: Tier, passed: Sequence[Request]
     ) -> Request | Reason | None:
         if last is Tier.ORDINARY:
+            if not passed:
+                self._let_rejoin(step)
             request = self._next_ordinary(step, passed)
         else:
             request = self._next_best_effort(last)
@@ -144,11 +148,30 @@ class PacedLimits(StepLimits):
             return patient
         return head
 
+    def _let_rejoin(self, step: StepBuilder) -> None:
+        """If there is room, let a late request be ordinary again that endangers no other, or else
+        would have come before the first, which asked for nothing."""
+        late = self._feasibility.next_late()
+        if late is None or step.budget <= 0 or len(self._running) >= self._max_num_seqs:
+            return
+        head = self._waiting.ordinary.peek()
+        if head is not None and head.targets.ttft is None:
+            if head.asked.slo.ttft is not None or head.order < (late.key, late.order[1]):
+                # one at a time, and in order
+                return
+        elif self._feasibility.endangers(late, self.now, urgent=self.urgent):
+            return
+        self._feasibility.rejoin(late)
+
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
-        if self._num_demoted >= _MAX_DEMOTED or not self._feasibility.is_late(request, self.now):
-            # if so many were, best effort is admitted as it is: some request has to be
+        if (
+            self._num_demoted >= _MAX_DEMOTED
+            or (request.tier is Tier.ORDINARY and request.targets.ttft is None)
+            or not self._feasibility.is_late(request, self.now)
+        ):
+            # if so many were, the next is admitted as it is: some request has to be
             return False
-        if not passed and not self._feasibility.delays_others(request):
+        if not self._feasibility.endangers(request, self.now, urgent=self.urgent, passed=passed):
             return False
         self._feasibility.demote(request)
         self._num_demoted += 1
@@ -166,6 +189,8 @@ class PacedLimits(StepLimits):
             return
         if self.guard is not None:
             self.guard.add(request)
+        if request.targets.ttft is not None and not self._feasibility.is_late(request, self.now):
+            self.urgent = True
         if request.targets.ttft is not None and self._model.ready and self._adaptive:
             # its prompt is not kept waiting for best-effort rows, like that of running ones
             self._seconds = 0.0

@@ -101,6 +101,7 @@ class Paced:
         limits.pressure = pressure
         limits.chunk_tokens = allowance.tokens - len(running)
         limits.pressing = feasibility.pressing
+        limits.urgent = feasibility.is_urgent(view, now)
         limits.reserved = waiting_favoured
         limits.guard = self._guard(view)
         if not held and len(state.waiting):
@@ -166,7 +167,8 @@ class Paced:
             # it would not be admitted, however many made way
             return 0
         late = feasibility.is_late(head, now)
-        if (late and feasibility.delays_others(head)) or not limits.allows(head):
+        yields = late and feasibility.endangers(head, now, urgent=limits.urgent)
+        if yields or not limits.allows(head):
             return 0
         displaces = self._displaces_though_late if late else self._state.policy.displaces
         lacking = self._displacement.make_way(head, now, displaces)
@@ -175,8 +177,10 @@ class Paced:
         return lacking
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:
-        """A late request displaces only best-effort work."""
-        return running.best_effort and self._state.policy.displaces(waiting, running)
+        """A late request displaces none that has a target to meet."""
+        if not running.best_effort and running.targets.aims:
+            return False
+        return self._state.policy.displaces(waiting, running)
 
 
 def _passes(view: RunningView, *, pressing: bool) -> tuple[Pass, ...]:

@@ -52,6 +52,9 @@ class FcfsPolicy:
         ordinary = Tier.ORDINARY
         if running.tier is ordinary or waiting.tier is not ordinary:
             return False
+        if waiting.targets.ttft is None and not running.asked.slo.best_effort:
+            # a late request yields to those whose targets it endangers
+            return False
         return waiting.order < running.order
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:

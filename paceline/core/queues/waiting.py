@@ -67,8 +67,9 @@ class WaitingRoom:
     ) -> None:
         # by tier
         self._queues = tuple(make_queue() for _ in Tier)
-        # the queue of requests that are not best effort, to look at
+        # two of them, to look at
         self.ordinary = self._queues[Tier.ORDINARY]
+        self.relegated = self._queues[Tier.RELEGATED]
         self._later = later
         self.offload = offload
         self.group = group

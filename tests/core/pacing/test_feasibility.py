@@ -9,12 +9,13 @@ import pytest
 
 from paceline.core.errors import QueueFullError
 from paceline.core.request import Request
-from paceline.core.slo import Slo
+from paceline.core.slo import NO_SLO, Slo
 from tests.core.machine import Machine
 from tests.driving import make_request
 
 # a prompt takes 2 s to compute, and next to nothing once it is cached
 PROMPT = list(range(2000))
+PACED = Slo(ttft=0.5, tpot=0.1)
 SOON = Slo(ttft=0.5)
 
 
@@ -168,12 +169,14 @@ def test_for_another_that_waits_it_makes_way() -> None:
     assert late.history.demoted and not other.history.demoted
 
 
-def test_of_several_that_are_all_late_the_first_goes_on() -> None:
+def test_of_several_that_are_all_late_none_yields() -> None:
     machine, late = beside_batch_work()
     other = make_request("other", 1200, 2, arrival=machine.now, slo=SOON)
     machine.add(other)
-    assert until_first_token(machine, late) < 1.3
-    assert other.history.demoted and not late.history.demoted
+    assert until_first_token(machine, late) < 1.7
+    assert not machine.tokens["other"], "one after the other"
+    assert until_first_token(machine, other) < 3.0
+    assert not other.history.demoted and not late.history.demoted
 
 
 def test_who_delays_nobody_makes_way_as_soon_as_it_would() -> None:
@@ -224,11 +227,17 @@ def test_late_by_a_hair_displaces_best_effort_as_if_it_were_not(
         assert (late_took, late_preemptions) == (took, preemptions)
 
 
-@pytest.mark.parametrize(("ttft", "preemptions"), [(1.4, 1), (0.5, 0)])
-def test_who_is_late_displaces_nobody_but_best_effort(ttft: float, preemptions: int) -> None:
-    """By priority others make way too, but not for a first token that comes too late anyway."""
+@pytest.mark.parametrize(
+    ("ttft", "others", "preemptions"),
+    [(1.4, PACED, 1), (0.5, PACED, 0), (1.4, NO_SLO, 1), (0.5, NO_SLO, 1)],
+)
+def test_who_is_late_displaces_none_that_has_a_target(
+    ttft: float, others: Slo, preemptions: int
+) -> None:
+    """By priority others make way too, but those with a target not for a first token that comes too
+    late anyway."""
     machine = Machine(policy="priority", num_blocks=1000)
-    machine.add(*(make_request(f"r{i}", 8, 100, priority=5) for i in range(4)))
+    machine.add(*(make_request(f"r{i}", 8, 100, priority=5, slo=others) for i in range(4)))
     for _ in range(10):
         machine.step()
     urgent = make_request("urgent", 1200, 2, arrival=machine.now, slo=Slo(ttft=ttft))
