@@ -37,6 +37,9 @@ __all__ = ["BestEffortTime", "PacedLimits"]
 _MAX_SKIPPED_STEPS: Final = 8
 # the same for metered requests: prompts in every step leave them no room for what they have saved
 _MAX_SAVING_STEPS: Final = 64
+# times the seconds that a row may take: one that is paid for to the full is not kept out by the
+# last digits of a prediction
+_ROUNDING: Final = 1.001
 # tokens of such rows in one step at most
 _OVERDUE_TOKENS: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
@@ -247,7 +250,7 @@ class PacedLimits(StepLimits):
             self._predicted_at = len(step.rows)
             self._predicted = self._model.predict(step.shape)
         wanted = self._predicted + self._model.row_seconds(request.num_computed_tokens)
-        if wanted <= limit:
+        if wanted <= _ROUNDING * limit:
             # the next one asks once this one has its row
             self._predicted = wanted
             self._predicted_at += 1

@@ -27,7 +27,7 @@ __all__ = ["StepShape", "StepTimeModel"]
 # brings every feature to about 1 in a busy step, so that one ridge term suits all
 _SCALES: Final = (1.0, 1e-3, 1e-6, 1e-2, 1e-5, 1.0)
 _SIZE: Final = len(_SCALES)
-_RIDGE: Final = 1e-6
+_RIDGE: Final = 1e-9
 _SWEEPS: Final = 12
 _LATER_SWEEPS: Final = 4
 # observations between two fits once there are many
@@ -189,6 +189,6 @@ class StepTimeModel:
                 diagonal = row[i] + ridge
                 if diagonal <= 0.0:
                     continue
-                rest = sum(map(mul, row, weights)) - row[i] * weights[i]
-                weights[i] = max(0.0, (moment[i] - rest) / diagonal)
+                lacking = moment[i] - sum(map(mul, row, weights))
+                weights[i] = max(0.0, weights[i] + lacking / diagonal)
         self._rates = list(map(mul, weights, _SCALES))
