@@ -87,6 +87,7 @@ class Driver:
             "max_model_len": 1024,
             # what is not under test stays out of the way
             "future_memory_check": False,
+            "max_token_gap_s": None,
         }
         self.config = SchedulerConfig(**(defaults | config))
         self.cache = CacheConfig(

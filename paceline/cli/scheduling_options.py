@@ -124,6 +124,17 @@ SCHEDULING: Final = (
         "would wait for it; or twice as long as a single row, if that is more",
     ),
     Flag(
+        name="--max-token-gap-ms",
+        field="max_token_gap_s",
+        parse=bounded_float(0.0),
+        metavar="MS",
+        scale=1e3,
+        zero_is_none=True,
+        help="with the deadline and fair policies and the adaptive token budget, a step beside "
+        "streams is planned to take at most so long: their callers see no longer pause when a long "
+        "prompt comes; 0: as long as their mean pace allows",
+    ),
+    Flag(
         name="--plan-lead-ms",
         field="plan_lead_s",
         parse=bounded_float(0.0),

@@ -201,7 +201,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         default=[],
         metavar="NAME=TARGETS",
         help="what a class of requests needs, such as interactive=ttft:500,tpot:50, in "
-        "milliseconds; targets are ttft, tpot, deadline and queue_ttl, best-effort makes way for "
+        "milliseconds; targets are ttft, tpot, itl, deadline and queue_ttl, best-effort yields to "
         "all others; may be given several times, and redefines interactive, standard and batch",
     )
     group.add_argument(
@@ -225,7 +225,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def slo_class(text: str) -> Slo:
-    """``NAME=ttft:MS,tpot:MS,deadline:MS,queue_ttl:MS,best-effort``, all targets optional."""
+    """``NAME=ttft:MS,tpot:MS,itl:MS,deadline:MS,queue_ttl:MS,best-effort``; targets optional."""
     name, _, targets = text.partition("=")
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, - and _")
@@ -236,9 +236,10 @@ def slo_class(text: str) -> Slo:
             best_effort = True
             continue
         target, colon, value = part.partition(":")
-        if target not in ("ttft", "tpot", "deadline", "queue_ttl") or not colon:
+        if target not in ("ttft", "tpot", "itl", "deadline", "queue_ttl") or not colon:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is none of ttft:MS, tpot:MS, deadline:MS, queue_ttl:MS, best-effort"
+                f"{part!r} is none of ttft:MS, tpot:MS, itl:MS, deadline:MS, queue_ttl:MS, "
+                "best-effort"
             )
         seconds[target] = bounded_float(0.001)(value) / 1e3
     try:

@@ -60,6 +60,7 @@ class EngineSettings:
     bypass_window: int = 8
     max_bypasses: int = 64
     best_effort_step_s: float = 0.03
+    max_token_gap_s: float | None = 0.25
     plan_lead_s: float = 0.002
     background_share: float | None = 0.1
     future_memory_check: bool = True

@@ -223,6 +223,7 @@ def _scheduler_config(settings: EngineSettings, max_model_len: int) -> Scheduler
         bypass_window=settings.bypass_window,
         max_bypasses=settings.max_bypasses,
         best_effort_step_s=settings.best_effort_step_s,
+        max_token_gap_s=settings.max_token_gap_s,
         plan_lead_s=settings.plan_lead_s,
         background_share=settings.background_share,
         future_memory_check=settings.future_memory_check,

@@ -26,6 +26,7 @@ _SCHEDULER: Final = {
     "max_num_seqs": Range(1),
     "max_model_len": Range(1),
     "plan_lead_s": Range(0),
+    "max_token_gap_s": Range(0, above=True),
     "best_effort_step_s": Range(0, above=True),
     "priority_ageing_s": Range(0, above=True),
     "coalesce_window_s": Range(0),
@@ -87,6 +88,9 @@ class SchedulerConfig:
     # where a step is planned while another runs: so long before that one is predicted to end, so
     # that requests which arrive until then are in the plan. More than steps last: at once
     plan_lead_s: float = 0.002
+    # policies "deadline" and "fair": beside streams a step is planned to take at most so long, or
+    # their callers would see them stop; None: as long as their mean pace allows
+    max_token_gap_s: float | None = 0.25
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
     best_effort_step_s: float = 0.03
     # a name in paceline.core.policies.POLICIES

@@ -32,6 +32,8 @@ class Slo:
     ttft: float | None = None
     # mean time per output token after the first
     tpot: float | None = None
+    # longest time between two output tokens
+    itl: float | None = None
     # arrival to last token
     deadline: float | None = None
     # served from what the others leave; first to be preempted
@@ -40,7 +42,7 @@ class Slo:
     queue_ttl: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tpot", "deadline", "queue_ttl"):
+        for name in ("ttft", "tpot", "itl", "deadline", "queue_ttl"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= _MAX_SECONDS:
                 raise InvalidRequestError(
@@ -52,7 +54,7 @@ class Slo:
     @property
     def aims(self) -> bool:
         """Whether there is a target for tokens."""
-        return self.ttft is not None or self.tpot is not None or self.deadline is not None
+        return not self.ttft is self.tpot is self.itl is self.deadline is None
 
     @property
     def background(self) -> bool:
@@ -60,9 +62,14 @@ class Slo:
         return self.best_effort and not self.aims
 
     def violations(
-        self, arrival: float, first_token: float, last_token: float, num_output: int
+        self,
+        arrival: float,
+        first_token: float,
+        last_token: float,
+        num_output: int,
+        longest_gap: float = 0.0,
     ) -> tuple[str, ...]:
-        """Which targets a finished request missed: of "ttft", "tpot", "deadline"."""
+        """Which targets a finished request missed: of "ttft", "tpot", "itl", "deadline"."""
         missed = []
         if self.ttft is not None and first_token - arrival > self.ttft:
             missed.append("ttft")
@@ -72,6 +79,8 @@ class Slo:
             and (last_token - first_token) / (num_output - 1) > self.tpot
         ):
             missed.append("tpot")
+        if self.itl is not None and longest_gap > self.itl:
+            missed.append("itl")
         if self.deadline is not None and last_token - arrival > self.deadline:
             missed.append("deadline")
         return tuple(missed)

@@ -57,6 +57,7 @@ class _Request:
     first_scheduled: float = 0.0
     first_token: float | None = None
     last_token: float = 0.0
+    longest_gap: float = 0.0
     # waiting for the next output; None once told
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     told_prompt_logprobs: bool = False
@@ -73,6 +74,8 @@ class _Request:
         if num_tokens:
             if self.first_token is None:
                 self.first_token = now
+            elif now - self.last_token > self.longest_gap:
+                self.longest_gap = now - self.last_token
             self.last_token = now
 
     def output(self, choices: tuple[ChoiceDelta, ...]) -> GenerationOutput:
@@ -84,6 +87,7 @@ class _Request:
                 first_scheduled=self.first_scheduled,
                 first_token=self.first_token,
                 last_token=self.last_token,
+                longest_gap=self.longest_gap,
             )
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return GenerationOutput(

@@ -87,6 +87,8 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     first_scheduled: float
     first_token: float
     last_token: float
+    # between two deliveries of tokens
+    longest_gap: float = 0.0
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):

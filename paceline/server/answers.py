@@ -71,7 +71,8 @@ class UsageCount:
             if delta.timeline is not None:
                 seconds = 0.0 if times is None else times.last_token - times.first_token
                 speed = tokens_per_second(self._tokens[index, delta.index], 1, seconds)
-                explained = Explanation.of(delta.timeline, ttft, speed)
+                gap = None if times is None or not times.longest_gap else times.longest_gap
+                explained = Explanation.of(delta.timeline, ttft, gap, speed)
                 self._timelines[index, delta.index] = explained
 
     def usage(self) -> Usage:

@@ -34,7 +34,7 @@ CLASSES: Final[Mapping[str, Slo]] = {
     "batch": Slo(slo_class="batch", best_effort=True),
 }
 
-_TARGETS: Final = ("ttft_ms", "tpot_ms", "deadline_ms", "queue_ttl_ms")
+_TARGETS: Final = ("ttft_ms", "tpot_ms", "itl_ms", "deadline_ms", "queue_ttl_ms")
 _TTL_HEADER: Final = "x-llm-d-inference-ttl"
 # of a Go duration such as "1m30s", in milliseconds
 _UNITS: Final = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4, "h": 3.6e6}
@@ -126,6 +126,7 @@ def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
         best_effort=base.best_effort,
         ttft=base.ttft if seconds["ttft_ms"] is None else seconds["ttft_ms"],
         tpot=base.tpot if seconds["tpot_ms"] is None else seconds["tpot_ms"],
+        itl=base.itl if seconds["itl_ms"] is None else seconds["itl_ms"],
         deadline=base.deadline if seconds["deadline_ms"] is None else seconds["deadline_ms"],
         queue_ttl=base.queue_ttl if seconds["queue_ttl_ms"] is None else seconds["queue_ttl_ms"],
     )

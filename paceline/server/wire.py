@@ -60,12 +60,18 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     relegated: bool
     predicted_ttft_ms: float | None
     ttft_ms: float | None
+    # the longest pause between two tokens; None for a single delivery
+    longest_gap_ms: float | None
     # of this choice, after its first token; None for a single token
     tokens_per_second: float | None
 
     @classmethod
     def of(
-        cls, timeline: Timeline, ttft: float | None, tokens_per_second: float | None
+        cls,
+        timeline: Timeline,
+        ttft: float | None,
+        longest_gap: float | None,
+        tokens_per_second: float | None,
     ) -> Explanation:
         waited = {reason: round(1e3 * seconds, 3) for reason, seconds in timeline.waited}
         predicted = timeline.predicted_ttft
@@ -79,6 +85,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             relegated=timeline.relegated,
             predicted_ttft_ms=None if predicted is None else round(1e3 * predicted, 3),
             ttft_ms=None if ttft is None else round(1e3 * ttft, 3),
+            longest_gap_ms=None if longest_gap is None else round(1e3 * longest_gap, 3),
             tokens_per_second=tokens_per_second,
         )
 

@@ -246,7 +246,7 @@ async def test_a_finished_request_s_line_in_the_log_tells_its_story(
 
 
 def test_every_field_of_a_timeline_is_told() -> None:
-    assert Explanation.of(TIMELINE, 1.0, 50.0) == Explanation(
+    assert Explanation.of(TIMELINE, 1.0, 0.25, 50.0) == Explanation(
         queued_ms=375.0,
         waited_ms={"memory": 250.0, "pace": 125.0},
         chunks=2,
@@ -256,6 +256,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
         relegated=True,
         predicted_ttft_ms=750.0,
         ttft_ms=1000.0,
+        longest_gap_ms=250.0,
         tokens_per_second=50.0,
     )
 

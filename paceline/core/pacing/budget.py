@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Protocol
 
 from paceline.core.pacing.tpot_guard import PACE_SHARE
 from paceline.core.pacing.view import RunningView
-from paceline.core.predict.chunk import ChunkSize
+from paceline.core.predict.chunk import LATE_QUANTILE, ChunkSize
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
@@ -33,8 +33,6 @@ _HOPELESS: Final = 0.5
 _LEFT_QUANTILE: Final = 0.25
 # times what the rows alone take: the longest step while tenants share the engine
 _SHARED_ROWS: Final = 3.0
-# of actual / predicted time: the steps of paced requests are late once in ten
-_LATE_QUANTILE: Final = 0.9
 
 
 class Allowance(NamedTuple):
@@ -124,13 +122,16 @@ class AdaptiveBudget:
 
     def allow(self, view: RunningView, now: float) -> Allowance:
         chunk, num_running = self._chunk, view.num_running
+        gap = min(view.gap, chunk.gap) if view.narrow_rows else math.inf
         if not self._model.ready:
-            return Allowance(chunk.untrained(num_running), math.inf)
+            return Allowance(chunk.untrained(num_running, careful=gap < math.inf), math.inf)
+        wide_start = max((request.num_computed_tokens for request in view.wide), default=0)
+        most = math.inf if gap == math.inf else chunk.beside_streams(view.base, wide_start, gap)
         if view.favoured:
             # the requests in whose way it stands have had more than their share
-            return Allowance(chunk.total(view.favoured, num_running), 0.0)
-        spare = self._least_spare(view.paced, now)
-        late = max(1.0, self._model.quantile(_LATE_QUANTILE))
+            return Allowance(chunk.total(int(min(view.favoured, most)), num_running), 0.0)
+        spare = min(self._least_spare(view.paced, now), gap)
+        late = max(1.0, self._model.quantile(LATE_QUANTILE))
         # a prompt with a target is not kept waiting for best-effort rows
         if num_running and not view.awaited:
             allowed = self.best_effort_seconds
@@ -141,8 +142,7 @@ class AdaptiveBudget:
             return Allowance(tokens, 0.0 if view.urgent else math.inf)
         else:
             allowed = spare / late
-        wide_start = max((request.num_computed_tokens for request in view.wide), default=0)
-        tokens = chunk.within(view.base, wide_start, allowed, shared=view.shared)
+        tokens = int(min(chunk.within(view.base, wide_start, allowed, shared=view.shared), most))
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
     def _shared_seconds(self, view: RunningView) -> float:

@@ -102,6 +102,9 @@ class Paced:
         limits.chunk_tokens = allowance.tokens - len(running)
         limits.pressing = feasibility.pressing
         limits.urgent = feasibility.is_urgent(view, now)
+        # where the step is too short for all of them, those that run already come first
+        left = tokens - len(running) - (view.favoured - waiting_favoured)
+        waiting_favoured = max(0, min(waiting_favoured, left))
         limits.reserved = waiting_favoured
         limits.guard = self._guard(view)
         if not held and len(state.waiting):

@@ -36,6 +36,8 @@ class RunningView:
     # ordinary narrow ones with a TPOT target and a first token, and the least such target
     paced: list[Request]
     tightest: float
+    # the least target of ordinary narrow ones for the time between two tokens
+    gap: float
     # TPOT targets of ordinary ones
     targets: list[float]
     # an ordinary wide one has a TTFT target
@@ -57,7 +59,7 @@ class RunningView:
         paced: list[Request] = []
         targets: list[float] = []
         rows = keys = 0
-        tightest = math.inf
+        tightest = gap = math.inf
         urgent = False
         lowest, no_slo = Tier.ORDINARY, NO_SLO
         for request in running:
@@ -84,9 +86,11 @@ class RunningView:
                         tightest = tpot
             if is_wide:
                 urgent = urgent or aims.ttft is not None
+            elif aims.itl is not None and aims.itl < gap:
+                gap = aims.itl
         awaited = not all(map(_AGED, ordinary))
         return cls(
-            ordinary, best_effort, wide, rows, keys, paced, tightest, targets, urgent, awaited
+            ordinary, best_effort, wide, rows, keys, paced, tightest, gap, targets, urgent, awaited
         )
 
     @property

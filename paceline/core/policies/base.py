@@ -34,6 +34,8 @@ class SchedulingPolicy(Protocol):
     mixes: bool
     # True: a tenant's requests are never left out so that another's are on time
     keeps_tenants_apart: bool
+    # True: beside streams, steps take no longer than ``SchedulerConfig.max_token_gap_s``
+    bounds_gaps: bool
 
     def make_queue(self) -> WaitingQueue:
         """A queue of waiting requests. Called once for each ``Tier``: they wait apart."""

@@ -22,6 +22,8 @@ class DeadlinePolicy(FcfsPolicy):
     miss; requests that are hopeless must be demoted, and here they are.
     """
 
+    bounds_gaps = True
+
     def key(self, request: Request) -> float:
         targets, arrival = request.targets, self._arrival(request)
         work = self._context.work

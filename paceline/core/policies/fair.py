@@ -53,6 +53,7 @@ class FairPolicy(FcfsPolicy):
     """
 
     keeps_tenants_apart = True
+    bounds_gaps = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

@@ -24,6 +24,7 @@ class FcfsPolicy:
 
     mixes = True
     keeps_tenants_apart = False
+    bounds_gaps = False
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context

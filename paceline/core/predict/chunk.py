@@ -18,7 +18,7 @@ from typing import Final
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
 
-__all__ = ["ChunkSize"]
+__all__ = ["LATE_QUANTILE", "ChunkSize"]
 
 # tokens of a step before anything was measured
 _UNTRAINED: Final = 512
@@ -26,6 +26,10 @@ _UNTRAINED: Final = 512
 _EVEN: Final = 0.7
 # one in so many chunks that hide behind rows is twice as large, and one half as large
 _AROUND: Final = 24
+# chunks are multiples of it, where the matrix kernels are efficient
+_TILE: Final = 32
+# of actual / predicted time: steps are late once in ten
+LATE_QUANTILE: Final = 0.9
 # observations between two looks at where the knee is
 _REFIT: Final = 16
 
@@ -36,12 +40,12 @@ class ChunkSize:
     Args:
         most: ``max_num_batched_tokens``.
         adaptive: False: always ``most``.
-        tile: chunks are multiples of it, where the matrix kernels are efficient.
         floor: a chunk of this size is allowed however late running requests are, or new requests
             would starve.
         overheads: share of the fixed part in the time of the largest step: of one tenant, and while
             tenants that are kept apart share the engine, where a new request waits for the end of
             another tenant's step.
+        gap: seconds that a step beside streams takes at most.
     """
 
     def __init__(
@@ -50,16 +54,17 @@ class ChunkSize:
         most: int,
         *,
         adaptive: bool = True,
-        tile: int = 32,
         floor: int = 32,
         overheads: tuple[float, float] = (0.03, 0.15),
+        gap: float = math.inf,
     ) -> None:
-        self.tile = tile
+        self.tile = _TILE
         self.floor = floor
         self._model = model
         self._most = most
         self._adaptive = adaptive
         self._overheads = overheads
+        self.gap = gap
         self._tiles = [1, 1]
         self._known_at = -1
         # chunks that were to hide behind the rows beside them
@@ -69,16 +74,24 @@ class ChunkSize:
         """Tokens of a step in which no request has targets."""
         if not self._adaptive:
             return self._most
+        bounded, num_running = self.gap < math.inf, len(running)
+        if self._model.ready and not bounded and not self._model.free_tokens:
+            return min(self._most, num_running + max(self.knee(), self.floor))
+        rows = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         if not self._model.ready:
-            return self.untrained(len(running))
-        if not self._model.free_tokens:
-            return min(self._most, len(running) + max(self.knee(), self.floor))
-        narrow = sum(request.num_uncomputed_tokens <= 1 for request in running)
-        return self.total(self.unpaced(len(running), narrow), len(running))
+            return self.untrained(num_running, careful=bounded and bool(rows))
+        chunk = self.unpaced(num_running, len(rows))
+        if bounded and rows:
+            start = max(request.num_computed_tokens for request in running)
+            base = StepShape(0, 0.0, len(rows), sum(rows))
+            chunk = min(chunk, self.beside_streams(base, start, self.gap))
+        return self.total(chunk, num_running)
 
-    def untrained(self, num_running: int) -> int:
-        """Tokens of a step before the step-time model is ready."""
-        return min(self._most, max(_UNTRAINED, num_running + self.floor))
+    def untrained(self, num_running: int, *, careful: bool) -> int:
+        """Tokens of a step before the step-time model is ready: few where streams are not to wait
+        longer than they may, for it is not known how long they would."""
+        most = 0 if careful else _UNTRAINED
+        return min(self._most, max(most, num_running + self.floor))
 
     def total(self, chunk: int, num_running: int) -> int:
         """Tokens of a step with a chunk of prompt and one token for each running request."""
@@ -126,10 +139,21 @@ class ChunkSize:
         one, two = (self._model.predict(StepShape().plus(0, n * self.tile)) for n in (1, 2))
         return max(0.0, one - (two - one)), two - one
 
+    def beside_streams(self, base: StepShape, start: int, gap: float) -> int:
+        """Tokens of the largest chunk that keeps the rows of ``base`` waiting no longer than
+        ``gap``, nine times in ten; and no more than twice what was measured, for what lies beyond
+        that is a guess."""
+        known = max(self.floor, 2 * self._model.most_wide_tokens)
+        seconds = gap / max(1.0, self._model.quantile(LATE_QUANTILE))
+        return self._within(base, start, seconds, min(self._most, known))
+
     def within(self, base: StepShape, start: int, seconds: float, *, shared: bool = False) -> int:
         """Tokens of the largest chunk from position ``start`` on, up to the knee, with which a step
         of shape ``base`` is predicted to take ``seconds`` at most."""
-        low, high = 0, self.knee(shared=shared) // self.tile
+        return self._within(base, start, seconds, self.knee(shared=shared))
+
+    def _within(self, base: StepShape, start: int, seconds: float, most: int) -> int:
+        low, high = 0, most // self.tile
         while low < high:
             middle = (low + high + 1) // 2
             if self._model.predict(base.plus(start, middle * self.tile)) <= seconds:

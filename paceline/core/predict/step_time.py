@@ -110,6 +110,8 @@ class StepTimeModel:
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._sorted_ratios: list[float] = []
         self._hinge = Hinge(_SIZE)
+        # tokens of wide rows in the largest step that was measured
+        self.most_wide_tokens = 0
         self.num_observations = 0
         # enough was observed to predict
         self.ready = min_observations <= 0
@@ -163,7 +165,10 @@ class StepTimeModel:
         self._hinge.observe(present, weight, shape.wide_tokens, shape.narrow_rows, seconds)
         self.num_observations += 1
         self.ready = self.num_observations >= self._min_observations
-        if self.num_observations <= 64 or self.num_observations % _REFIT == 0:
+        is_new = shape.wide_tokens > self.most_wide_tokens
+        if is_new:
+            self.most_wide_tokens = shape.wide_tokens
+        if self.num_observations <= 64 or is_new or self.num_observations % _REFIT == 0:
             self._rescale()
             self._solve()
             self._sorted_ratios = sorted(self._ratios)

@@ -5,6 +5,7 @@ This module does not decide anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -81,7 +82,9 @@ def make_state(
     group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
     waiting = WaitingRoom(policy.make_queue, policy.later, Offload(kv), group)
     preemption = Preemption(config, cache, kv, work)
-    tokens = config.max_num_batched_tokens
+    tokens, gap = config.max_num_batched_tokens, math.inf
+    if policy.bounds_gaps and config.max_token_gap_s is not None:
+        gap = config.max_token_gap_s
     return SchedulerState(
         config=config,
         cache=cache,
@@ -90,7 +93,7 @@ def make_state(
         step_time=step_time,
         lengths=lengths,
         work=work,
-        chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget),
+        chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget, gap=gap),
         outlooks=Outlooks(kv, work),
         kv=kv,
         waiting=waiting,

@@ -139,7 +139,7 @@ class RequestMetrics:
         self.violations = registry.numbers(
             "counter",
             "paceline:slo_violations",
-            "Targets missed, by class and kind: ttft, tpot, deadline, unfinished, refused.",
+            "Targets missed, by class and kind: ttft, tpot, itl, deadline, unfinished, refused.",
             "slo_class",
             "kind",
         )
@@ -345,7 +345,9 @@ class RequestObserver:
         slo, metrics = self._slo, self._metrics
         missed: tuple[str, ...] = ("unfinished",)
         if times is not None and not self._finished.count(False):
-            missed = slo.violations(times.arrival, times.first_token, times.last_token, num_output)
+            missed = slo.violations(
+                times.arrival, times.first_token, times.last_token, num_output, times.longest_gap
+            )
         # the series is there from the first request on, or a rate of it would begin too late
         goodput = metrics.goodput.at(slo.slo_class)
         metrics.judged.at(slo.slo_class).value += 1

@@ -60,7 +60,7 @@ def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
     """What several requests hold."""
     targets = {
         name: nullable(number(0, _MAX_SLO_MS, above=True))
-        for name in ("ttft_ms", "tpot_ms", "deadline_ms", "queue_ttl_ms")
+        for name in ("ttft_ms", "tpot_ms", "itl_ms", "deadline_ms", "queue_ttl_ms")
     }
     classes = string(*rules.slo_classes)
     parts = {"type": string("text", "input_text", "output_text"), "text": STRING}
