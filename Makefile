@@ -29,6 +29,7 @@
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
+#   make bench-gaps       how long streams stop when a long prompt comes
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
 #   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
@@ -71,7 +72,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX
 .PHONY: serve test test-clients test-services quick check replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
-	bench-metrics bench-background bench-faults bench-overhead bench-startup bench-templates
+	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -146,6 +147,9 @@ bench-metrics: $(STAMP)
 
 bench-background: $(READY) model
 	@$(BIN)/python -m benchmarks.background
+
+bench-gaps: $(READY) model
+	@$(BIN)/python -m benchmarks.gaps
 
 bench-faults: $(READY) model
 	@$(BIN)/python -m benchmarks.faults

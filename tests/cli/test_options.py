@@ -256,7 +256,11 @@ def test_every_flag_is_explained() -> None:
 def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     flags = vars(parser().parse_args([]))
     renamed = {"policy": "scheduling_policy", "priority_ageing_s": "priority_ageing"}
-    renamed |= {"kv_cache_bytes": "kv_cache_memory", "coalesce_window_s": "coalesce_window_ms"}
+    renamed |= {
+        "kv_cache_bytes": "kv_cache_memory",
+        "coalesce_window_s": "coalesce_window_ms",
+        "max_token_gap_s": "max_token_gap_ms",
+    }
     renamed |= {
         "best_effort_delay_s": "best_effort_delay",
         "best_effort_step_s": "best_effort_step_ms",

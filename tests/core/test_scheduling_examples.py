@@ -183,6 +183,14 @@ def test_best_effort_lengthens_a_step_by_its_own(
     assert rows + budget.best_effort_seconds == pytest.approx(0.05)
 
 
+def test_a_step_beside_streams_is_bounded() -> None:
+    scheduler = Machine(max_token_gap_s=0.25, max_num_batched_tokens=2048).scheduler
+    scheduler.step_time.most_wide_tokens = 2000
+    base = StepShape(0, 0.0, 8, 0)
+    assert scheduler.step_time.predict(base) == pytest.approx(0.018, rel=1e-3)
+    assert scheduler.state.chunk.beside_streams(base, 0, 0.25) == 224
+
+
 def test_background_rows_earn_a_tenth(model: StepTimeModel) -> None:
     says("Steps of ordinary rows take 30 ms, and each earns 3 ms", "16 ms, into every sixth")
     rows = RunningView.of(streams(20, Slo()))

@@ -1,0 +1,118 @@
+"""How long streams stop when a long prompt comes, and what a bound on that costs the prompts.
+
+Method: a live server on the default model. Eight callers each stream an answer with a target of
+60 ms a token, and prompts of 2,000 random tokens arrive one after another, EVERY seconds apart, the
+first right after the server's start. The same with steps bounded (``--max-token-gap-ms``, the
+default) and not (0), in turns A B A B, each turn on a server of its own, so that the first large
+prompt after start is in every turn. A gap is the time between two events of a stream by the
+client's clock; the client shares the processors with the server. Cost: the prompts' mean time to
+first token, and the prompt tokens per second that they mean.
+
+Prints a table and, last, one JSON line. QUICK=1 takes fewer turns and prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+
+from benchmarks.goodput.engines import Ours, our_places
+from benchmarks.peers.http_client import Timing, complete
+from benchmarks.peers.online import Server, percentile
+
+QUICK = bool(os.environ.get("QUICK"))
+TURNS = 1 if QUICK else 3
+PROMPTS = 4 if QUICK else 8
+STREAMS = 8
+TOKENS = 2000
+# seconds between prompts
+EVERY = 4.0
+PACE_MS = 60
+PATIENCE = 180.0
+BOUNDS: dict[str, tuple[str, ...]] = {"bounded": (), "unbounded": ("--max-token-gap-ms", "0")}
+
+
+def play(server: Server, vocab_size: int, seed: int) -> tuple[list[Timing], list[Timing]]:
+    """(streams, prompts). The streams last as long as prompts come."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(100, vocab_size) for _ in range(count)]
+
+    async def one(prompt: list[int], output: int, slo: dict[str, float]) -> Timing:
+        return await complete(
+            server.port, server.model, prompt, output, timeout=PATIENCE, fields={"slo": slo}
+        )
+
+    async def stream(until: asyncio.Event) -> list[Timing]:
+        found = []
+        while not until.is_set():
+            found.append(await one(tokens(32), 200, {"tpot_ms": PACE_MS}))
+        return found
+
+    async def everything() -> tuple[list[Timing], list[Timing]]:
+        over = asyncio.Event()
+        streams = [asyncio.create_task(stream(over)) for _ in range(STREAMS)]
+        prompts = []
+        for _ in range(PROMPTS):
+            await asyncio.sleep(EVERY)
+            prompts.append(asyncio.create_task(one(tokens(TOKENS), 2, {})))
+        answered = await asyncio.gather(*prompts)
+        over.set()
+        return [t for found in await asyncio.gather(*streams) for t in found], list(answered)
+
+    return asyncio.run(everything())
+
+
+def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, float]:
+    """Milliseconds and tokens a second. Raises RuntimeError for requests that failed."""
+    errors = [timing.error for timing in (*streams, *prompts) if timing.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+    gaps = [gap for timing in streams for gap in timing.gaps]
+    tpots = [timing.tpot for timing in streams if timing.tpot is not None]
+    ttft = statistics.mean(timing.ttft for timing in prompts)
+    return {
+        "gaps": len(gaps),
+        "gap_p50_ms": round(1e3 * percentile(gaps, 0.5), 1),
+        "gap_p99_ms": round(1e3 * percentile(gaps, 0.99), 1),
+        "gap_p999_ms": round(1e3 * percentile(gaps, 0.999), 1),
+        "gap_max_ms": round(1e3 * max(gaps), 1),
+        "tpot_p99_ms": round(1e3 * percentile(tpots, 0.99), 1),
+        "prompt_ttft_mean_ms": round(1e3 * ttft, 1),
+        "prompt_tokens_per_s": round(TOKENS / ttft, 1),
+    }
+
+
+def main() -> int:
+    from benchmarks.machine import machine
+    from benchmarks.peers.__main__ import free_port
+
+    places, vocab = our_places()
+    found: dict[str, tuple[list[Timing], list[Timing]]] = {name: ([], []) for name in BOUNDS}
+    for turn in range(TURNS):
+        for name, flags in BOUNDS.items():
+            peer = Ours(name, places, flags)
+            server = Server(peer, free_port(), places.folder("logs") / f"gaps-{name}.log", vocab)
+            try:
+                streams, prompts = play(server, vocab, turn)
+            finally:
+                server.close()
+            found[name][0].extend(streams)
+            found[name][1].extend(prompts)
+            print(f"turn {turn + 1} {name:10} {figures(streams, prompts)}", flush=True)
+    results = {name: figures(*timings) for name, timings in found.items()}
+    for name, row in results.items():
+        print(f"{name:10} {row}", flush=True)
+    report = {"bench": "gaps", **results, "quick": QUICK, "machine": machine(places.cpus)}
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
