@@ -96,7 +96,6 @@ class Scheduler:
             QueueFullError: it cannot be served soon, see ``QueueLimits.check``.
         """
         self._door.check(request, self._requests)
-        request.key = self.policy.key(request)
         request.order = (request.key, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request

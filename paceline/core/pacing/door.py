@@ -30,6 +30,8 @@ __all__ = ["Door", "Expired", "QueueLimits", "check_door"]
 
 # advised wait where nothing was measured yet
 _RETRY_SECONDS: Final = 1.0
+# and at least: a caller that comes back at once is refused again
+_LEAST_RETRY: Final = 0.1
 # waiting requests of one tenant for every place that is left in the queue, at most
 _PER_PLACE: Final = 7
 # limits on waiting until those of requests that do not wait any more are dropped, at least
@@ -72,11 +74,18 @@ class Door:
             request.move(Move.FAVOUR)
         if request.asked.fork_of is not None:
             # the queue had places for all forks when their parent came
+            request.key = state.policy.key(request)
             return
         waiting = len(state.waiting) + len(state.forks)
+        if state.last.held_by is None:
+            # arrivals since the last plan, which free places take in the next one
+            free = state.config.max_num_seqs - len(state.running.requests)
+            waiting = max(0, waiting - free)
         if not limits.is_full(waiting, num_forks):
             state.kv.hash_prompt(request)
             request.num_new_tokens = request.num_prompt_tokens - state.kv.num_found(request)
+        request.key = state.policy.key(request)
+        request.order = (request.key, 0)
         self.forecast.note(request)
         own = 0
         if (
@@ -187,7 +196,7 @@ class QueueLimits:
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self.refused[reason] += 1
-        wait = _RETRY_SECONDS if seconds is None else max(seconds, 0.001)
+        wait = _RETRY_SECONDS if seconds is None else max(seconds, _LEAST_RETRY)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
     def limit(self, request: Request) -> None:

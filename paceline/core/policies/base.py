@@ -42,7 +42,8 @@ class SchedulingPolicy(Protocol):
         ...
 
     def key(self, request: Request) -> float:
-        """Smaller runs sooner; equal keys run in order of arrival. Called once, when added."""
+        """Smaller runs sooner; equal keys run in order of arrival. Called once, when it
+        arrives, before it may be refused."""
         ...
 
     def later(self, key: float) -> float:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice, zip_longest
+from typing import Final
 
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request
 
 __all__ = ["FairQueue"]
+
+# tenants whose queues are looked at for a forecast
+_SAMPLED: Final = 256
 
 
 class FairQueue:
@@ -114,6 +118,16 @@ class FairQueue:
             if entry is not None and entry == found:
                 seen.add(tenant)
                 yield entry
+
+    def num_ahead(self, request: Request) -> int:
+        """As if tenants took turns, one request each."""
+        own = self._tenants.get(request.asked.tenant)
+        turns = 1 + (len(own) if own is not None else 0)
+        sample = list(islice(self._tenants.values(), _SAMPLED))
+        if not sample:
+            return len(self._aged)
+        others = sum(min(len(queue), turns) for queue in sample if queue is not own)
+        return len(self._aged) + turns - 1 + round(others * len(self._tenants) / len(sample))
 
     def pop(self) -> Request | None:
         if self._aged:

@@ -12,6 +12,8 @@ __all__ = ["RequestQueue", "WaitingQueue"]
 
 # entries looked at for each member asked for
 _VISITS: Final = 4
+# entries asked whether they come before a newcomer: beyond that, one in so many
+_SAMPLED: Final = 256
 
 
 class WaitingQueue(Protocol):
@@ -35,6 +37,11 @@ class WaitingQueue(Protocol):
     def first(self, count: int) -> list[Request]:
         """Members likely to be the next, in order, at most so many, and taking no longer the more
         there are in all. Changes nothing."""
+        ...
+
+    def num_ahead(self, request: Request) -> int:
+        """Members that would be admitted before a newcomer, about; ``order[0]`` of the newcomer is
+        set. Takes no longer the more there are."""
         ...
 
     def pop(self) -> Request | None:
@@ -100,6 +107,15 @@ class RequestQueue:
             for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
                 heapq.heappush(frontier, (heap[child], child))
         return found
+
+    def num_ahead(self, request: Request) -> int:
+        heap, key = self._heap, request.order[0]
+        sample = heap[:: 1 + len(heap) // _SAMPLED]
+        if not sample:
+            return 0
+        ahead = sum(entry[0] <= key for entry in sample)
+        # entries of requests that left are taken to be spread evenly
+        return round(ahead / len(sample) * len(self._members))
 
     def pop(self) -> Request | None:
         request = self.peek()

@@ -245,13 +245,21 @@ class WaitingRoom:
         return sum(self._num_tokens)
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
-        """(requests, new prompt tokens) taken to be served before a newcomer: all of them, less
-        best effort unless it is that itself; before a favoured one only favoured ones."""
+        """(requests, new prompt tokens) taken to be served before a newcomer: of its own tier those
+        that the policy's queue has before it, all of earlier tiers; before a favoured one only
+        favoured ones. Best effort with targets counts as one tier."""
         tier = request.tier
-        tiers = Tier.BACKGROUND if Tier.ORDINARY < tier < Tier.BACKGROUND else tier + 1
         if request.favoured:
+            tiers = Tier.BACKGROUND if Tier.ORDINARY < tier < Tier.BACKGROUND else tier + 1
             return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
-        return sum(map(len, self._queues[:tiers])), sum(self._num_tokens[:tiers])
+        between = Tier.ORDINARY < tier < Tier.BACKGROUND
+        before = Tier.BACKGROUND if between else tier
+        requests, tokens = sum(map(len, self._queues[:before])), sum(self._num_tokens[:before])
+        own = self._queues[tier]
+        if between or not own:
+            return requests, tokens
+        ahead = min(len(own), own.num_ahead(request))
+        return requests + ahead, tokens + self._num_tokens[tier] * ahead // len(own)
 
     def upcoming(self, count: int) -> list[Request]:
         """Requests likely to be admitted next, in order, at most so many."""

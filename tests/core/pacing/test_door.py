@@ -109,16 +109,27 @@ def test_one_tenants_flood_leaves_places_to_others() -> None:
     assert flood(driver, "b", 100) == {"taken": 9, "queue-share": 91}
     assert flood(driver, "c", 3) == {"taken": 1, "queue-full": 2}
     driver.run()
-    # nobody waits: all of it is there again, and the others were there lately
-    assert flood(driver, "b", 71) == {"taken": 70, "queue-share": 1}
+    # no request waits and two places are free: all of it is there again, and the others were lately
+    assert flood(driver, "b", 74) == {"taken": 72, "queue-share": 2}
     driver.run()
-    assert len(driver.finished) == 152
+    assert len(driver.finished) == 154
 
 
 @pytest.mark.parametrize("tenant", ["a", ""])
 def test_who_is_alone_or_not_told_apart_has_all_of_the_queue(tenant: str) -> None:
     driver = Driver(max_num_seqs=2, max_num_waiting=80, policy="fair")
-    assert flood(driver, tenant, 82) == {"taken": 80, "queue-full": 2}
+    # two of them wait for nothing but the next plan
+    assert flood(driver, tenant, 84) == {"taken": 82, "queue-full": 2}
+    driver.run()
+
+
+def test_arrivals_that_free_places_take_are_no_queue() -> None:
+    """Eighteen at once find an idle server with sixteen places and a queue of two."""
+    driver = Driver(max_num_seqs=16, max_num_waiting=2, policy="fcfs")
+    assert flood(driver, "", 19) == {"taken": 18, "queue-full": 1}
+    driver.step()
+    assert driver.scheduler.stats().num_running == 16
+    assert flood(driver, "", 1) == {"queue-full": 1}, "now it is one"
     driver.run()
 
 
@@ -132,7 +143,7 @@ def test_a_short_queue_is_not_cut_to_nothing() -> None:
 
 def test_other_policies_know_no_tenants() -> None:
     driver = Driver(max_num_seqs=1, max_num_waiting=80, policy="fcfs")
-    assert flood(driver, "a", 81) == {"taken": 80, "queue-full": 1}
+    assert flood(driver, "a", 82) == {"taken": 81, "queue-full": 1}
     driver.run()
 
 

@@ -107,7 +107,9 @@ def test_forks_that_wait_for_a_place_count_for_what_they_lack() -> None:
 
 
 def test_nothing_is_hashed_for_who_finds_the_queue_full() -> None:
-    machine = Machine(enable_prefix_caching=True, max_num_waiting=1)
+    machine = Machine(enable_prefix_caching=True, max_num_waiting=1, max_num_seqs=1)
+    machine.add(make_request("running", 100, 2))
+    machine.step()
     machine.add(make_request("first", 100, 2))
     second = make_request("second", 100, 2)
     with pytest.raises(QueueFullError, match="the limit is 1"):
