@@ -22,7 +22,8 @@
 
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do
-#                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1)
+#                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1);
+#                         ISA=avxvnni,avx2 computes the same with several, in turns, by processor time
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose;
 #                         LEVEL=avx2 holds all engines to one level of instructions)

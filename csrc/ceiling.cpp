@@ -60,10 +60,12 @@ void bytes_512(int64_t rounds) { PL_LOOP(PL_TWELVE("vpdpbusd", "zmm")); }
   one("0", "8", "9") one("1", "10", "11") one("2", "12", "13") one("3", "8", "9")           \
   one("4", "10", "11") one("5", "12", "13") one("6", "8", "9") one("7", "10", "11")
 
+void dots_256(int64_t rounds) { PL_LOOP(PL_TWELVE("%{vex%} vpdpbusd", "ymm")); }
 void bytes_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_BYTES)); }
 void nibbles_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_NIBBLES)); }
 
 constexpr PeakLoop kFma256{fma_256, 12 * 8}, kBytes256{bytes_256, 8 * 64}, kNibbles256{nibbles_256, 8 * 256};
+constexpr PeakLoop kDots256{dots_256, 12 * 32};
 constexpr PeakLoop kFma512{fma_512, 12 * 16}, kBf16512{bf16_512, 12 * 32}, kBytes512{bytes_512, 12 * 64};
 
 #endif
@@ -73,6 +75,7 @@ constexpr PeakLoop kFma512{fma_512, 12 * 16}, kBf16512{bf16_512, 12 * 32}, kByte
 const PeakLoop* peak_loop(const char* variant, Weights weights) {
 #if defined(__x86_64__)
   const bool bytes = weights == Weights::kI8, nibbles = weights == Weights::kQ4;
+  if (!strcmp(variant, "avxvnni")) return bytes || nibbles ? &kDots256 : &kFma256;
   if (!strcmp(variant, "avx2")) return nibbles ? &kNibbles256 : bytes ? &kBytes256 : &kFma256;
   if (!strncmp(variant, "avx512", 6)) {
     if (bytes || nibbles) return &kBytes512;
