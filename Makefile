@@ -18,7 +18,7 @@
 #   make bench-accuracy   what reduced precision changes on real text; the gate, on every level of
 #                         the native kernels that runs here
 #   make bench-levels     steps of every format on every such level, and the gate; WRITE=1 renews the
-#                         table that `auto` chooses formats by
+#                         table that `auto` chooses formats by (LEVEL=avx2: of one level alone)
 
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do
@@ -131,7 +131,8 @@ bench-accuracy: $(READY) model
 	@$(BIN)/python -m benchmarks.accuracy
 
 bench-levels: $(READY) model
-	@$(BIN)/python -m benchmarks.levels $(if $(WRITE),--write)
+	@$(BIN)/python -m benchmarks.levels $(if $(LEVEL),--steps $(LEVEL) --gate $(LEVEL)) \
+		$(if $(WRITE),--write)
 
 bench-kernels: $(READY)
 	@$(BIN)/python -m benchmarks.kernels

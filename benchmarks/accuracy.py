@@ -84,7 +84,8 @@ FORMATS: Final = tuple(
 )
 REFERENCE: Final = "float32/float32"
 
-# token ids and positions [windows, n] of a step -> logits [windows * n, vocab]
+# token ids [windows, n] of a step and the position of the first of them -> logits
+# [windows * n, vocab], which the next step may overwrite
 Forward = Callable[[NDArray[np.int64], int], NDArray[np.float32]]
 
 
@@ -107,6 +108,18 @@ class Figures:
         )
 
 
+class Expected:
+    """What float32 says of some positions, with what every comparison takes of it."""
+
+    def __init__(self, logs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Log-probabilities [n, vocab], and the tokens [n] that the text has."""
+        self.logs = logs
+        self.targets = targets[:, None]
+        self.probabilities = logs.exp()
+        self.likeliest = logs.argmax(1)
+        self.gain = float(logs.gather(1, self.targets).double().sum())
+
+
 class Comparison:
     """Sums over positions, of one format against float32."""
 
@@ -117,14 +130,14 @@ class Comparison:
         self._loss = 0.0
         self._reference_loss = 0.0
 
-    def add(self, reference: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> None:
-        """Log-probabilities [n, vocab] of both, and the tokens [n] that the text has."""
-        self._count += len(targets)
-        self._agree += int((reference.argmax(1) == other.argmax(1)).sum())
-        self._kl += float((reference.exp() * (reference - other)).sum(1).double().sum())
-        index = targets[:, None]
-        self._loss -= float(other.gather(1, index).double().sum())
-        self._reference_loss -= float(reference.gather(1, index).double().sum())
+    def add(self, expected: Expected, other: torch.Tensor) -> None:
+        """Log-probabilities [n, vocab] of both."""
+        self._count += len(expected.targets)
+        self._agree += int((expected.likeliest == other.argmax(1)).sum())
+        differences = expected.logs - other
+        self._kl += float(differences.mul_(expected.probabilities).sum(1).double().sum())
+        self._loss -= float(other.gather(1, expected.targets).double().sum())
+        self._reference_loss -= expected.gain
 
     def figures(self) -> Figures:
         """Raises ValueError before anything was added."""
@@ -183,16 +196,16 @@ def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
     def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
         width = tokens.shape[1]
         each = STEP_ROWS if width == 1 else windows
-        parts = []
+        parts: list[NDArray[np.float32]] = []
         for begin in range(0, windows, each):
             some = tokens[begin : begin + each]
             positions = np.tile(np.arange(first, first + width), len(some))
             starts = np.arange(len(some) + 1) * width
             own = tables[begin : begin + each]
-            parts.append(
-                model.forward(some.ravel(), positions, starts, own, np.arange(some.size)).copy()
-            )
-        return np.concatenate(parts)
+            got = model.forward(some.ravel(), positions, starts, own, np.arange(some.size))
+            # a view, which the next windows overwrite
+            parts.append(got if each >= windows else got.copy())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     return forward
 
@@ -222,10 +235,18 @@ def compare(
             break
         targets = torch.from_numpy(np.ascontiguousarray(following.ravel()))
         chosen = torch.from_numpy(known)
-        expected = log_probabilities(reference, tokens, first)[chosen]
+        # all but the last step has only known ones, and is not copied
+        every = bool(known.all())
+
+        def logs(
+            forward: Forward, tokens: NDArray[np.int64] = tokens, first: int = first
+        ) -> torch.Tensor:
+            found = log_probabilities(forward, tokens, first)
+            return found if every else found[chosen]
+
+        expected = Expected(logs(reference), targets)
         for name, forward in others.items():
-            got = log_probabilities(forward, tokens, first)[chosen]
-            sums[name].add(expected, got, targets)
+            sums[name].add(expected, logs(forward))
     return {name: comparison.figures() for name, comparison in sums.items()}
 
 

@@ -13,12 +13,13 @@ Then ``benchmarks.accuracy`` judges the pairs on that level with the default mod
 it compares with, and passes. ``--steps LEVEL ...`` and ``--gate LEVEL ...`` choose the levels of
 each part (without a level: of none), all by default.
 
-The portable level is timed on a fifth of the model and is not judged by itself: it rounds where the
-next better level does, whose verdicts it gets.
+The portable level is timed on a fifteenth of the model and is not judged by itself: it rounds where
+the next better level does, whose verdicts it gets.
 
 ``--write`` renews what was measured in ``paceline/backends/levels.json``, which ``auto`` chooses by
-(``paceline/backends/formats.py``); the rest stays as it is, levels of other machines too. The last
-line is JSON. QUICK=1 takes fewer turns.
+(``paceline/backends/formats.py``), level by level; the rest stays as it is, levels of other
+machines too. Nothing else writes a figure or a verdict there. The last line is JSON. QUICK=1 takes
+fewer turns.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ SECONDS: Final = 0.1
 # a level that has taken this long gets no further turn
 BUDGET: Final = 90.0
 # of what is known of the machine, what the table keeps
-_KEPT: Final = ("cpu", "cores", "clock_ghz", "read_gb_s")
-# plain C++, by far the slowest level: a fifth of the model has to do, and nothing on it waits for
-# memory. The gate would take hours there
+_KEPT: Final = ("cpu", "model", "cores", "clock_ghz", "read_gb_s", "load")
+# plain C++, by far the slowest level: a fifteenth of the model has to do, and nothing on it waits
+# for memory. The gate would take hours there
 PLAIN: Final = "portable"
-FIFTH: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
+PART: Final = replace(CONFIG, num_hidden_layers=2, vocab_size=3296)
 ROOT: Final = Path(__file__).parent.parent
 
 
@@ -137,7 +138,7 @@ class Steps:
 def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
     """By pair of formats the least milliseconds of each step over the turns, and the drift."""
     random = np.random.default_rng(0)
-    config = FIFTH if level == PLAIN else CONFIG
+    config = PART if level == PLAIN else CONFIG
     tensors = {
         name: random.standard_normal(shape, dtype=np.float32) * np.float32(shape[-1] ** -0.5)
         for name, shape in expected_shapes(config).items()
@@ -266,8 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if part:
             table[level] = part
             show(level, part)
-    if args.write:
-        PATH.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        if args.write:
+            # level by level, so that what was measured stays where the next one is cut short
+            PATH.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     print()
     print(json.dumps({"bench": "levels", "machine": about, "results": table}))
     return 0

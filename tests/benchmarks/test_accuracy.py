@@ -20,6 +20,7 @@ from benchmarks.accuracy import (
     WINDOW,
     WINDOWS,
     Comparison,
+    Expected,
     Figures,
     Forward,
     automatic_format,
@@ -39,7 +40,7 @@ def test_figures_by_hand() -> None:
     reference = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
     other = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log()
     comparison = Comparison()
-    comparison.add(reference, other, torch.tensor([0, 1]))
+    comparison.add(Expected(reference, torch.tensor([0, 1])), other)
     figures = comparison.figures()
     assert figures.top1 == 0.5
     assert figures.kl == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2)

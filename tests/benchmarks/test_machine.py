@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import machine as module
-from benchmarks.machine import cpu_name, machine
+from benchmarks.machine import cpu_model, cpu_name, machine
 from paceline.backends.native import unavailable_reason, variants
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,6 +19,9 @@ def test_the_processor_is_named() -> None:
     text = "processor\t: 0\nmodel name\t: Some CPU: 9\nmodel name\t: another\n"
     assert cpu_name(text) == "Some CPU: 9"
     assert cpu_name("") == platform.machine()
+    text += "cpu family : 26\nmodel\t: 2\nstepping: 1\nmodel\t: 3\n"
+    assert cpu_model(text) == "26.2.1"
+    assert cpu_model("model: 2\n") is None
 
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
