@@ -161,6 +161,7 @@ inline int64_t tile_bytes(Kv kind, int head_dim) {
 const Kernels* kernels_portable();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avxvnni();
+const Kernels* kernels_avx512bw();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
 
