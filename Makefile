@@ -131,7 +131,7 @@ bench-accuracy: $(READY) model
 	@$(BIN)/python -m benchmarks.accuracy
 
 bench-levels: $(READY) model
-	@$(BIN)/python -m benchmarks.levels $(if $(LEVEL),--steps $(LEVEL) --gate $(LEVEL)) \
+	@$(BIN)/python -m benchmarks.levels $(if $(LEVEL),--levels $(LEVEL)) \
 		$(if $(WRITE),--write)
 
 bench-kernels: $(READY)

@@ -89,7 +89,10 @@ def test_the_command_renews_what_it_was_asked_for(
         assert of_portable[name]["passes"] == of_avx2[name]["passes"], "the next level's"
     assert answer["bench"] == "levels" and answer["machine"] == ABOUT
     seen.clear()
-    assert levels.main(["--steps", "avx2", "--gate", "avx2", "--write"]) == 0
+    assert levels.main(["--levels", "portable", "--gate"]) == 0
+    assert seen == ["steps portable"]
+    seen.clear()
+    assert levels.main(["--levels", "avx2", "--write"]) == 0
     assert seen == ["steps avx2", "gate avx2"]
     table = parse(json.loads(path.read_text()))
     assert set(table) == {"avx2", "elsewhere"}, "levels of other machines stay"
