@@ -243,19 +243,11 @@ def compare(
         if not known.any():
             break
         targets = torch.from_numpy(np.ascontiguousarray(following.ravel()))
-        chosen = torch.from_numpy(known)
-        # all but the last step has only known ones, and is not copied
-        every = bool(known.all())
-
-        def logs(
-            forward: Forward, tokens: NDArray[np.int64] = tokens, first: int = first
-        ) -> torch.Tensor:
-            found = log_probabilities(forward, tokens, first)
-            return found if every else found[chosen]
-
-        expected = Expected(logs(reference), targets)
+        # a slice is no copy; all but the last step has known ones only
+        chosen = slice(None) if known.all() else torch.from_numpy(known)
+        expected = Expected(log_probabilities(reference, tokens, first)[chosen], targets)
         for name, forward in others.items():
-            sums[name].add(expected, logs(forward))
+            sums[name].add(expected, log_probabilities(forward, tokens, first)[chosen])
     return {name: comparison.figures() for name, comparison in sums.items()}
 
 
