@@ -62,7 +62,10 @@ void dots_512(int64_t rounds) { PL_LOOP(PL_TWELVE("vpdpbusd", "zmm")); }
   one(r, "0", "8", "9") one(r, "1", "10", "11") one(r, "2", "12", "13") one(r, "3", "8", "9")           \
   one(r, "4", "10", "11") one(r, "5", "12", "13") one(r, "6", "8", "9") one(r, "7", "10", "11")
 
+#ifdef PL_AVXVNNI
 void dots_256(int64_t rounds) { PL_LOOP(PL_TWELVE("%{vex%} vpdpbusd", "ymm")); }
+constexpr PeakLoop kDots256{dots_256, 12 * 32};
+#endif
 void bytes_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_BYTES, "%%ymm")); }
 void nibbles_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_NIBBLES, "%%ymm")); }
 void bytes_512(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_BYTES, "%%zmm")); }
@@ -70,7 +73,7 @@ void nibbles_512(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_NIBBLES, "%%zmm")); }
 
 constexpr PeakLoop kFma256{fma_256, 12 * 8}, kBytes256{bytes_256, 8 * 64}, kNibbles256{nibbles_256, 8 * 256};
 constexpr PeakLoop kFma512{fma_512, 12 * 16}, kBytes512{bytes_512, 8 * 128}, kNibbles512{nibbles_512, 8 * 512};
-constexpr PeakLoop kDots256{dots_256, 12 * 32}, kDots512{dots_512, 12 * 64}, kBf16512{bf16_512, 12 * 32};
+constexpr PeakLoop kDots512{dots_512, 12 * 64}, kBf16512{bf16_512, 12 * 32};
 
 #endif
 
@@ -79,7 +82,9 @@ constexpr PeakLoop kDots256{dots_256, 12 * 32}, kDots512{dots_512, 12 * 64}, kBf
 const PeakLoop* peak_loop(const char* variant, Weights weights) {
 #if defined(__x86_64__)
   const bool bytes = weights == Weights::kI8, nibbles = weights == Weights::kQ4;
+#ifdef PL_AVXVNNI
   if (!strcmp(variant, "avxvnni")) return bytes || nibbles ? &kDots256 : &kFma256;
+#endif
   if (!strcmp(variant, "avx2")) return nibbles ? &kNibbles256 : bytes ? &kBytes256 : &kFma256;
   if (!strcmp(variant, "avx512bw")) return nibbles ? &kNibbles512 : bytes ? &kBytes512 : &kFma512;
   if (!strncmp(variant, "avx512", 6)) {

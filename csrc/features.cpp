@@ -50,7 +50,9 @@ std::vector<const Kernels*> kernels_for(const Processor& p) {
   if (vnni && has(p.leaf7_1_eax, 5)) found.push_back(kernels_avx512bf16());
   if (vnni) found.push_back(kernels_avx512());
   if (avx512) found.push_back(kernels_avx512bw());
+#ifdef PL_AVXVNNI
   if (avx2 && has(p.leaf7_1_eax, 4)) found.push_back(kernels_avxvnni());
+#endif
   if (avx2) found.push_back(kernels_avx2());
 #endif
 #else
