@@ -18,11 +18,12 @@
 #   make bench-accuracy   what reduced precision changes on real text; the gate, on every level of
 #                         the native kernels that runs here
 #   make bench-levels     steps of every format on every such level, and the gate; WRITE=1 renews the
-#                         table that `auto` chooses formats by
+#                         table that `auto` chooses formats by (LEVEL=avx2: of one level alone)
 
 #   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do
-#                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1)
+#                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1);
+#                         ISA=avxvnni,avx2 computes the same with several, in turns, by processor time
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose;
 #                         LEVEL=avx2 holds all engines to one level of instructions)
@@ -131,7 +132,8 @@ bench-accuracy: $(READY) model
 	@$(BIN)/python -m benchmarks.accuracy
 
 bench-levels: $(READY) model
-	@$(BIN)/python -m benchmarks.levels $(if $(WRITE),--write)
+	@$(BIN)/python -m benchmarks.levels $(if $(LEVEL),--levels $(LEVEL)) \
+		$(if $(WRITE),--write)
 
 bench-kernels: $(READY)
 	@$(BIN)/python -m benchmarks.kernels

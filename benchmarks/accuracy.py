@@ -10,8 +10,8 @@ next token are compared:
 * perplexity: of the text, and its ratio to float32's.
 
 The text is read twice, because the native kernels take other ways for few and many rows: ``steps``
-reads one token of STEP_ROWS windows at a time, as decoding does (4-bit weights are read as such
-only up to 6 rows, on AVX2 at any number), ``prompts`` reads CHUNK tokens of every window at once.
+reads one token of every window at a time, as decoding does (of STEP_ROWS windows where 4-bit
+weights are read as such by few rows only), ``prompts`` reads CHUNK tokens of every window at once.
 The gate holds for both.
 
 All of it is done once for every level of the native kernels that runs here, in float32 too
@@ -54,6 +54,7 @@ from paceline.backends.native import (
     unavailable_reason,
     variants,
 )
+from paceline.backends.native.pieces import traits
 from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
@@ -64,7 +65,7 @@ WINDOWS: Final = 8
 WINDOW: Final = 640
 # tokens of each window at once where prompts are imitated
 CHUNK: Final = 32
-# rows of a step where decoding is imitated
+# rows of a step where decoding is imitated and more would read other weights
 STEP_ROWS: Final = 4
 BLOCK: Final = 16
 # long prose first; which exist depends on the Python version
@@ -84,7 +85,8 @@ FORMATS: Final = tuple(
 )
 REFERENCE: Final = "float32/float32"
 
-# token ids and positions [windows, n] of a step -> logits [windows * n, vocab]
+# token ids [windows, n] of a step and the position of the first of them -> logits
+# [windows * n, vocab], which the next step may overwrite
 Forward = Callable[[NDArray[np.int64], int], NDArray[np.float32]]
 
 
@@ -107,6 +109,18 @@ class Figures:
         )
 
 
+class Expected:
+    """What float32 says of some positions, with what every comparison takes of it."""
+
+    def __init__(self, logs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Log-probabilities [n, vocab], and the tokens [n] that the text has."""
+        self.logs = logs
+        self.targets = targets[:, None]
+        self.probabilities = logs.exp()
+        self.likeliest = logs.argmax(1)
+        self.gain = float(logs.gather(1, self.targets).double().sum())
+
+
 class Comparison:
     """Sums over positions, of one format against float32."""
 
@@ -117,14 +131,14 @@ class Comparison:
         self._loss = 0.0
         self._reference_loss = 0.0
 
-    def add(self, reference: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> None:
-        """Log-probabilities [n, vocab] of both, and the tokens [n] that the text has."""
-        self._count += len(targets)
-        self._agree += int((reference.argmax(1) == other.argmax(1)).sum())
-        self._kl += float((reference.exp() * (reference - other)).sum(1).double().sum())
-        index = targets[:, None]
-        self._loss -= float(other.gather(1, index).double().sum())
-        self._reference_loss -= float(reference.gather(1, index).double().sum())
+    def add(self, expected: Expected, other: torch.Tensor) -> None:
+        """Log-probabilities [n, vocab] of both."""
+        self._count += len(expected.targets)
+        self._agree += int((expected.likeliest == other.argmax(1)).sum())
+        differences = expected.logs - other
+        self._kl += float(differences.mul_(expected.probabilities).sum(1).double().sum())
+        self._loss -= float(other.gather(1, expected.targets).double().sum())
+        self._reference_loss -= expected.gain
 
     def figures(self) -> Figures:
         """Raises ValueError before anything was added."""
@@ -175,26 +189,34 @@ def build(
     )
 
 
-def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
-    """Reads the next tokens of all windows; see ``Forward``."""
+def forward_of(model: NativeModel, shape: tuple[int, int], rows: int = WINDOWS) -> Forward:
+    """Reads the next tokens of all windows, one token each of ``rows`` windows at a time; see
+    ``Forward``."""
     windows, length = shape
     tables = np.arange(windows * -(-length // BLOCK)).reshape(windows, -1)
 
     def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
         width = tokens.shape[1]
-        each = STEP_ROWS if width == 1 else windows
-        parts = []
+        each = min(rows, windows) if width == 1 else windows
+        parts: list[NDArray[np.float32]] = []
         for begin in range(0, windows, each):
             some = tokens[begin : begin + each]
             positions = np.tile(np.arange(first, first + width), len(some))
             starts = np.arange(len(some) + 1) * width
             own = tables[begin : begin + each]
-            parts.append(
-                model.forward(some.ravel(), positions, starts, own, np.arange(some.size)).copy()
-            )
-        return np.concatenate(parts)
+            got = model.forward(some.ravel(), positions, starts, own, np.arange(some.size))
+            # a view, which the next windows overwrite
+            parts.append(got if each >= windows else got.copy())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     return forward
+
+
+def step_rows(name: str, level: str) -> int:
+    """Windows of a step that imitates decoding in a format: all, or as many as read the weights of
+    few rows."""
+    few = name.startswith("q4/") and traits(level).q4_rows < WINDOWS
+    return STEP_ROWS if few else WINDOWS
 
 
 def chunks(windows: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
@@ -221,11 +243,11 @@ def compare(
         if not known.any():
             break
         targets = torch.from_numpy(np.ascontiguousarray(following.ravel()))
-        chosen = torch.from_numpy(known)
-        expected = log_probabilities(reference, tokens, first)[chosen]
+        # a slice is no copy; all but the last step has known ones only
+        chosen = slice(None) if known.all() else torch.from_numpy(known)
+        expected = Expected(log_probabilities(reference, tokens, first)[chosen], targets)
         for name, forward in others.items():
-            got = log_probabilities(forward, tokens, first)[chosen]
-            sums[name].add(expected, got, targets)
+            sums[name].add(expected, log_probabilities(forward, tokens, first)[chosen])
     return {name: comparison.figures() for name, comparison in sums.items()}
 
 
@@ -274,7 +296,9 @@ def judge(
     shape = (WINDOWS, WINDOW)
     models = {name: build(path, name, threads, shape, level) for name in (REFERENCE, *formats)}
     try:
-        others = {name: forward_of(model, shape) for name, model in models.items()}
+        others = {
+            name: forward_of(model, shape, step_rows(name, level)) for name, model in models.items()
+        }
         reference = others.pop(REFERENCE)
         steps = compare(windows, reference, others, 1)
         prompts = compare(windows, reference, others, CHUNK)

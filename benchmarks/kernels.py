@@ -18,7 +18,7 @@ time is the median.
 
 ``floor`` of a step is the least time that the ceilings allow for its weights and products, as
 above, plus reading the step's keys and values once; attention's own products are not counted.
-``share`` is floor / median. Where 4-bit weights are computed as int8 above 6 rows, that is
+``share`` is floor / median. Where 4-bit weights are computed as int8 above some rows, that is
 counted.
 
 Then choosing tokens from random logits, beside the sampler that needs PyTorch (on one thread, as it
@@ -26,7 +26,8 @@ is used beside native kernels), call by call in turns: medians of whole calls fo
 SmolLM2's vocabulary. Logits are normal, with a deviation of 6 (a few dozen tokens hold 95 % of the
 probability) and of 1 (36,000 tokens do, so that top_p has to look at them all).
 
-Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant.
+Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant;
+ISA=name,other measures several beside each other instead (``benchmarks.kernel_turns``).
 PARTS=products,steps,sampling chooses.
 """
 
@@ -36,7 +37,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import statistics
 import sys
@@ -46,6 +46,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import machine
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.pieces import (
@@ -53,6 +54,7 @@ from paceline.backends.native.pieces import (
     peak_rate,
     products_seconds,
     read_bandwidth,
+    traits,
 )
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
@@ -61,7 +63,9 @@ from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.core.sampling_params import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))
-ISA = os.environ.get("ISA") or None
+# several are compared by ``benchmarks.kernel_turns``
+ISAS = [name for name in (os.environ.get("ISA") or "").split(",") if name]
+ISA = ISAS[0] if ISAS else None
 ALL_PARTS = ("products", "steps", "sampling")
 PARTS = (os.environ.get("PARTS") or ",".join(ALL_PARTS)).split(",")
 BATCHES = (1, 8, 32, 64)
@@ -81,7 +85,7 @@ FORMATS = (
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "q4": 0.625}
 # inputs and outputs: of 135M up and down, of 1.7B up, of 135M the head
 SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (576, 49152))
-PRODUCT_ROWS = (1, 2, 4, 8, 16, 64)
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 32, 64)
 # three times the last-level cache of the machines this was written on
 COPIES_MB = 96
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
@@ -97,8 +101,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.5},
     "logprobs 5": {"logprobs": 5},
 }
-# rows above which 4-bit weights are computed in int8; AVX2 never does
-Q4_ROWS = math.inf if (ISA or [*variants(), ""][0]) == "avx2" else 6
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -121,8 +123,18 @@ def dot_rate(dtype: str, threads: int) -> float:
     return peak_rate(dtype, threads, ISA)
 
 
+def computed_in(dtype: str, rows: float) -> str:
+    """What products of so many rows read of weights of this dtype: 4-bit ones may have an int8 copy
+    for many."""
+    return "int8" if dtype == "q4" and rows > traits(ISA).q4_rows else dtype
+
+
 def make_model(
-    dtype: str, kv_dtype: str, threads: int, config: ModelConfig = CONFIG
+    dtype: str,
+    kv_dtype: str,
+    threads: int,
+    config: ModelConfig = CONFIG,
+    isa: str | None = ISA,
 ) -> NativeModel:
     random = np.random.default_rng(0)
     angles = np.arange(2048)[:, None] * CONFIG.rope.theta ** (-np.arange(32) / 32)
@@ -138,7 +150,7 @@ def make_model(
         kv_dtype=kv_dtype,
         num_blocks=max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK,
         threads=threads,
-        isa=ISA,
+        isa=isa,
     )
 
 
@@ -180,7 +192,7 @@ def floor_s(
         int(np.prod(shape)) for name, shape in expected_shapes(CONFIG).items() if len(shape) == 2
     )
     layers = matrices - head
-    per_weight = weight_bytes["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
+    per_weight = weight_bytes[computed_in(dtype, rows)]
     per_head_weight = weight_bytes["int8" if dtype == "q4" else dtype]
     read = (layers * per_weight + head * per_head_weight) / bandwidth
     compute = (layers * rows + head * sequences) / rate if rate else 0.0
@@ -274,7 +286,7 @@ def ceilings(threads: int) -> Ceilings:
     return found
 
 
-def product_rates(threads: int, machine: Ceilings) -> dict[str, dict[str, float]]:
+def product_rates(threads: int, most: Ceilings) -> dict[str, dict[str, float]]:
     """Print and return multiply-adds per second of products, and their share of the ceilings."""
     random = np.random.default_rng(0)
     results: dict[str, dict[str, float]] = {}
@@ -298,8 +310,8 @@ def product_rates(threads: int, machine: Ceilings) -> dict[str, dict[str, float]
             times = [products_seconds(copies, x) for _ in range(4 if QUICK else 8)]
             seconds = statistics.median(times[1:]) / len(copies)
             work = weights.size * rows
-            peak = machine.rates[dtype]
-            floor = max(size / machine.bandwidth, work / peak if peak else 0.0)
+            peak = most.rates[dtype]
+            floor = max(size / most.bandwidth, work / peak if peak else 0.0)
             results[f"{dtype} {name} M={rows}"] = {
                 "gmac_s": round(work / seconds / 1e9, 1),
                 "share": round(floor / seconds, 3),
@@ -313,7 +325,7 @@ def product_rates(threads: int, machine: Ceilings) -> dict[str, dict[str, float]
     return results
 
 
-def model_steps(threads: int, machine: Ceilings) -> dict[str, dict[str, float]]:
+def model_steps(threads: int, most: Ceilings) -> dict[str, dict[str, float]]:
     """Print and return whole steps of the model."""
     results: dict[str, dict[str, float]] = {}
     print(f"\n{'weights':<10}{'kv':<10}{'step':<16}{'median ms':>10}{'floor ms':>10}{'share':>7}")
@@ -324,9 +336,9 @@ def model_steps(threads: int, machine: Ceilings) -> dict[str, dict[str, float]]:
         for name, sequences, tokens, context in steps:
             rows = sequences * tokens
             median = statistics.median(step_times(model, sequences, tokens, context))
-            rate = machine.rates["int8" if dtype == "q4" and rows > Q4_ROWS else dtype]
+            rate = most.rates[computed_in(dtype, rows)]
             floor = floor_s(
-                dtype, kv_dtype, rows, sequences, context, WEIGHT_BYTES, machine.bandwidth, rate
+                dtype, kv_dtype, rows, sequences, context, WEIGHT_BYTES, most.bandwidth, rate
             )
             share = floor / median
             results[f"{dtype}/{kv_dtype} {name}"] = {
@@ -348,6 +360,14 @@ def main() -> int:
     if reason is not None:
         print(reason, file=sys.stderr)
         return 1
+    unknown = sorted(set(ISAS) - set(variants()))
+    if unknown:
+        print(f"ISA: {', '.join(unknown)} not among {', '.join(variants())}", file=sys.stderr)
+        return 2
+    if len(ISAS) > 1:
+        from benchmarks import kernel_turns
+
+        return kernel_turns.main(ISAS)
     if not set(PARTS) <= set(ALL_PARTS):
         print(f"PARTS={','.join(PARTS)}: there are {', '.join(ALL_PARTS)}", file=sys.stderr)
         return 2
@@ -356,18 +376,18 @@ def main() -> int:
     print(f"{threads} threads, kernels {isa} (usable: {', '.join(variants())})")
     report: dict[str, object] = {
         "bench": "kernels",
-        "machine": {"threads": threads, "isa": isa},
+        "machine": machine() | {"threads": threads, "isa": isa},
     }
     if {"products", "steps"} & set(PARTS):
-        machine = ceilings(threads)
+        most = ceilings(threads)
         report["ceilings"] = {
-            "read_gb_s": {str(mib): round(r / 1e9, 1) for mib, r in machine.bandwidths.items()},
-            "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in machine.rates.items()},
+            "read_gb_s": {str(mib): round(r / 1e9, 1) for mib, r in most.bandwidths.items()},
+            "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in most.rates.items()},
         }
     if "products" in PARTS:
-        report["products"] = product_rates(threads, machine)
+        report["products"] = product_rates(threads, most)
     if "steps" in PARTS:
-        report["results"] = model_steps(threads, machine)
+        report["results"] = model_steps(threads, most)
     if "sampling" in PARTS:
         report["sampling"] = sampling_times(threads)
     print(json.dumps(report))

@@ -10,15 +10,16 @@ are computed beside it, as a share of the largest: formats whose kernels take ot
 for many rows are not taken by auto.
 
 Then ``benchmarks.accuracy`` judges the pairs on that level with the default model. float32 is what
-it compares with, and passes. ``--steps LEVEL ...`` and ``--gate LEVEL ...`` choose the levels of
-each part (without a level: of none), all by default.
+it compares with, and passes. ``--levels LEVEL ...`` chooses levels, all by default, and
+``--steps LEVEL ...`` and ``--gate LEVEL ...`` those of one part (without a level: none).
 
 The portable level is timed on a fifth of the model and is not judged by itself: it rounds where the
 next better level does, whose verdicts it gets.
 
 ``--write`` renews what was measured in ``paceline/backends/levels.json``, which ``auto`` chooses by
-(``paceline/backends/formats.py``); the rest stays as it is, levels of other machines too. The last
-line is JSON. QUICK=1 takes fewer turns.
+(``paceline/backends/formats.py``), level by level; the rest stays as it is, levels of other
+machines too. Nothing else writes a figure or a verdict there. The last line is JSON. QUICK=1 takes
+fewer turns.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ SECONDS: Final = 0.1
 # a level that has taken this long gets no further turn
 BUDGET: Final = 90.0
 # of what is known of the machine, what the table keeps
-_KEPT: Final = ("cpu", "cores", "clock_ghz", "read_gb_s")
+_KEPT: Final = ("cpu", "model", "cores", "clock_ghz", "read_gb_s", "load")
 # plain C++, by far the slowest level: a fifth of the model has to do, and nothing on it waits for
-# memory. The gate would take hours there
+# memory; with fewer layers, drift would be less too. The gate would take hours there
 PLAIN: Final = "portable"
-FIFTH: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
+PART: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
 ROOT: Final = Path(__file__).parent.parent
 
 
@@ -137,7 +138,7 @@ class Steps:
 def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
     """By pair of formats the least milliseconds of each step over the turns, and the drift."""
     random = np.random.default_rng(0)
-    config = FIFTH if level == PLAIN else CONFIG
+    config = PART if level == PLAIN else CONFIG
     tensors = {
         name: random.standard_normal(shape, dtype=np.float32) * np.float32(shape[-1] ** -0.5)
         for name, shape in expected_shapes(config).items()
@@ -246,10 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     here = variants()
     parser = argparse.ArgumentParser(prog="benchmarks.levels")
-    for name, default in (("--steps", list(here)), ("--gate", usual_levels(here))):
-        parser.add_argument(name, nargs="*", choices=here, default=default, metavar="LEVEL")
+    parser.add_argument("--levels", nargs="+", choices=here, default=list(here), metavar="LEVEL")
+    for name in ("--steps", "--gate"):
+        parser.add_argument(name, nargs="*", choices=here, metavar="LEVEL")
     parser.add_argument("--write", action="store_true", help=f"renew {PATH.name}")
     args = parser.parse_args(argv)
+    if args.steps is None:
+        args.steps = args.levels
+    if args.gate is None:
+        args.gate = [level for level in args.levels if level in usual_levels(here)]
     table: dict[str, Any] = json.loads(PATH.read_text())
     threads = choose_threads(None)
     about = machine()
@@ -266,8 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if part:
             table[level] = part
             show(level, part)
-    if args.write:
-        PATH.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        if args.write:
+            # level by level, so that what was measured stays where the next one is cut short
+            PATH.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     print()
     print(json.dumps({"bench": "levels", "machine": about, "results": table}))
     return 0

@@ -14,7 +14,7 @@ import platform
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["cpu_name", "machine"]
+__all__ = ["cpu_model", "cpu_name", "machine"]
 
 _BUFFER: Final = 256 << 20
 
@@ -25,6 +25,17 @@ def cpu_name(cpuinfo: str) -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
+
+
+def cpu_model(cpuinfo: str) -> str | None:
+    """Family, model and stepping, such as "26.2.1", which tell apart what hypervisors name alike;
+    None where the text of /proc/cpuinfo has none."""
+    found: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    parts = [found.get(key) for key in ("cpu family", "model", "stepping")]
+    return None if None in parts else ".".join(filter(None, parts))
 
 
 def machine(cpus: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -45,8 +56,10 @@ def machine(cpus: tuple[int, ...] | None = None) -> dict[str, Any]:
         if line.startswith("MemTotal:"):
             memory = int(line.split()[1]) // 1024
     there = unavailable_reason() is None
+    cpuinfo = Path("/proc/cpuinfo").read_text()
     return {
-        "cpu": cpu_name(Path("/proc/cpuinfo").read_text()),
+        "cpu": cpu_name(cpuinfo),
+        "model": cpu_model(cpuinfo),
         "level": variants()[0] if there else None,
         "clock_ghz": round(clock_hz() / 1e9, 2) if there else None,
         "read_gb_s": round(read_bandwidth(_BUFFER, threads) / 1e9, 1) if there else None,

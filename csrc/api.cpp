@@ -176,6 +176,16 @@ const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states) {
   return names.c_str();
 }
 
+int paceline_traits(const char* isa, int64_t* out) {
+  return guarded([&] {
+    const Kernels* kernels = choose_kernels(isa);
+    out[0] = kernels->q4_rows;
+    out[1] = kernels->narrow_sums;
+    out[2] = kernels->two_chains;
+    out[3] = kernels->acts[int(Weights::kBF16)] == Acts::kF32;
+  });
+}
+
 double paceline_clock_hz(void) { return clock_hz(); }
 
 PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t rows, int64_t columns, int threads,

@@ -10,7 +10,7 @@ namespace PL_NAMESPACE {
 // R rows are computed as one tile or two
 template <int R>
 struct Halves {
-  static constexpr int first = R <= 4 ? R : (R + 1) / 2, second = R - first;
+  static constexpr int first = R <= (PL_BYTE_DOTS ? 6 : 4) ? R : (R + 1) / 2, second = R - first;
 };
 
 // One unit's column c of 8 lanes, in float32.
@@ -160,10 +160,16 @@ PL_INLINE void scores_i8_of(const AttendArgs& a, const uint8_t* const* k, const 
       }
 }
 
+// Tiles of keys, and registers of values, that R rows take at a time. Without byte dots products have temporaries.
+template <int R>
+constexpr int kTilesI8 = R == 1 ? 4 : R <= (PL_BYTE_DOTS ? 3 : 2) ? 2 : 1;
+template <int R>
+constexpr int kValuesI8 = R == 1 ? 8 : R <= (PL_BYTE_DOTS ? 3 : 2) ? 4 : 2;
+
 template <int R>
 static void scores_i8_rows(const AttendArgs& a, const ChunkI8& c, int row, const int32_t* start, Ahead* ahead,
                            float (*s)[kChunkKeys]) {
-  constexpr int T = R == 1 ? 4 : R == 2 ? 2 : 1;
+  constexpr int T = kTilesI8<R>;
   int t = 0;
   for (; t + T <= c.tiles.tiles; t += T)
     scores_i8_of<R, T>(a, c.tiles.k + t, c.k_scale + t, row, start, ahead, s, t * kTile);
@@ -173,8 +179,8 @@ static void scores_i8_rows(const AttendArgs& a, const ChunkI8& c, int row, const
 
 template <int R>
 static void scores_i8(const AttendArgs& a, const ChunkI8& c, const int32_t* start, float (*s)[kChunkKeys]) {
-  constexpr int T = R == 1 ? 4 : R == 2 ? 2 : 1;
   using H = Halves<R>;
+  constexpr int T = kTilesI8<H::first>;
   const int steps = (c.tiles.tiles / T + c.tiles.tiles % T) * (a.head_dim / 4);
   Ahead ahead(c.tiles, int64_t(a.head_dim) * kTile * 2 + 2 * kTile * 4, steps);
   scores_i8_rows<H::first>(a, c, 0, start, R <= 6 ? &ahead : nullptr, s);
@@ -219,7 +225,7 @@ PL_INLINE void weigh_i8_of(const AttendArgs& a, const ChunkI8& c, const uint8_t 
 template <int R>
 static void weigh_i8_rows(const AttendArgs& a, const ChunkI8& c, const uint8_t (*bytes)[kChunkKeys],
                           const float* share, int row) {
-  constexpr int V = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int V = kValuesI8<R>;
   int dim = 0;
   for (; dim + 8 * V <= a.head_dim; dim += 8 * V) weigh_i8_of<R, V>(a, c, bytes, share, row, dim);
   for (; dim < a.head_dim; dim += 16) weigh_i8_of<R, 2>(a, c, bytes, share, row, dim);

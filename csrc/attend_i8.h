@@ -10,10 +10,10 @@ namespace PL_NAMESPACE {
 // (attend_avx2.h), the largest sum of such four: rounding and what is carried add one step to each, and
 // 258 times 127 still fits.
 PL_INLINE vf most_of(vf x) {
-#if PL_LEVEL == 1
-  return sums_of_four(x);
-#else
+#if PL_BYTE_DOTS
   return x;
+#else
+  return sums_of_four(x);
 #endif
 }
 

@@ -131,6 +131,21 @@ static void weigh_i8(const AttendArgs& a, const ChunkI8& c, const uint8_t (*byte
     PL_UNROLL
     for (int v = 0; v < V; ++v) acc[r][v] = zeroi();
   for (int t = 0; t < c.tiles.tiles; ++t) {
+#if !PL_BYTE_DOTS
+    for (int u = 0; u < kTile / 4; u += 2) {
+      const int64_t next = int64_t(a.head_dim) * 4;
+      const uint8_t* values = c.tiles.v[t] + u * next + dim * 4;
+      PL_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const vi w = loadi(values + v * 64), z = loadi(values + next + v * 64);
+        PL_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* p = bytes[r] + t * kTile + u * 4;
+          acc[r][v] = dot_fours(acc[r][v], set1i(int32_t(load_u32(p))), w, set1i(int32_t(load_u32(p + 4))), z);
+        }
+      }
+    }
+#else
     for (int u = 0; u < kTile / 4; ++u) {
       const uint8_t* values = c.tiles.v[t] + (int64_t(u) * a.head_dim + dim) * 4;
       vi w[V];
@@ -143,6 +158,7 @@ static void weigh_i8(const AttendArgs& a, const ChunkI8& c, const uint8_t (*byte
         for (int v = 0; v < V; ++v) acc[r][v] = dot_bytes(acc[r][v], x, w[v]);
       }
     }
+#endif
   }
   PL_UNROLL
   for (int r = 0; r < R; ++r) {

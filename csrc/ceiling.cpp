@@ -5,8 +5,8 @@
 // temporary takes registers): more than the latency times the rate of every processor known here. Where
 // several instructions are needed for a product of bytes, the loop is the shortest exact sequence, since
 // no kernel can do with less:
-//   int8, 256 bits: 2 vpmaddubsw, vpaddw, vpmaddwd, vpaddd for 64 products a register
-//   4 bits, 256 bits: 8 vpmaddubsw, 7 vpaddw, vpmaddwd, vpaddd for 256 (without unpacking them)
+//   int8, without VNNI: 2 vpmaddubsw, vpaddw, vpmaddwd, vpaddd for 64 products in 256 bits
+//   4 bits: 8 vpmaddubsw, 7 vpaddw, vpmaddwd, vpaddd for 256 (without unpacking them)
 #include "ceiling.h"
 
 #include <atomic>
@@ -44,27 +44,36 @@ double seconds_since(Clock::time_point began) {
 void fma_256(int64_t rounds) { PL_LOOP(PL_TWELVE("vfmadd231ps", "ymm")); }
 void fma_512(int64_t rounds) { PL_LOOP(PL_TWELVE("vfmadd231ps", "zmm")); }
 void bf16_512(int64_t rounds) { PL_LOOP(PL_TWELVE("vdpbf16ps", "zmm")); }
-void bytes_512(int64_t rounds) { PL_LOOP(PL_TWELVE("vpdpbusd", "zmm")); }
+void dots_512(int64_t rounds) { PL_LOOP(PL_TWELVE("vpdpbusd", "zmm")); }
 
 // sums in registers 0 to 7, temporaries in 8 to 13, factors in 14 and 15
-#define PL_BYTES(sum, t, u)                                                                             \
-  "vpmaddubsw %%ymm14, %%ymm15, %%ymm" t "\nvpmaddubsw %%ymm14, %%ymm15, %%ymm" u "\n"                   \
-  "vpaddw %%ymm" t ", %%ymm" u ", %%ymm" t "\nvpmaddwd %%ymm" t ", %%ymm15, %%ymm" t "\n"                \
-  "vpaddd %%ymm" t ", %%ymm" sum ", %%ymm" sum "\n"
-#define PL_STEP(t, u) "vpmaddubsw %%ymm14, %%ymm15, %%ymm" u "\nvpaddw %%ymm" t ", %%ymm" u ", %%ymm" t "\n"
-#define PL_NIBBLES(sum, t, u)                                                                           \
-  "vpmaddubsw %%ymm14, %%ymm15, %%ymm" t "\n"                                                            \
-  PL_STEP(t, u) PL_STEP(t, u) PL_STEP(t, u) PL_STEP(t, u) PL_STEP(t, u) PL_STEP(t, u) PL_STEP(t, u)      \
-  "vpmaddwd %%ymm" t ", %%ymm15, %%ymm" t "\nvpaddd %%ymm" t ", %%ymm" sum ", %%ymm" sum "\n"
-#define PL_EIGHT(one)                                                                       \
-  one("0", "8", "9") one("1", "10", "11") one("2", "12", "13") one("3", "8", "9")           \
-  one("4", "10", "11") one("5", "12", "13") one("6", "8", "9") one("7", "10", "11")
+#define PL_BYTES(r, sum, t, u)                                                                          \
+  "vpmaddubsw " r "14, " r "15, " r t "\nvpmaddubsw " r "14, " r "15, " r u "\n"                          \
+  "vpaddw " r t ", " r u ", " r t "\nvpmaddwd " r t ", " r "15, " r t "\n"                                \
+  "vpaddd " r t ", " r sum ", " r sum "\n"
+#define PL_STEP(r, t, u) "vpmaddubsw " r "14, " r "15, " r u "\nvpaddw " r t ", " r u ", " r t "\n"
+#define PL_STEPS(r, t, u)                                                                               \
+  PL_STEP(r, t, u) PL_STEP(r, t, u) PL_STEP(r, t, u) PL_STEP(r, t, u) PL_STEP(r, t, u) PL_STEP(r, t, u) \
+  PL_STEP(r, t, u)
+#define PL_NIBBLES(r, sum, t, u)                                                                        \
+  "vpmaddubsw " r "14, " r "15, " r t "\n" PL_STEPS(r, t, u)                                            \
+  "vpmaddwd " r t ", " r "15, " r t "\nvpaddd " r t ", " r sum ", " r sum "\n"
+#define PL_EIGHT(one, r)                                                                                \
+  one(r, "0", "8", "9") one(r, "1", "10", "11") one(r, "2", "12", "13") one(r, "3", "8", "9")           \
+  one(r, "4", "10", "11") one(r, "5", "12", "13") one(r, "6", "8", "9") one(r, "7", "10", "11")
 
-void bytes_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_BYTES)); }
-void nibbles_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_NIBBLES)); }
+#ifdef PL_AVXVNNI
+void dots_256(int64_t rounds) { PL_LOOP(PL_TWELVE("%{vex%} vpdpbusd", "ymm")); }
+constexpr PeakLoop kDots256{dots_256, 12 * 32};
+#endif
+void bytes_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_BYTES, "%%ymm")); }
+void nibbles_256(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_NIBBLES, "%%ymm")); }
+void bytes_512(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_BYTES, "%%zmm")); }
+void nibbles_512(int64_t rounds) { PL_LOOP(PL_EIGHT(PL_NIBBLES, "%%zmm")); }
 
 constexpr PeakLoop kFma256{fma_256, 12 * 8}, kBytes256{bytes_256, 8 * 64}, kNibbles256{nibbles_256, 8 * 256};
-constexpr PeakLoop kFma512{fma_512, 12 * 16}, kBf16512{bf16_512, 12 * 32}, kBytes512{bytes_512, 12 * 64};
+constexpr PeakLoop kFma512{fma_512, 12 * 16}, kBytes512{bytes_512, 8 * 128}, kNibbles512{nibbles_512, 8 * 512};
+constexpr PeakLoop kDots512{dots_512, 12 * 64}, kBf16512{bf16_512, 12 * 32};
 
 #endif
 
@@ -73,9 +82,13 @@ constexpr PeakLoop kFma512{fma_512, 12 * 16}, kBf16512{bf16_512, 12 * 32}, kByte
 const PeakLoop* peak_loop(const char* variant, Weights weights) {
 #if defined(__x86_64__)
   const bool bytes = weights == Weights::kI8, nibbles = weights == Weights::kQ4;
+#ifdef PL_AVXVNNI
+  if (!strcmp(variant, "avxvnni")) return bytes || nibbles ? &kDots256 : &kFma256;
+#endif
   if (!strcmp(variant, "avx2")) return nibbles ? &kNibbles256 : bytes ? &kBytes256 : &kFma256;
+  if (!strcmp(variant, "avx512bw")) return nibbles ? &kNibbles512 : bytes ? &kBytes512 : &kFma512;
   if (!strncmp(variant, "avx512", 6)) {
-    if (bytes || nibbles) return &kBytes512;
+    if (bytes || nibbles) return &kDots512;
     return weights == Weights::kBF16 && !strcmp(variant, "avx512bf16") ? &kBf16512 : &kFma512;
   }
 #else

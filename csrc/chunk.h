@@ -10,7 +10,7 @@ using namespace paceline;
 #if PL_LEVEL >= 2
 constexpr int kRows = kMaxRows;
 #elif PL_LEVEL == 1
-constexpr int kRows = 8;
+constexpr int kRows = PL_BYTE_DOTS ? 12 : 8;
 #else
 constexpr int kRows = 2;
 #endif

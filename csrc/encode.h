@@ -43,11 +43,11 @@ PL_INLINE float reach(const vf* v, int n) {
   vf high = zero();
   for (int i = 0; i < n; ++i) high = vmax(vabs(v[i]), high);
   const float top = hmax(high);
-#if PL_LEVEL == 1
+#if PL_BYTE_DOTS
+  return top;
+#else
   const float sum = largest_sum<Together>(v, n) * (Together == 4 ? 127.0f / 126.99f : 127.0f / 127.99f);
   return sum > top ? sum : top;
-#else
-  return top;
 #endif
 }
 

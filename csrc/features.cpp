@@ -42,10 +42,19 @@ std::vector<const Kernels*> kernels_for(const Processor& p) {
   const bool avx2 =
       ymm && has(p.leaf1_ecx, 28) && has(p.leaf1_ecx, 12) && has(p.leaf1_ecx, 29) && has(p.leaf7_ebx, 5);
   const bool avx512 = avx2 && zmm && has(p.leaf7_ebx, 16) && has(p.leaf7_ebx, 17) && has(p.leaf7_ebx, 30) &&
-                      has(p.leaf7_ebx, 31) && has(p.leaf7_ecx, 11);
-  if (avx512 && has(p.leaf7_1_eax, 5)) found.push_back(kernels_avx512bf16());
-  if (avx512) found.push_back(kernels_avx512());
+                      has(p.leaf7_ebx, 31);
+  const bool vnni = avx512 && has(p.leaf7_ecx, 11);
+#ifdef PL_STAND_IN
+  if (avx2) found.push_back(kernels_avxvnni());
+#else
+  if (vnni && has(p.leaf7_1_eax, 5)) found.push_back(kernels_avx512bf16());
+  if (vnni) found.push_back(kernels_avx512());
+  if (avx512) found.push_back(kernels_avx512bw());
+#ifdef PL_AVXVNNI
+  if (avx2 && has(p.leaf7_1_eax, 4)) found.push_back(kernels_avxvnni());
+#endif
   if (avx2) found.push_back(kernels_avx2());
+#endif
 #else
   (void)p;
 #endif

@@ -7,8 +7,8 @@ namespace PL_NAMESPACE {
 using namespace paceline;
 
 // how far ahead of a stream of weights lines are asked for: the hardware's own prefetchers stop at
-// the end of a page. AVX2's loops over one row take so little time that a shorter way lost up to a sixth
-#if PL_LEVEL == 1
+// the end of a page. Loops over one row take so little time that a third of this way lost up to a sixth
+#if PL_LEVEL >= 1
 constexpr int kAhead = 4608;
 #else
 constexpr int kAhead = 1536;

@@ -10,7 +10,7 @@ using namespace paceline;
 #if PL_LEVEL >= 2
 constexpr int kTileRows = 13;
 // the sums over groups need registers too
-constexpr int kTileRowsI8 = 6;
+constexpr int kTileRowsI8 = PL_BYTE_DOTS ? 6 : 4;
 constexpr int kTileRowsQ4 = 4;
 #else
 constexpr int kTileRows = 4;
@@ -107,7 +107,27 @@ static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t
     if constexpr (R > 2) {
       for (int64_t i = 0; i < ahead_lines; ++i, ahead += 64) prefetch_l2(ahead);
     }
-    for (int64_t u = left < group_units ? left : group_units; u > 0; --u) {
+    int64_t u = left < group_units ? left : group_units;
+#if !PL_BYTE_DOTS
+    for (; u > 1; u -= 2) {
+      const vi w0 = loadi(w), w1 = loadi(w + 64), v0 = loadi(w + 128), v1 = loadi(w + 192);
+      if constexpr (R <= 2)
+        for (int line = 0; line < 256; line += 64) prefetch(w + kAhead + line);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* a = base[r / 5] + (r % 5) * s;
+        const vi x = set1i(int32_t(load_u32(a))), y = set1i(int32_t(load_u32(a + 4)));
+        acc[2 * r] = dot_fours(acc[2 * r], w0, x, v0, y);
+        acc[2 * r + 1] = dot_fours(acc[2 * r + 1], w1, x, v1, y);
+      }
+      w += 256;
+      base[0] += 8;
+      base[1] += 8;
+      base[2] += 8;
+    }
+    // columns of a last unit without a second: the two products of a lane fit where those of four would
+#endif
+    for (; u > 0; --u) {
       const vi w0 = loadi(w), w1 = loadi(w + 64);
       if constexpr (R <= 2) {
         prefetch(w + kAhead);
@@ -180,12 +200,22 @@ static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
     for (int r = 0; r < R; ++r) {
       const float* scales = g.a_scale + (row + r) * 2 * groups;
       const vf x = set1(scales[k]), sum = set1(scales[groups + k]);
-      out[2 * r] = fma(m0, sum, fma(to_float(acc[2 * r]), mul(s0, x), out[2 * r]));
-      out[2 * r + 1] = fma(m1, sum, fma(to_float(acc[2 * r + 1]), mul(s1, x), out[2 * r + 1]));
+      out[2 * r] = fma(m0, sum, fma(to_float(widen(acc[2 * r])), mul(s0, x), out[2 * r]));
+      out[2 * r + 1] = fma(m1, sum, fma(to_float(widen(acc[2 * r + 1])), mul(s1, x), out[2 * r + 1]));
     }
     w += kQ4GroupBytes;
   }
   finish(g, out, R, row, panel);
+}
+
+// Units of the upper halves of 64 columns.
+template <int R, int Units>
+PL_INLINE void add_group(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, int64_t stride) {
+  for (int j = 0; j < Units; ++j, w += 128, a += 4) {
+    prefetch(w + kAhead);
+    prefetch(w + kAhead + 64);
+    add_halves<R>(acc, w, a, stride, 32);
+  }
 }
 
 // the upper halves of int8 weights, see Kernels::screen
@@ -201,11 +231,22 @@ static void tile_screen(const GemmArgs& g, int64_t row, int64_t panel) {
     vi acc[2 * R];
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
-    for (int j = 0; j < 8; ++j, w += 128) {
-      prefetch(w + kAhead);
-      prefetch(w + kAhead + 64);
-      add_halves<R>(acc, w, g.a + row * g.a_stride + k * kActGroup + j * 4, g.a_stride, 32);
+    const uint8_t* a = g.a + row * g.a_stride + k * kActGroup;
+#if PL_BYTE_DOTS
+    add_group<R, 8>(acc, w, a, g.a_stride);
+#else
+    // the sums of 32 columns fit 16 bits, those of 64 do not
+    PL_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      vi part[2 * R];
+      PL_UNROLL
+      for (int i = 0; i < 2 * R; ++i) part[i] = zeroi();
+      add_group<R, 4>(part, w + half * 512, a + half * 16, g.a_stride);
+      PL_UNROLL
+      for (int i = 0; i < 2 * R; ++i) acc[i] = addi(acc[i], widen(part[i]));
     }
+#endif
+    w += 1024;
     PL_UNROLL
     for (int r = 0; r < R; ++r) {
       const vf x = set1(g.a_scale[(row + r) * (groups + 1) + k]);

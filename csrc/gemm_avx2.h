@@ -26,18 +26,55 @@ struct NextPanel {
   }
 };
 
+// What was read before is read again.
+PL_INLINE void forget_memory() { __asm__ volatile("" : : : "memory"); }
+
 // What is in `sums` is in memory from here on, not in registers that the loop of products needs.
 PL_INLINE void leave_registers(void* sums) { __asm__ volatile("" : : "r"(sums) : "memory"); }
 
-// Sums over 32 columns, two a lane: the lower halves of the weights times four activations, the upper ones times
-// those `apart` columns further on, and so four times.
 template <int R, int H>
-PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, int apart, __m256i (&sum)[R][H]) {
-  const __m256i mask = _mm256_set1_epi8(15);
+PL_INLINE void clear(__m256i (&sum)[R][H]) {
   PL_UNROLL
   for (int r = 0; r < R; ++r)
     PL_UNROLL
     for (int i = 0; i < H; ++i) sum[r][i] = _mm256_setzero_si256();
+}
+
+#if PL_BYTE_DOTS
+// Adds products of 32 columns: the lower halves of the weights times four activations, the upper ones times those
+// `apart` columns further on, and so four times.
+template <int R, int H>
+PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, int apart, __m256i (&sum)[R][H]) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  for (int j = 0; j < 4; ++j, w += 128, a += 4) {
+    PL_UNROLL
+    for (int i = 0; i < H; i += 2) {
+      const __m256i low0 = _mm256_and_si256(load_8(w + 32 * i), mask);
+      const __m256i low1 = _mm256_and_si256(load_8(w + 32 * i + 32), mask);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast_4(a + r * s);
+        add_dots(sum[r][i], low0, x);
+        add_dots(sum[r][i + 1], low1, x);
+      }
+      // twelve sums leave no registers to keep the weights in until here
+      if constexpr (R * H > 8) forget_memory();
+      const __m256i high0 = _mm256_and_si256(_mm256_srli_epi16(load_8(w + 32 * i), 4), mask);
+      const __m256i high1 = _mm256_and_si256(_mm256_srli_epi16(load_8(w + 32 * i + 32), 4), mask);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast_4(a + r * s + apart);
+        add_dots(sum[r][i], high0, x);
+        add_dots(sum[r][i + 1], high1, x);
+      }
+    }
+  }
+}
+#else
+// The same in 16 bits, two columns a lane.
+template <int R, int H>
+PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, int apart, __m256i (&sum)[R][H]) {
+  const __m256i mask = _mm256_set1_epi8(15);
   for (int j = 0; j < 4; ++j, w += 128, a += 4) {
     // two registers of weights at a time
     PL_UNROLL
@@ -58,11 +95,12 @@ PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, i
     }
   }
 }
+#endif
 
 // 4-bit weights. A nibble is at most 15 and an activation at most 127 in size, so 16 products of a group's 32
 // columns fit 16 bits whatever they are: they are widened, converted and scaled once a group.
 struct TileQ4 {
-  static constexpr int rows = 4;
+  static constexpr int rows = PL_BYTE_DOTS ? 6 : 4;
   PL_INLINE int64_t groups(const Panels& w) { return w.columns / kGroup; }
 
   // R rows of H times 8 outputs from `first` on
@@ -78,6 +116,7 @@ struct TileQ4 {
       else
         next.step();
       __m256i sum[R][H];
+      clear(sum);
       multiply_nibbles<R, H>(w + first * 4, a, s, 16, sum);
       PL_UNROLL
       for (int i = 0; i < H; ++i) {
@@ -99,10 +138,10 @@ struct TileQ4 {
   PL_INLINE void scale(const GemmArgs&, int64_t, int64_t, vf (&)[2 * R]) {}
 };
 
-// int8 weights. A lane of 16 bits takes the products of four activations before it is widened: the encoder
-// sees to it that no sum of them is beyond what it holds, see `reach` in encode.h.
+// int8 weights. Without byte dots a lane of 16 bits takes the products of four activations before it is widened:
+// the encoder sees to it that no sum of them is beyond what it holds, see `reach` in encode.h.
 struct TileI8 {
-  static constexpr int rows = 4;
+  static constexpr int rows = PL_BYTE_DOTS ? 6 : 4;
   PL_INLINE int64_t groups(const Panels& w) { return (w.columns + kActGroup - 1) / kActGroup; }
 
   template <int R, int H>
@@ -118,6 +157,7 @@ struct TileI8 {
       if constexpr (H == 2) next.step();
       __m256i sum[R][H];
       const int64_t units = left < group_units ? left : group_units;
+      clear(sum);
       multiply<R, H>(w, a, s, units, sum);
       w += units * 128;
       a += units * 4;
@@ -133,12 +173,26 @@ struct TileI8 {
     }
   }
 
+#if PL_BYTE_DOTS
   template <int R, int H>
   PL_INLINE void multiply(const uint8_t* w, const uint8_t* a, int64_t s, int64_t units, __m256i (&sum)[R][H]) {
-    PL_UNROLL
-    for (int r = 0; r < R; ++r)
+    for (; units > 0; --units, w += 128, a += 4) {
+      if constexpr (H == 4) prefetch(w + kAhead), prefetch(w + kAhead + 64);
       PL_UNROLL
-      for (int i = 0; i < H; ++i) sum[r][i] = _mm256_setzero_si256();
+      for (int i = 0; i < H; i += 2) {
+        const __m256i w0 = load_8(w + 32 * i), w1 = load_8(w + 32 * i + 32);
+        PL_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m256i x = broadcast_4(a + r * s);
+          add_dots(sum[r][i], w0, x);
+          add_dots(sum[r][i + 1], w1, x);
+        }
+      }
+    }
+  }
+#else
+  template <int R, int H>
+  PL_INLINE void multiply(const uint8_t* w, const uint8_t* a, int64_t s, int64_t units, __m256i (&sum)[R][H]) {
     for (; units > 1; units -= 2, w += 256, a += 8) {
       if constexpr (H == 4)
         for (int line = 0; line < 256; line += 64) prefetch(w + kAhead + line);
@@ -160,6 +214,7 @@ struct TileI8 {
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < H; ++i) add_fours(sum[r][i], load_8(w + 32 * i), broadcast_4(a + r * s), none, none);
   }
+#endif
 
   // what the weights' offset of 128 added is taken away, and the weights' own scales
   template <int R>
@@ -174,7 +229,8 @@ struct TileI8 {
   }
 };
 
-// The upper halves of int8 weights, see Kernels::screen. A lane takes 16 products of nibbles, as with 4 bits.
+// The upper halves of int8 weights, see Kernels::screen. Without byte dots a lane takes 16 products of nibbles, as
+// with 4 bits.
 struct TileScreen {
   static constexpr int rows = 2;
   PL_INLINE int64_t groups(const Panels& w) { return w.columns / kActGroup; }
@@ -187,17 +243,28 @@ struct TileScreen {
     for (int64_t k = 0; k < count; ++k, w += 1024, a += kActGroup) {
       leave_registers(sums);
       for (int line = 0; line < 1024; line += 64) prefetch(w + kAhead + line);
-      // the sums of 32 columns fit a lane, those of 64 do not
-      __m256i sum[R][H], more[R][H];
+      __m256i sum[R][H];
+      clear(sum);
       multiply_nibbles<R, H>(w, a, s, 32, sum);
+#if PL_BYTE_DOTS
+      multiply_nibbles<R, H>(w + 512, a + 16, s, 32, sum);
+#else
+      // the sums of 32 columns fit a lane, those of 64 do not
+      __m256i more[R][H];
+      clear(more);
       multiply_nibbles<R, H>(w + 512, a + 16, s, 32, more);
+#endif
       PL_UNROLL
       for (int r = 0; r < R; ++r) {
         const __m256 x = _mm256_set1_ps(g.a_scale[(row + r) * (count + 1) + k]);
         PL_UNROLL
         for (int i = 0; i < H; ++i) {
           float* out = sums[r] + 8 * i;
+#if PL_BYTE_DOTS
+          const __m256i product = sum[r][i];
+#else
           const __m256i product = _mm256_add_epi32(widen(sum[r][i]), widen(more[r][i]));
+#endif
           _mm256_store_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), x, _mm256_load_ps(out)));
         }
       }

@@ -103,6 +103,10 @@ struct Kernels {
   int attend_rows;  // most rows `attend` takes, <= kMaxRows
   // most rows whose products read 4-bit weights; above, an int8 copy of them is read. kAllRows: no copy
   int64_t q4_rows;
+  // products of bytes share 16 bits, which the steps of activations see to
+  bool narrow_sums;
+  // most rows whose sums of floats are taken in two chains rather than one, which differs in their last bits
+  int64_t two_chains;
   // bytes of a query's value beside a kind of cache, see encode_query
   int query_bytes[3];
   // what a kind of weights multiplies
@@ -156,6 +160,8 @@ inline int64_t tile_bytes(Kv kind, int head_dim) {
 
 const Kernels* kernels_portable();
 const Kernels* kernels_avx2();
+const Kernels* kernels_avxvnni();
+const Kernels* kernels_avx512bw();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
 

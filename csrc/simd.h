@@ -4,7 +4,8 @@
 // symbol compiled for a newer machine can be picked up by code meant for an older one. For the same
 // reason nothing here may instantiate a standard-library template.
 //
-// PL_LEVEL: 0 portable C++, 1 AVX2+FMA+F16C, 2 AVX-512 (F, BW, DQ, VL) + VNNI, 3 level 2 + BF16.
+// PL_LEVEL: 0 portable C++, 1 AVX2+FMA+F16C, 2 AVX-512 (F, BW, DQ, VL), 3 level 2 + BF16. 1 and 2 are compiled
+// with and without VNNI; PL_STAND_IN puts C++ in the place of that.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,6 +15,13 @@
 
 #include "convert.h"
 
+// Whether the sum of four products of bytes comes in 32 bits. If not, several products share 16 bits, and what is
+// encoded must see to it that they fit.
+#if PL_LEVEL == 0 || defined(__AVXVNNI__) || defined(__AVX512VNNI__) || defined(PL_STAND_IN)
+#define PL_BYTE_DOTS 1
+#else
+#define PL_BYTE_DOTS 0
+#endif
 #define PL_INLINE_MEMBER inline __attribute__((always_inline))
 #define PL_INLINE_LAMBDA __attribute__((always_inline))
 // register arrays stay in registers only if every loop over them is unrolled

@@ -86,6 +86,7 @@ PL_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)
 PL_INLINE vi high_nibbles(vi a) {
   return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
 }
+#if PL_BYTE_DOTS
 // acc + sum of four products of unsigned bytes (u, below 16 or any) and signed bytes (s) per lane
 // The intrinsic makes gcc 12 spill every accumulator of a large tile: it converts the vector's
 // element type back and forth, and the array no longer dissolves into registers.
@@ -94,5 +95,56 @@ PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
   return acc;
 }
 PL_INLINE vi dot_nibbles(vi acc, vi u, vi s) { return dot_bytes(acc, u, s); }
+// sums of dot_nibbles in 32 bits
+PL_INLINE vi widen(vi sums) { return sums; }
+#else
+alignas(64) static constexpr int16_t kOnes[32] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+// As in dot_avx2.h: acc + u * s + v * z, where four products that share 16 bits fit them
+PL_INLINE vi dot_fours(vi acc, vi u, vi s, vi v, vi z) {
+  vi t, more;
+  __asm__(
+      "vpmaddubsw %4, %3, %1\n\tvpmaddubsw %6, %5, %2\n\tvpaddw %2, %1, %1\n\t"
+      "vpmaddwd %7, %1, %1\n\tvpaddd %1, %0, %0"
+      : "+v"(acc), "=&v"(t), "=v"(more)
+      : "v"(u), "v"(s), "v"(v), "v"(z), "m"(kOnes));
+  return acc;
+}
+// acc + u * s, where two products that share 16 bits fit them
+PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
+  vi t;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
+          : "+v"(acc), "=&v"(t)
+          : "v"(u), "v"(s), "m"(kOnes));
+  return acc;
+}
+// in 16 bits, which hold 16 products of a nibble
+PL_INLINE vi dot_nibbles(vi acc, vi u, vi s) {
+  vi t;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(acc), "=&v"(t) : "v"(u), "v"(s));
+  return acc;
+}
+PL_INLINE vi widen(vi pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
+
+PL_INLINE vf sums_of_two(vf a) { return add(a, _mm512_permute_ps(a, 0xb1)); }
+// of the lanes i, i + 1, i + 4 and i + 5 of each eight, for i = 0 and 2, several times each
+PL_INLINE vf sums_of_four(vf a) {
+  const vf pairs = sums_of_two(a);
+  return add(pairs, _mm512_shuffle_f32x4(pairs, pairs, 0xb1));
+}
+// see simd_avx2.h
+template <int Together>
+PL_INLINE float largest_sum(const vf* v, int n) {
+  static_assert(Together == 2 || Together == 4);
+  vf high = zero(), low = zero();
+  for (int i = 0; i < n; ++i) {
+    const vf up = vmax(v[i], zero()), down = vmin(v[i], zero());
+    high = vmax(Together == 4 ? sums_of_four(up) : sums_of_two(up), high);
+    low = vmin(Together == 4 ? sums_of_four(down) : sums_of_two(down), low);
+  }
+  return hmax(vmax(high, sub(zero(), low)));
+}
+#endif
 
 }  // namespace PL_NAMESPACE

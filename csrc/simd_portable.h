@@ -87,5 +87,6 @@ PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {
   return acc;
 }
 PL_INLINE vi dot_nibbles(vi acc, vi u, vi s) { return dot_bytes(acc, u, s); }
+PL_INLINE vi widen(vi sums) { return sums; }
 
 }  // namespace PL_NAMESPACE

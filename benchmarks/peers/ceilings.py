@@ -49,7 +49,6 @@ class Ceilings:
 
     def _step(self, formats: str, rows: float, sequences: float, context: float) -> float:
         dtype, kv_dtype = formats.split("/")
-        kind = "int8" if dtype == "q4" and rows > kernels.Q4_ROWS else dtype
         return kernels.floor_s(
             dtype,
             kv_dtype,
@@ -58,7 +57,7 @@ class Ceilings:
             context,
             _WEIGHT_BYTES,
             self.bandwidths[_LARGE_MIB],
-            self.rates[kind],
+            self.rates[kernels.computed_in(dtype, rows)],
         )
 
 

@@ -49,6 +49,7 @@ LEVELS: Final = {
     for level in (
         Level("avx2", "AVX2", "avx2", _AVX2),
         Level("avxvnni", "AVX2_VNNI", "avx2", _AVX2 | {"avx_vnni"}),
+        Level("avx512bw", "AVX512_CORE", "avx512", _AVX2 | {"avx512f"}),
         Level("avx512", "AVX512_CORE_VNNI", "avx512", _AVX512),
         Level("avx512bf16", "AVX512_CORE_BF16", "avx512", _AVX512 | {"avx512_bf16"}),
     )

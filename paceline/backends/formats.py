@@ -7,11 +7,12 @@ change from start to start. What was measured beforehand is a table (``levels``)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from paceline.backends.levels import fastest, measured
+from paceline.backends.levels import Measured, fastest, measured, preferred
 from paceline.backends.native import (
     DTYPES,
     KEPT,
@@ -50,6 +51,8 @@ class Formats:
     kv_dtype: str
     # why, where something was left to choose; else ""
     why: str
+    # the level of native kernels; None where PyTorch computes
+    isa: str | None = None
 
 
 def choose_formats(
@@ -68,13 +71,15 @@ def choose_formats(
     ``auto`` takes the native kernels where they can serve the model. Of the formats that suit the
     file it takes those that the table of ``levels`` has as fastest among what passes the gate of
     docs/accuracy.md and gives a request the same answer whoever else is served
-    (docs/processors.md).
+    (docs/processors.md). Of the levels that run here it takes the best, or a lesser one that was
+    measured to be faster.
 
     Args:
         device: "cpu" or what PyTorch calls another one.
         torch_dtype: what PyTorch takes for a name, "auto" among them; raises ConfigError for names
             it does not compute in. Called only where PyTorch is to compute.
-        isa: the level of instructions that native kernels use; None: the best that runs here.
+        isa: the level of instructions that native kernels use; None: PACELINE_ISA's, or the
+            fastest that runs here.
 
     Raises ConfigError for names that do not exist and combinations that nothing computes.
     """
@@ -86,8 +91,10 @@ def choose_formats(
         )
     reasons: list[str] = []
     levels = usable_levels(isa)
+    if isa is None and not os.environ.get("PACELINE_ISA"):
+        levels = _fastest_levels(levels, config, dtype)
     if compute == "auto":
-        compute, why = _choose_compute(config, block_size, device, levels)
+        compute, why = _choose_compute(config, block_size, device, levels, isa is not None)
         reasons.append(why)
     if compute == "native":
         reason = _native_refusal(config, block_size, device)
@@ -99,7 +106,7 @@ def choose_formats(
         if "auto" in (dtype, kv_dtype):
             dtype, kv_dtype, why = _native_formats(config, dtype, kv_dtype, levels)
             reasons.append(why)
-        return Formats(compute, dtype, kv_dtype, "; ".join(reasons))
+        return Formats(compute, dtype, kv_dtype, "; ".join(reasons), levels[0])
     if isa is not None:
         raise ConfigError(
             f"--isa {isa} chooses native kernels, and here PyTorch computes"
@@ -140,6 +147,19 @@ def usable_levels(isa: str | None) -> tuple[str, ...]:
     return levels[levels.index(isa) :]
 
 
+def _fastest_levels(levels: tuple[str, ...], config: ModelConfig, dtype: str) -> tuple[str, ...]:
+    """Levels from the fastest on, by what may be taken for the file."""
+
+    def suits(pair: Measured) -> bool:
+        if pair.kv not in _KV_BESIDE[pair.weights]:
+            return False
+        if dtype != "auto":
+            return pair.weights == dtype
+        return pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype)
+
+    return preferred(levels, suits)
+
+
 def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | None:
     """Why the native path cannot serve this."""
     if device != "cpu":
@@ -149,12 +169,14 @@ def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | 
 
 
 def _choose_compute(
-    config: ModelConfig, block_size: int, device: str, levels: Sequence[str]
+    config: ModelConfig, block_size: int, device: str, levels: Sequence[str], named: bool
 ) -> tuple[str, str]:
     reason = _native_refusal(config, block_size, device)
     if reason is not None:
         return "torch", f"the native path {reason}"
-    return "native", f"native kernels for {levels[0]}"
+    slower = [level for level in usable_levels(None) if level not in levels]
+    faster = f" (measured to be faster than {', '.join(slower)})" if slower and not named else ""
+    return "native", f"native kernels for {levels[0]}{faster}"
 
 
 def _native_formats(

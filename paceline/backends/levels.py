@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["NEAR", "PATH", "STEADY", "Measured", "fastest", "measured", "parse"]
+__all__ = ["NEAR", "PATH", "STEADY", "Measured", "fastest", "measured", "parse", "preferred"]
 
 PATH: Final = Path(__file__).parent / "levels.json"
 # formats whose steps take at most this much longer than the fastest's count as equally fast:
@@ -97,6 +97,39 @@ def parse(table: Mapping[str, Any]) -> dict[str, tuple[Measured, ...]]:
 @functools.cache
 def _table() -> dict[str, tuple[Measured, ...]]:
     return parse(json.loads(PATH.read_text()))
+
+
+@functools.cache
+def _machines() -> dict[str, Any]:
+    """By level what its steps were timed on, where that tells processors apart: hypervisors give
+    many the same name."""
+    on = {level: entry["machine"] for level, entry in json.loads(PATH.read_text()).items()}
+    return {
+        level: (about["cpu"], about["model"], about["cores"])
+        for level, about in on.items()
+        if about.get("model")
+    }
+
+
+def preferred(levels: Sequence[str], suits: Callable[[Measured], bool]) -> tuple[str, ...]:
+    """``levels``, best first, from the first one on that no lesser one was measured to beat.
+
+    A level counts by the fastest of its pairs that suits. Levels are compared where both were timed
+    on one kind of machine, and one beats the other by more than ``NEAR``. A level without figures
+    keeps its place. The last one, plain C++, is not compared.
+    """
+    table, machines = _table(), _machines()
+
+    def cost(level: str) -> float:
+        return min((pair.cost for pair in table.get(level, ()) if suits(pair)), default=math.inf)
+
+    best = 0
+    for place in range(1, len(levels) - 1):
+        one, other = levels[best], levels[place]
+        alike = one in machines and machines[one] == machines.get(other)
+        if alike and cost(other) * NEAR < cost(one) < math.inf:
+            best = place
+    return tuple(levels[best:])
 
 
 def measured(levels: Sequence[str]) -> tuple[str, tuple[Measured, ...]]:

@@ -120,7 +120,7 @@ def load_backend(
             block_size=block_size,
             max_model_len=length,
             threads=placement.threads,
-            isa=isa,
+            isa=formats.isa,
         )
         blocks, host_blocks = _choose_sizes(
             loader,

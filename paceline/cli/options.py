@@ -102,7 +102,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         metavar="LEVEL",
         help="level of the native kernels, such as avx2: no better one is used; one that does not "
         "run here is refused with the names of those that do. The environment's PACELINE_ISA does "
-        "the same for every command (default: the best that runs, see docs/processors.md)",
+        "the same for every command (default: the fastest that runs, see docs/processors.md)",
     )
     group.add_argument(
         "--tensor-parallel-size",

@@ -53,6 +53,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(formats, "unavailable_reason", lambda: None)
     monkeypatch.setattr(formats, "variants", lambda: ("avx512bf16", "avx2", "portable"))
     monkeypatch.setattr(levels, "_table", lambda: TABLE)
+    monkeypatch.setattr(levels, "_machines", lambda: dict.fromkeys(TABLE, ("a CPU", "1.2.3", 2)))
+    monkeypatch.delenv("PACELINE_ISA", raising=False)
     return monkeypatch
 
 
@@ -149,6 +151,28 @@ def test_a_level_without_figures_orders_formats_as_the_next_one(
     chosen = choose(QUANTISED, dtype="int8")
     assert names(chosen) == ("native", "int8", "bfloat16")
     assert "because portable was not measured with int8 weights" in chosen.why
+
+
+def test_a_level_that_was_measured_to_be_slower_than_a_lesser_one_is_not_taken(
+    machine: pytest.MonkeyPatch,
+) -> None:
+    """By what may be taken for the file: here all of the better level but float32 is slower."""
+    slow = tuple(
+        replace(pair, steps_ms={"step": 1.0 if pair.weights == "float32" else 3.2})
+        for pair in TABLE["avx2"]
+    )
+    machine.setattr(levels, "_table", lambda: {"avx512bf16": slow, "avx2": TABLE["avx2"]})
+    chosen = choose(QUANTISED)
+    assert (chosen.isa, names(chosen)) == ("avx2", ("native", "int8", "int8"))
+    assert "native kernels for avx2 (measured to be faster than avx512bf16)" in chosen.why
+    assert "fastest on avx2 of what passes" in chosen.why
+    assert choose(QUANTISED, dtype="int8").isa == "avx2"
+    for kept in (choose(PLAIN), choose(QUANTISED, isa="avx512bf16")):
+        assert kept.isa == "avx512bf16"
+        assert "measured to be faster" not in kept.why
+    # who names a level gets it
+    machine.setenv("PACELINE_ISA", "avx512bf16")
+    assert choose(QUANTISED).isa == "avx512bf16"
 
 
 def test_one_of_two_is_chosen_beside_what_was_asked_for(machine: pytest.MonkeyPatch) -> None:

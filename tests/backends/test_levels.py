@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.backends import levels
-from paceline.backends.levels import NEAR, PATH, Measured, fastest, measured, parse
+from paceline.backends.levels import NEAR, PATH, Measured, fastest, measured, parse, preferred
 from paceline.backends.native import DTYPES, KV_DTYPES, unavailable_reason
 from paceline.backends.native.pieces import variants_for
 from paceline.checkpoints.stored import stored_bits
@@ -56,6 +56,27 @@ def test_what_was_not_both_timed_and_judged_is_left_out() -> None:
 def test_a_level_that_has_only_been_judged_is_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "_table", lambda: {"new": (), "old": (pair("q4", 1.0),)})
     assert measured(["new", "old"])[0] == "old"
+
+
+def test_levels_are_compared_where_both_were_timed_on_one_kind_of_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = {"best": 2.0, "good": 1.5, "fast": 1.0, "near": 0.99 / NEAR * 1.02, "plain": 0.1}
+    here = dict.fromkeys(costs, ("a CPU", "1.2.3", 2))
+    monkeypatch.setattr(
+        levels, "_table", lambda: {level: (pair("int8", cost),) for level, cost in costs.items()}
+    )
+    monkeypatch.setattr(levels, "_machines", lambda: here)
+    order = tuple(costs)
+    # equally fast is not faster; plain C++ is timed on a part of the model
+    assert preferred(order, lambda pair: True) == order[2:]
+    assert preferred(("new", *order), lambda pair: True) == ("new", *order), "not measured"
+    assert preferred(order, lambda pair: pair.weights == "q4") == order, "nothing suits"
+    here["fast"] = ("a CPU", "1.2.4", 2)
+    assert preferred(order, lambda pair: True) == order[3:], "the other three are alike"
+    del here["best"]
+    assert preferred(order, lambda pair: True) == order, "it is not known what that was timed on"
+    assert preferred(("portable",), lambda pair: True) == ("portable",)
 
 
 def test_the_package_s_table_has_figures_for_every_level_that_is_compiled() -> None:

@@ -17,18 +17,22 @@ from benchmarks.accuracy import (
     MAX_PERPLEXITY_RATIO,
     MIN_TOP1,
     REFERENCE,
+    STEP_ROWS,
     WINDOW,
     WINDOWS,
     Comparison,
+    Expected,
     Figures,
     Forward,
     automatic_format,
     build,
     compare,
     forward_of,
+    step_rows,
     text_windows,
 )
-from paceline.backends.native import unavailable_reason
+from paceline.backends.native import unavailable_reason, variants
+from paceline.backends.native.pieces import traits
 from paceline.engine.tokenizer import load_tokenizer
 from tests.backends.torch.models import VOCAB, save_model
 
@@ -39,7 +43,7 @@ def test_figures_by_hand() -> None:
     reference = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
     other = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log()
     comparison = Comparison()
-    comparison.add(reference, other, torch.tensor([0, 1]))
+    comparison.add(Expected(reference, torch.tensor([0, 1])), other)
     figures = comparison.figures()
     assert figures.top1 == 0.5
     assert figures.kl == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2)
@@ -47,6 +51,14 @@ def test_figures_by_hand() -> None:
     assert figures.perplexity_ratio == pytest.approx(math.sqrt(2))
     with pytest.raises(ValueError, match="nothing"):
         Comparison().figures()
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+@pytest.mark.parametrize("level", variants())
+def test_decoding_is_imitated_with_the_weights_of_few_rows(level: str) -> None:
+    most = traits(level).q4_rows
+    assert step_rows("int8/int8", level) == WINDOWS
+    assert step_rows("q4/int8", level) == (WINDOWS if most >= WINDOWS else STEP_ROWS) <= most
 
 
 def test_the_gate_needs_all_three() -> None:
@@ -166,7 +178,8 @@ def test_one_format_that_fails_fails_the_command(
     for name, value in (
         ("unavailable_reason", None), ("find_local", Path("m.gguf")), ("machine", {"cpu": "x"}),
         ("variants", ("new", "old", "portable")), ("automatic_format", "q4/int8"),
-        ("forward_of", None), ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
+        ("forward_of", None), ("step_rows", 4),
+        ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
     ):  # fmt: skip
         monkeypatch.setattr(accuracy, name, lambda *arguments, value=value: value)
     monkeypatch.setattr(

@@ -13,14 +13,22 @@ from benchmarks.levels import FORMATS, STEPS, renewed, verdicts
 from paceline.backends.levels import fastest, parse
 from paceline.backends.native import DTYPES, KV_DTYPES, unavailable_reason
 
-ABOUT = {"cpu": "new", "cores": 2, "clock_ghz": 3.0, "read_gb_s": 30.0, "level": "x", "load": 1.0}
+KEPT = {
+    "cpu": "new",
+    "model": "1.2.3",
+    "cores": 2,
+    "clock_ghz": 3.0,
+    "read_gb_s": 30.0,
+    "load": 1.0,
+}
+ABOUT = KEPT | {"level": "x", "python": "3"}
 TIMED = {"steps_ms": {"a": 1.0}, "drift": 0.0}
 JUDGED = {"kl": 0.002, "passes": True}
 
 
 def test_what_is_measured_anew_replaces_what_was_known() -> None:
     first = renewed({}, about=ABOUT, measured={"q4/int8": TIMED, "float32/float32": TIMED})
-    assert first["machine"] == {"cpu": "new", "cores": 2, "clock_ghz": 3.0, "read_gb_s": 30.0}
+    assert first["machine"] == KEPT
     # float32 is what the gate compares with
     assert [pair.weights for pair in parse({"x": first})["x"]] == ["float32"]
     both = renewed(first, judged={"q4/int8": JUDGED})
@@ -81,7 +89,10 @@ def test_the_command_renews_what_it_was_asked_for(
         assert of_portable[name]["passes"] == of_avx2[name]["passes"], "the next level's"
     assert answer["bench"] == "levels" and answer["machine"] == ABOUT
     seen.clear()
-    assert levels.main(["--steps", "avx2", "--gate", "avx2", "--write"]) == 0
+    assert levels.main(["--levels", "portable", "--gate"]) == 0
+    assert seen == ["steps portable"]
+    seen.clear()
+    assert levels.main(["--levels", "avx2", "--write"]) == 0
     assert seen == ["steps avx2", "gate avx2"]
     table = parse(json.loads(path.read_text()))
     assert set(table) == {"avx2", "elsewhere"}, "levels of other machines stay"
@@ -98,7 +109,7 @@ def test_steps_are_timed_and_drift_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         levels.CONFIG, num_hidden_layers=1, vocab_size=96, hidden_size=128, intermediate_size=128,
         num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
-    monkeypatch.setattr(levels, "FIFTH", small)
+    monkeypatch.setattr(levels, "PART", small)
     monkeypatch.setattr(levels, "SECONDS", 0.0)
     monkeypatch.setattr(levels, "FORMATS", ("float32/float32", "int8/int8"))
     found = levels.measure("portable", 1, 2)

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["build", "main"]
@@ -27,12 +28,13 @@ def _find_sources() -> Path:
     return checkout if (checkout / "CMakeLists.txt").is_file() else installed
 
 
-def build(sources: Path | None = None, target: Path = _HERE) -> Path:
+def build(sources: Path | None = None, target: Path = _HERE, options: Sequence[str] = ()) -> Path:
     """Compile ``sources`` and move the library into ``target``, whole or not at all. Builds do not
     get in each other's way: the last one's library stays.
 
     Args:
         sources: None: those that came with this package.
+        options: for CMake's configuration, such as "-DPACELINE_STAND_INS=ON".
 
     Raises:
         RuntimeError: CMake or a C++20 compiler is missing, the compilation failed, or the library
@@ -51,6 +53,7 @@ def build(sources: Path | None = None, target: Path = _HERE) -> Path:
         raise RuntimeError(f"{target} cannot be written by this user; install as one who may")
     with tempfile.TemporaryDirectory() as folder:
         configure = ["cmake", "-S", str(sources), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
+        configure += options
         if shutil.which("ninja") is not None:
             configure += ["-G", "Ninja"]
         for command in (configure, ["cmake", "--build", folder, "--parallel"]):

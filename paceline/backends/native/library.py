@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 7
+ABI: Final = 8
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -142,6 +142,7 @@ _SIGNATURES: Final = {
     "paceline_attention": (c_int, (c_void_p, POINTER(Step), c_void_p, c_void_p)),
     "paceline_cache": (c_void_p, (c_void_p, POINTER(c_int64))),
     "paceline_variants_for": (c_char_p, (POINTER(c_uint32), c_uint64)),
+    "paceline_traits": (c_int, (c_char_p, POINTER(c_int64))),
     "paceline_clock_hz": (c_double, ()),
     "paceline_matrix": (c_void_p, (c_int, c_int, c_void_p, c_int64, c_int64, c_int, c_char_p)),
     "paceline_matrix_destroy": (None, (c_void_p,)),

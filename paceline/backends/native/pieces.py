@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,14 @@ from paceline.core.errors import ConfigError
 
 __all__ = [
     "PackedMatrix",
+    "Traits",
     "attend",
     "cache_bytes",
     "clock_hz",
     "peak_rate",
     "products_seconds",
     "read_bandwidth",
+    "traits",
     "variants_for",
 ]
 
@@ -174,6 +177,32 @@ def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:
     buffer = np.ones(num_bytes, dtype=np.uint8)
     seconds: float = library().paceline_read_seconds(buffer.ctypes.data, num_bytes, threads, repeat)
     return num_bytes / seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What differs between variants of the kernels beyond their speed."""
+
+    # most rows whose products read 4-bit weights; with more they read an int8 copy
+    q4_rows: int
+    # products of bytes share 16 bits, so steps of activations are larger
+    narrow_sums: bool
+    # most rows whose sums of floats are taken in two chains rather than one
+    two_chains: int
+    # activations beside bfloat16 weights stay float32
+    float_activations: bool
+
+    @property
+    def keeps_q4(self) -> bool:
+        """Whether any number of rows reads 4-bit weights as such, so that there is no copy."""
+        return self.q4_rows == 2**63 - 1
+
+
+def traits(isa: str | None = None) -> Traits:
+    """Of a variant that runs here; None: the best. Raises ConfigError for one that does not."""
+    out = (ctypes.c_int64 * 4)()
+    check(library().paceline_traits(None if isa is None else isa.encode(), out))
+    return Traits(out[0], bool(out[1]), out[2], bool(out[3]))
 
 
 def variants_for(

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.skipif(
 # (word, bit): leaf 1 ecx, leaf 7 ebx, leaf 7 ecx, leaf 7.1 eax
 OSXSAVE = (0, 27)
 AVX2 = {"avx": (0, 28), "fma": (0, 12), "f16c": (0, 29), "avx2": (1, 5)}
-AVX512 = {"f": (1, 16), "dq": (1, 17), "bw": (1, 30), "vl": (1, 31), "vnni": (2, 11)}
-BF16 = (3, 5)
-EVERYTHING = {OSXSAVE, *AVX2.values(), *AVX512.values(), BF16}
+AVX512 = {"f": (1, 16), "dq": (1, 17), "bw": (1, 30), "vl": (1, 31)}
+VNNI, AVX_VNNI, BF16 = (2, 11), (3, 4), (3, 5)
+EVERYTHING = {OSXSAVE, *AVX2.values(), *AVX512.values(), VNNI, AVX_VNNI, BF16}
+ORDER = ["avx512bf16", "avx512", "avx512bw", "avxvnni", "avx2", "portable"]
 # XCR0: x87 always; SSE and AVX registers; mask registers and both halves of the 512-bit ones
 YMM, ZMM = 0x7, 0xE7
 
@@ -36,15 +37,28 @@ def found(bits: set[tuple[int, int]], states: int) -> list[str]:
 
 
 def test_the_best_comes_first_and_the_portable_one_is_always_there() -> None:
-    assert found(EVERYTHING, ZMM) == ["avx512bf16", "avx512", "avx2", "portable"]
-    assert found(EVERYTHING - {BF16}, ZMM) == ["avx512", "avx2", "portable"]
+    assert found(EVERYTHING, ZMM) == ORDER
+    assert found(EVERYTHING - {BF16}, ZMM) == ORDER[1:]
+    # Zen 4
+    assert found(EVERYTHING - {AVX_VNNI}, ZMM) == [*ORDER[:3], *ORDER[4:]]
+    # Skylake-X and its servers
+    assert found(EVERYTHING - {VNNI, AVX_VNNI, BF16}, ZMM) == ["avx512bw", "avx2", "portable"]
     assert found(set(), 0) == ["portable"]
 
 
 @pytest.mark.parametrize("missing", AVX512)
 def test_half_of_avx512_is_none(missing: str) -> None:
-    """Skylake has no VNNI, Knights Landing no BW: what the kernels use must all be there."""
-    assert found(EVERYTHING - {AVX512[missing]}, ZMM) == ["avx2", "portable"]
+    """Knights Landing has no BW: what the kernels use must all be there."""
+    assert found(EVERYTHING - {AVX512[missing], AVX_VNNI}, ZMM) == ["avx2", "portable"]
+
+
+def test_bfloat16_products_are_not_used_without_those_of_bytes() -> None:
+    assert found(EVERYTHING - {VNNI}, ZMM) == ORDER[2:]
+
+
+def test_avx_vnni_needs_no_avx512() -> None:
+    """Alder Lake to Arrow Lake: no AVX-512 at all."""
+    assert found({OSXSAVE, *AVX2.values(), AVX_VNNI}, YMM) == ["avxvnni", "avx2", "portable"]
 
 
 @pytest.mark.parametrize("missing", AVX2)
@@ -54,10 +68,10 @@ def test_half_of_avx2_is_none(missing: str) -> None:
 
 def test_what_the_system_does_not_save_is_not_used() -> None:
     """cpuid advertises what a hypervisor or kernel has not enabled; using it is SIGILL."""
-    assert found(EVERYTHING, YMM) == ["avx2", "portable"]
+    assert found(EVERYTHING, YMM) == ["avxvnni", "avx2", "portable"]
     # the lower 16 registers' upper halves alone, or no mask registers
     for states in (YMM | 0x40, YMM | 0xC0):
-        assert found(EVERYTHING, states) == ["avx2", "portable"]
+        assert found(EVERYTHING, states) == ["avxvnni", "avx2", "portable"]
     assert found(EVERYTHING, 0x3) == ["portable"]
     # without OSXSAVE nobody can ask what is saved
     assert found(EVERYTHING - {OSXSAVE}, ZMM) == ["portable"]

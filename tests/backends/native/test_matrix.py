@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.backends.native import RawTensor, unavailable_reason, variants
-from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.pieces import PackedMatrix, traits
 from paceline.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
-# variants that multiply bytes without an instruction for it: four products share 16 bits
-FOURS = ("avx2",)
-# variants that multiply bfloat16 weights with activations in float32
-FLOAT_ACTS = ("avx2",)
 ROWS = (1, 2, 3, 4, 5, 8, 12, 13, 14, 27, 64)
 SHAPES = ((32, 64), (96, 160), (33, 96), (70, 32), (1, 32), (40, 576))
 
@@ -65,11 +61,11 @@ def _rotated(x: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _as_multiplied(x: NDArray[np.float32], dtype: str, isa: str) -> NDArray[np.float64]:
-    if dtype == "bfloat16" and isa not in FLOAT_ACTS:
+    if dtype == "bfloat16" and not traits(isa).float_activations:
         return _bf16(x).astype(np.float64)
     if dtype == "int8":
         # the rotation is its own inverse
-        return _rotated(_steps(_rotated(x).astype(np.float32), 64, isa in FOURS))
+        return _rotated(_steps(_rotated(x).astype(np.float32), 64, traits(isa).narrow_sums))
     return _steps(x, 32) if dtype == "q4" else x.astype(np.float64)
 
 
@@ -137,7 +133,7 @@ def test_large_activations_leave_the_others_their_digits(isa: str) -> None:
     error = matrix.multiply(x) - x.astype(np.float64) @ matrix.unpack().T
     unrotated = _steps(x, 64) @ weights.T - expected
     # half of a large value's four have its sign, which doubles steps where they share 16 bits
-    better = 2 if isa in FOURS else 4
+    better = 2 if traits(isa).narrow_sums else 4
     assert np.sqrt((error**2).mean()) < np.sqrt((unrotated**2).mean()) / better
 
 
@@ -207,7 +203,6 @@ def test_no_sum_of_bytes_leaves_its_register(isa: str, sign: int, columns: int) 
     np.testing.assert_allclose(matrix.multiply(x[:1]), expected[:1], rtol=0.02)
 
 
-# AVX-512 sums floats of one and two rows in two chains, those of more rows in one
 @pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
 @pytest.mark.parametrize("columns", [576, 160, 67])
@@ -217,7 +212,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str, dtype: str, colum
     matrix = PackedMatrix(_random((70, columns), 1), dtype, isa=isa)
     x = _random((64, columns), 2)
     whole = matrix.multiply(x)
-    fewest = 3 if isa.startswith("avx512") and dtype in ("float32", "bfloat16") else 1
+    fewest = 1 + traits(isa).two_chains if dtype in ("float32", "bfloat16") else 1
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 14, 31):
         if rows >= fewest:
             np.testing.assert_array_equal(matrix.multiply(x[:rows]), whole[:rows])

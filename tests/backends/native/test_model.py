@@ -16,7 +16,7 @@ from paceline.backends.native import (
     unsupported_reason,
     variants,
 )
-from paceline.backends.native.pieces import cache_bytes
+from paceline.backends.native.pieces import cache_bytes, traits
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (
@@ -180,13 +180,11 @@ def test_members_with_rows_of_their_own(dtype: str, rows: int) -> None:
 
 
 def _way(isa: str, dtype: str, rows: int) -> str:
-    """Steps whose rows have the same numbers: on AVX2 all, elsewhere those of the same kernels."""
-    if isa == "avx2":
-        return "any"
+    """Steps whose rows have the same numbers: those of the same kernels."""
     if dtype == "q4":
-        return "4 bits" if rows <= 6 else "its int8 copy"
-    if isa.startswith("avx512") and dtype in ("float32", "bfloat16"):
-        return "two chains of sums" if rows <= 2 else "one chain"
+        return "4 bits" if rows <= traits(isa).q4_rows else "its int8 copy"
+    if dtype in ("float32", "bfloat16"):
+        return "two chains of sums" if rows <= traits(isa).two_chains else "one chain"
     return "any"
 
 
@@ -220,17 +218,17 @@ def test_a_sequence_does_not_depend_on_those_beside_it(isa: str, dtype: str, kv_
 
 
 @native
-@pytest.mark.skipif("avx2" not in variants(), reason="no AVX2 kernels here")
-def test_four_bits_need_no_copy_where_products_read_them_at_every_row_count() -> None:
+@pytest.mark.parametrize("isa", [name for name in variants() if traits(name).keeps_q4])
+def test_four_bits_need_no_copy_where_products_read_them_at_every_row_count(isa: str) -> None:
     # memory is taken in pieces of 8 MiB
     config = tiny_config(hidden_size=768, intermediate_size=3072, num_hidden_layers=3)
     weights = random_weights(config, 1)
-    avx2, portable = (
-        _make(config, weights, "q4", isa=isa).weight_bytes for isa in ("avx2", "portable")
+    without, portable = (
+        _make(config, weights, "q4", isa=name).weight_bytes for name in (isa, "portable")
     )
     # the copy has a byte for each
     copied = sum(w.size for name, w in weights.items() if "proj" in name)
-    assert portable - avx2 > 0.6 * copied
+    assert portable - without > 0.6 * copied
 
 
 @native

@@ -1,4 +1,4 @@
-"""The AVX2 tiles keep their sums in registers, by what the compiler made of them.
+"""The tiles of 256 bits keep their sums in registers, by what the compiler made of them.
 
 gcc keeps an array of structures of two registers in memory, which stores every sum after every
 product; nothing but the speed tells.
@@ -15,27 +15,35 @@ from functools import cache
 import pytest
 
 from paceline.backends.native import library as library_module
-from paceline.backends.native import unavailable_reason, variants
+from paceline.backends.native import unavailable_reason
+from paceline.backends.native.pieces import variants_for
+
+# whatever this machine runs of it
+COMPILED = [] if unavailable_reason() else variants_for(*[0xFFFFFFFF] * 4, 0xFFFFFFFF).split(",")
 
 pytestmark = [
     pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
-    pytest.mark.skipif("avx2" not in variants(), reason="no AVX2 kernels here"),
+    pytest.mark.skipif("avx2" not in COMPILED, reason="no x86 kernels here"),
     pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed"),
 ]
 
 INSTRUCTION = re.compile(r"\s*([0-9a-f]+):\s+(.*)")
 JUMP = re.compile(r"j\w+\s+([0-9a-f]+)")
-PRODUCT = re.compile(r"v(pmadd|fmadd)")
+PRODUCT = re.compile(r"(\{vex\} )?v(pmadd|fmadd|pdpbusd)")
 STORE = re.compile(r"vmov\S*\s+%[xyz]mm\d+,.*\(%r[sb]p")
-# tile and rows: the most vector registers that a round of its loop may store on the stack. A round
-# of the 4-bit tile is a whole group of 32 columns, after which its sums in float32 go to memory.
+# variant, tile and rows: the most vector registers that a round of its loop may store on the stack.
+# A round of the 4-bit tile is a whole group of 32 columns, after which its sums in float32 go to
+# memory.
 TILES = {
-    ("TileFloat<(paceline::Weights)0>", 6): 0,
-    ("TileFloat<(paceline::Weights)0>", 2): 0,
-    ("TileFloat<(paceline::Weights)1>", 6): 2,
-    ("TileI8", 4): 0,
-    ("TileI8", 2): 0,
-    ("TileQ4", 4): 8,
+    ("avx2", "TileFloat<(paceline::Weights)0>", 6): 0,
+    ("avx2", "TileFloat<(paceline::Weights)0>", 2): 0,
+    ("avx2", "TileFloat<(paceline::Weights)1>", 6): 2,
+    ("avx2", "TileI8", 4): 0,
+    ("avx2", "TileI8", 2): 0,
+    ("avx2", "TileQ4", 4): 8,
+    ("avxvnni", "TileI8", 6): 0,
+    ("avxvnni", "TileI8", 2): 0,
+    ("avxvnni", "TileQ4", 6): 12,
 }
 
 
@@ -69,9 +77,9 @@ def _product_loops(code: list[tuple[int, str]]) -> Iterator[list[str]]:
             yield body
 
 
-@pytest.mark.parametrize(("tile", "rows"), TILES)
-def test_loops_of_products_store_no_sums(tile: str, rows: int) -> None:
-    wanted = f"tile_256<paceline_avx2::{tile}, {rows}>"
+@pytest.mark.parametrize(("variant", "tile", "rows"), TILES)
+def test_loops_of_products_store_no_sums(variant: str, tile: str, rows: int) -> None:
+    wanted = f"tile_256<paceline_{variant}::{tile}, {rows}>"
     code = [code for name, code in _functions().items() if wanted in name]
     assert len(code) == 1, f"{wanted} is not in the library"
     # what is done with sums now and then is in loops too, where few instructions are products
@@ -83,4 +91,4 @@ def test_loops_of_products_store_no_sums(tile: str, rows: int) -> None:
     assert loops
     for body in loops:
         stores = [text for text in body if STORE.match(text)]
-        assert len(stores) <= TILES[tile, rows], stores
+        assert len(stores) <= TILES[variant, tile, rows], stores

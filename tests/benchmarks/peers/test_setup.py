@@ -16,6 +16,8 @@ from benchmarks.peers.ours import Paceline
 from benchmarks.peers.rows import parse_row
 from benchmarks.peers.transformers_generate import Transformers
 from benchmarks.peers.vllm_cpu import VllmCpu, needed
+from paceline.backends.native import unavailable_reason
+from paceline.backends.native.pieces import variants_for
 
 
 @pytest.fixture
@@ -63,7 +65,8 @@ def test_a_build_for_a_level_has_no_more_and_a_folder_of_its_own(places: Places)
     names = ("AVX", "AVX2", "FMA", "F16C", "BMI2")
     assert on["avx2"] == {f"-DGGML_{name}=ON" for name in names}
     assert on["avxvnni"] == on["avx2"] | {"-DGGML_AVX_VNNI=ON"}
-    assert on["avx512"] == on["avx2"] | {"-DGGML_AVX512=ON", "-DGGML_AVX512_VNNI=ON"}
+    assert on["avx512bw"] == on["avx2"] | {"-DGGML_AVX512=ON"}
+    assert on["avx512"] == on["avx512bw"] | {"-DGGML_AVX512_VNNI=ON"}
     assert on["avx512bf16"] == on["avx512"] | {"-DGGML_AVX512_BF16=ON"}
     # what the processor lacks is not built for
     assert "-DGGML_AVX_VNNI=OFF" in cpu_flags("flags : avx avx2", LEVELS["avxvnni"])
@@ -72,6 +75,12 @@ def test_a_build_for_a_level_has_no_more_and_a_folder_of_its_own(places: Places)
         for level in (None, *LEVELS.values())
     }
     assert len(builds) == 1 + len(LEVELS)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_other_engines_can_be_held_to_every_level_that_is_compiled() -> None:
+    compiled = variants_for(*[0xFFFFFFFF] * 4, 0xFFFFFFFF).split(",")
+    assert set(LEVELS) == set(compiled[:-1]) or compiled == ["portable"]
 
 
 def test_every_level_limits_ours_and_onednn() -> None:
