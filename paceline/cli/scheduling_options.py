@@ -12,6 +12,7 @@ from paceline.cli.arguments import bounded_float, bounded_int, byte_count
 from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import PREEMPTION_MODES
+from paceline.core.policies import POLICIES
 
 __all__ = [
     "ADMISSION",
@@ -20,6 +21,7 @@ __all__ = [
     "add_flags",
     "default_settings",
     "given_settings",
+    "ignored_flags",
 ]
 
 
@@ -41,6 +43,10 @@ class Flag:
     zero_is_none: bool = False
     # in the flag's units, where it is not the field's own
     default: Any = None
+    # the policies of this package that use it; (): all
+    policies: tuple[str, ...] = ()
+    # used by the adaptive token budget alone
+    adaptive: bool = False
 
     @property
     def dest(self) -> str:
@@ -99,12 +105,14 @@ SCHEDULING: Final = (
         parse=bounded_float(0.0),
         metavar="MS",
         scale=1e3,
+        policies=("phase-aligned",),
         help="with the phase-aligned policy, arrivals wait for each other this long",
     ),
     Flag(
         name="--coalesce-size",
         field="coalesce_size",
         parse=bounded_int(1),
+        policies=("phase-aligned",),
         help="with the phase-aligned policy, so many arrivals do not wait",
     ),
     Flag(
@@ -120,6 +128,7 @@ SCHEDULING: Final = (
         parse=bounded_float(0.1),
         metavar="MS",
         scale=1e3,
+        adaptive=True,
         help="a step in which all is best effort takes about so long at most, or the next arrival "
         "would wait for it; or twice as long as a single row, if that is more",
     ),
@@ -130,6 +139,8 @@ SCHEDULING: Final = (
         metavar="MS",
         scale=1e3,
         zero_is_none=True,
+        policies=("deadline", "fair"),
+        adaptive=True,
         help="with the deadline and fair policies and the adaptive token budget, a step beside "
         "streams is planned to take at most so long: their callers see no longer pause when a long "
         "prompt comes; 0: as long as their mean pace allows",
@@ -149,6 +160,7 @@ SCHEDULING: Final = (
         parse=bounded_float(0.0, 100.0),
         metavar="SHARE",
         zero_is_none=True,
+        adaptive=True,
         help="best-effort requests without any target, such as those of batches, lengthen the "
         "steps of others by this share at most, on average; 0: by whatever the others' targets "
         "leave",
@@ -189,6 +201,7 @@ SCHEDULING: Final = (
         field="priority_ageing_s",
         parse=bounded_float(0.001),
         metavar="SECONDS",
+        policies=("priority",),
         help="with the priority policy, waiting this long counts as one level",
     ),
     Flag(
@@ -280,6 +293,24 @@ def default_settings(flags: tuple[Flag, ...]) -> dict[str, Any]:
     """Fields of EngineSettings and their values, where none of ``flags`` is given."""
     default = EngineSettings(model_name="", model_path=None, backend="null")
     return {flag.field: flag.setting(flag.default_of(default)) for flag in flags}
+
+
+def ignored_flags(settings: EngineSettings) -> list[str]:
+    """What to say of flags that were changed and have no effect beside the others."""
+    default = EngineSettings(model_name="", model_path=None, backend="null")
+    found = []
+    for flag in (*SCHEDULING, *ADMISSION):
+        if getattr(settings, flag.field) == flag.setting(flag.default_of(default)):
+            continue
+        if flag.policies and settings.policy in POLICIES and settings.policy not in flag.policies:
+            users = " and ".join(flag.policies)
+            found.append(
+                f"{flag.name} has no effect with --scheduling-policy {settings.policy}: "
+                f"{users} use{'s' if len(flag.policies) == 1 else ''} it"
+            )
+        elif flag.adaptive and not settings.adaptive_token_budget:
+            found.append(f"{flag.name} has no effect with --no-adaptive-token-budget")
+    return found
 
 
 def given_settings(args: argparse.Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from paceline.cli.options import (
     add_model_argument,
     engine_settings,
 )
+from paceline.cli.scheduling_options import ignored_flags
 from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError
 from paceline.core.slo import Slo
 
@@ -276,6 +277,8 @@ def run(args: argparse.Namespace) -> int:
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
+        for message in ignored_flags(settings):
+            logging.getLogger("paceline.cli").warning("%s", message)
 
         import asyncio
 

@@ -16,6 +16,7 @@ from paceline.cli.options import (
     add_model_argument,
     engine_settings,
 )
+from paceline.cli.scheduling_options import ignored_flags
 from paceline.cli.serve import _server_config, slo_class
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
@@ -95,6 +96,8 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--max-bypasses", "2"], "max_bypasses", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
         (["--best-effort-step-ms", "20"], "best_effort_step_s", 0.02),
+        (["--max-token-gap-ms", "100"], "max_token_gap_s", 0.1),
+        (["--max-token-gap-ms", "0"], "max_token_gap_s", None),
         (["--plan-lead-ms", "20"], "plan_lead_s", 0.02),
         (["--background-share", "0.3"], "background_share", 0.3),
         (["--background-share", "0"], "background_share", None),
@@ -277,3 +280,21 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     for field in fields(EngineSettings):
         if field.name not in elsewhere:
             assert renamed.get(field.name, field.name) in flags, field.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", []),
+        ("--priority-ageing 5", ["--priority-ageing has no effect with"]),
+        ("--priority-ageing 5 --scheduling-policy priority", []),
+        ("--max-token-gap-ms 100", []),
+        ("--max-token-gap-ms 100 --scheduling-policy fcfs", ["--max-token-gap-ms has no effect"]),
+        ("--max-token-gap-ms 100 --no-adaptive-token-budget", ["with --no-adaptive-token-budget"]),
+        ("--coalesce-size 3 --coalesce-window-ms 9", ["--coalesce-window-ms", "--coalesce-size"]),
+    ],
+)
+def test_a_flag_that_changes_nothing_is_named(flags: str, said: list[str]) -> None:
+    found = ignored_flags(settings(*flags.split()))
+    assert len(found) == len(said)
+    assert all(part in message for part, message in zip(said, found, strict=True))

@@ -237,3 +237,13 @@ def test_arrivals_are_held_for_the_window_or_until_enough_are_there() -> None:
     assert [new.request_id for new in alone.plan().new_requests] == ["alone"]
     assert admissions(4.0, 16)[0] == 5, "the first waited for four seconds' worth of others"
     assert admissions(1000.0, 3) == [3, 3]
+
+
+def test_deadline_halves_or_doubles_the_patience_of_a_request_with_its_priority() -> None:
+    policy = Driver(policy="deadline").scheduler.policy
+    keys = {p: policy.key(make_request("r", 8, priority=p)) for p in (-9, -4, -1, 0, 1, 4, 9)}
+    assert (keys[-1], keys[0], keys[1]) == (5.0, 10.0, 20.0)
+    assert keys[-9] == keys[-4] > 0.0 and keys[9] == keys[4], "no level starves another"
+    aimed = Slo(ttft=1.0)
+    with_target = {policy.key(make_request("r", 8, priority=p, slo=aimed)) for p in (-4, 0, 4)}
+    assert len(with_target) == 1
