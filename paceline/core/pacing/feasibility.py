@@ -14,25 +14,35 @@ This module does not know what else fills a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
-from paceline.core.request import Request
+from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
-__all__ = ["Feasibility"]
+__all__ = ["Feasibility", "Others"]
 
 # of those waiting, looked at by one triage: the work of so many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
 # waiting requests asked whether they can still be on time, at most: the step waits for the answer
 _MAX_ASKED: Final = 32
+
+
+class Others(NamedTuple):
+    """Ordinary requests that run and have prompts to compute."""
+
+    num: int
+    # the target of one can be met; or best effort with a deadline runs
+    urgent: bool
+    # one has no target for its first token
+    aimless: bool
 
 
 class Feasibility:
@@ -93,35 +103,44 @@ class Feasibility:
         return now + self._work.prompt_seconds(self._kv.num_to_compute(request)) > latest
 
     def endangers(
-        self, late: Request, now: float, *, urgent: bool, passed: Iterable[Request] = ()
+        self, late: Request, now: float, others: Others, passed: Sequence[Request] = ()
     ) -> bool:
-        """Whether a request whose targets can be met gains if a late one makes way: one that waits
-        or has a prompt to compute, or best effort with a deadline. Requests without targets gain
-        nothing that they asked for, and those that stream are kept at their pace whatever else
-        runs.
+        """Whether a late request makes way: for one whose target can be met, which waits or has a
+        prompt to compute, or for best effort with a deadline. Requests without targets gain nothing
+        that they asked for, and those that stream are kept at their pace whatever else runs. Where
+        all others have targets it makes way for those that are late as well, and for those to come.
 
         Args:
-            urgent: whether one that runs gains, see ``is_urgent``.
             passed: requests that wait, but were taken from the queue.
         """
-        if urgent or self._waiting.promised or late.asked.slo.best_effort:
+        if late.asked.slo.best_effort or self.pressing:
+            return True
+        waiting = self._waiting
+        num_waiting = len(waiting.ordinary) - (late in waiting.ordinary)
+        runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
+        if not passed and not num_waiting and others.num <= runs:
+            return False
+        aimless = len(waiting.ordinary) > waiting.num_targeted or any(map(_is_aimless, passed))
+        if not aimless and not others.aimless:
+            return True
+        if others.urgent or waiting.promised:
             return True
         # the last in order are the likeliest
-        waiting = chain(passed, *map(reversed, self._waiting.targeted.values()))
+        those = chain(passed, *map(reversed, waiting.targeted.values()))
         return any(
             other is not late and other.targets.ttft is not None and not self.is_late(other, now)
-            for other in islice(waiting, _MAX_ASKED)
+            for other in islice(those, _MAX_ASKED)
         )
 
-    def is_urgent(self, view: RunningView, now: float) -> bool:
-        """Whether a running request gains if late ones make way: one that has a prompt to compute
-        and whose first token can be in time, or best effort with a deadline."""
-        if any(r.tier is Tier.PROMISED for r in chain(view.must_run, view.best_effort)):
-            return True
-        return view.urgent and any(
-            r.tier is Tier.ORDINARY and r.targets.ttft is not None and not self.is_late(r, now)
-            for r in view.wide
+    def others(self, view: RunningView, now: float) -> Others:
+        """What a late request finds beside it in a step that begins at ``now``."""
+        ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
+        urgent = any(r.tier is Tier.PROMISED for r in chain(view.must_run, view.best_effort))
+        urgent = urgent or (
+            view.urgent
+            and any(r.targets.ttft is not None and not self.is_late(r, now) for r in ordinary)
         )
+        return Others(len(ordinary), urgent, any(map(_is_aimless, ordinary)))
 
     def next_late(self) -> Request | None:
         """The first waiting request that was demoted because its first token is late."""
@@ -160,19 +179,24 @@ class Feasibility:
     def _demote_running(self, view: RunningView, now: float) -> bool:
         """Running requests whose first token is late in any case yield to those that can be in
         time, as long as there are any. Returns whether a request changed its tier."""
+        demoted = [r for r in view.best_effort if _was_late(r)]
         # one that has rejoined does not go to and fro: what it has computed would be lost
         late = [r for r in view.wide if not _has_rejoined(r) and self.is_late(r, now)]
-        demoted = [r for r in view.best_effort if _was_late(r)]
         if not late and not demoted:
             return False
-        urgent = self.is_urgent(view, now)
-        losers = [r for r in late if self.endangers(r, now, urgent=urgent)]
+        others = self.others(view, now)
+        losers = [r for r in late if self.endangers(r, now, others)]
         for request in losers:
             self._running.move(request, self.demote)
-        back = [r for r in demoted if not self.endangers(r, now, urgent=urgent)]
+        back = self._that_rejoin(demoted, now, others)
         for request in back:
             self._running.move(request, _rejoin)
         return bool(losers or back)
+
+    def _that_rejoin(self, demoted: list[Request], now: float, others: Others) -> list[Request]:
+        if not others.aimless:
+            return []
+        return [request for request in demoted if not self.endangers(request, now, others)]
 
     def _keep_deadlines(self, view: RunningView, starts: float) -> bool:
         """Demote best-effort requests that cannot all be done in time, and restore those that can
@@ -215,14 +239,26 @@ class Feasibility:
             [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
             self._waiting.group,
         )
-        none_gains = not self._waiting.promised and not self.is_urgent(view, starts)
-        if len(losers) == len(first) and none_gains:
-            # none can be on time, so none gains if others yield
-            losers = []
+        if losers and not self.pressing:
+            losers = self._in_vain(losers, first, view, starts)
         for loser in losers:
             if not loser.favoured:
                 self._waiting.move(loser, self.demote)
         self._triaged_at = self._waiting.num_changes
+
+    def _in_vain(
+        self, losers: list[Request], first: list[Request], view: RunningView, now: float
+    ) -> list[Request]:
+        """``losers`` of a triage of ``first``, without those by whose leaving no other gains."""
+        if len(losers) < len(first):
+            return losers
+        others = self.others(view, now)
+        if not self.endangers(first[0], now, others):
+            return []
+        if len(losers) == len(self._waiting.ordinary) and not others.num:
+            # none can be on time, so the first yields to none
+            return [loser for loser in losers if loser is not first[0]]
+        return losers
 
     def _is_triage_due(self) -> bool:
         """Predictions move slowly: when a request came or went, or every so often."""
@@ -245,6 +281,11 @@ def _was_late(request: Request) -> bool:
 
 def _has_rejoined(request: Request) -> bool:
     return request.targets.ttft is None and request.tier is Tier.ORDINARY
+
+
+def _is_aimless(request: Request) -> bool:
+    """Whether it never had a target for its first token."""
+    return request.asked.slo.ttft is None
 
 
 def _restore(request: Request) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
-from paceline.core.pacing.feasibility import Feasibility
+from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape
@@ -87,8 +87,8 @@ class PacedLimits(StepLimits):
         # the request for which others were preempted
         self.made_way_for: Request | None = None
         self.now = 0.0
-        # a running request that can have its first token in time has a prompt to compute
-        self.urgent = False
+        # what late requests find beside them
+        self.others = Others(0, urgent=False, aimless=False)
         # the pass under way, and requests found to be late in it
         self._last = Tier.ORDINARY
         self._num_demoted = 0
@@ -152,17 +152,17 @@ class PacedLimits(StepLimits):
         return head
 
     def _let_rejoin(self, step: StepBuilder) -> None:
-        """If there is room, let a late request be ordinary again that endangers no other, or else
-        would have come before the first, which asked for nothing."""
+        """If there is room, let a late request be ordinary again beside those that asked for
+        nothing: if it comes before the first of them, or if it endangers no target."""
         late = self._feasibility.next_late()
         if late is None or step.budget <= 0 or len(self._running) >= self._max_num_seqs:
             return
         head = self._waiting.ordinary.peek()
-        if head is not None and head.targets.ttft is None:
+        if head is not None:
+            # one at a time, and in order
             if head.asked.slo.ttft is not None or head.order < (late.key, late.order[1]):
-                # one at a time, and in order
                 return
-        elif self._feasibility.endangers(late, self.now, urgent=self.urgent):
+        elif not self.others.aimless or self._feasibility.endangers(late, self.now, self.others):
             return
         self._feasibility.rejoin(late)
 
@@ -174,7 +174,7 @@ class PacedLimits(StepLimits):
         ):
             # if so many were, the next is admitted as it is: some request has to be
             return False
-        if not self._feasibility.endangers(request, self.now, urgent=self.urgent, passed=passed):
+        if not self._feasibility.endangers(request, self.now, self.others, passed):
             return False
         self._feasibility.demote(request)
         self._num_demoted += 1
@@ -193,7 +193,7 @@ class PacedLimits(StepLimits):
         if self.guard is not None:
             self.guard.add(request)
         if request.targets.ttft is not None and not self._feasibility.is_late(request, self.now):
-            self.urgent = True
+            self.others = self.others._replace(urgent=True)
         if request.targets.ttft is not None and self._model.ready and self._adaptive:
             # its prompt is not kept waiting for best-effort rows, like that of running ones
             self._seconds = 0.0

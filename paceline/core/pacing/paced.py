@@ -101,7 +101,7 @@ class Paced:
         limits.pressure = pressure
         limits.chunk_tokens = allowance.tokens - len(running)
         limits.pressing = feasibility.pressing
-        limits.urgent = feasibility.is_urgent(view, now)
+        limits.others = feasibility.others(view, now)
         # where the step is too short for all of them, those that run already come first
         left = tokens - len(running) - (view.favoured - waiting_favoured)
         waiting_favoured = max(0, min(waiting_favoured, left))
@@ -170,7 +170,7 @@ class Paced:
             # it would not be admitted, however many made way
             return 0
         late = feasibility.is_late(head, now)
-        yields = late and feasibility.endangers(head, now, urgent=limits.urgent)
+        yields = late and feasibility.endangers(head, now, limits.others)
         if yields or not limits.allows(head):
             return 0
         displaces = self._displaces_though_late if late else self._state.policy.displaces
@@ -187,9 +187,12 @@ class Paced:
 
 
 def _passes(view: RunningView, *, pressing: bool) -> tuple[Pass, ...]:
-    """Ordinary requests, then best effort tier by tier."""
+    """Ordinary requests, favoured ones first, then best effort tier by tier."""
+    ordinary = view.ordinary
+    if view.favoured:
+        ordinary = sorted(ordinary, key=lambda request: not request.favoured)
     return (
-        Pass(view.ordinary, list(view.must_run), Tier.ORDINARY),
+        Pass(ordinary, list(view.must_run), Tier.ORDINARY),
         *(
             Pass([r for r in view.best_effort if first <= r.tier <= last], [], last)
             for first, last in (_PRESSED if pressing else _BEST_EFFORT)

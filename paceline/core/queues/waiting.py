@@ -230,6 +230,11 @@ class WaitingRoom:
         return self._targeted
 
     @property
+    def num_targeted(self) -> int:
+        """How many these are."""
+        return len(self._dues)
+
+    @property
     def earliest_due(self) -> float:
         """When the first of these first tokens is due; never, if there are none."""
         return self._dues[0] if self._dues else math.inf
