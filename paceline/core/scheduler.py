@@ -180,6 +180,7 @@ class Scheduler:
         held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(held_by, now)
         self._last.held_by, self._last.chunk_tokens = held_by, limits.chunk_tokens
+        self._last.pressing = limits.pressing
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
@@ -208,7 +209,7 @@ class Scheduler:
         how full memory is without them."""
         kv = self.kv
         if kv.num_fetched_blocks:
-            head = self._waiting.first(pressing=self._pacing.pressing)
+            head = self._waiting.first(pressing=self._last.pressing)
             if head is not None:
                 self._waiting.offload.make_room(head, beside_others=beside_others)
         num_free = kv.pool.num_free + kv.num_fetched_blocks
@@ -265,7 +266,7 @@ class Scheduler:
         self._waiting.rest()
         self._paced.rest()
         self._door.limits.rest()
-        self._last.held_by = None
+        self._last.held_by, self._last.pressing = None, False
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
 

@@ -18,7 +18,7 @@ from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import Pressure, PressureValve
 from paceline.core.pacing import deadlines
 from paceline.core.pacing.ageing import Ageing
-from paceline.core.pacing.budget import AdaptiveBudget
+from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.door import QueueLimits
 from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
@@ -69,8 +69,13 @@ def chunk(model: StepTimeModel) -> ChunkSize:
 
 
 @pytest.fixture
-def budget(model: StepTimeModel, chunk: ChunkSize) -> AdaptiveBudget:
-    return AdaptiveBudget(model, chunk, WorkEstimator(model, LengthHistory()), 0.03)
+def budget(model: StepTimeModel, chunk: ChunkSize) -> StepBudget:
+    return StepBudget(
+        model,
+        chunk,
+        WorkEstimator(model, LengthHistory()),
+        SchedulerConfig(best_effort_step_s=0.03),
+    )
 
 
 def streams(count: int, slo: Slo) -> list[Request]:
@@ -110,7 +115,7 @@ def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
     limits.check(1792, None, Pressure.CLOSED, 1)
 
 
-def test_triage_leaves_the_largest_out(budget: AdaptiveBudget) -> None:
+def test_triage_leaves_the_largest_out(budget: StepBudget) -> None:
     says("A token takes 1.03 ms", "they need 1.23 s", "the others end after 0.41 s")
     each = budget.seconds_per_token(NO_VIEW)
     assert each == pytest.approx(0.00103, abs=5e-6)
@@ -167,7 +172,7 @@ def test_slack(model: StepTimeModel, chunk: ChunkSize) -> None:
         for _ in range(8):
             lengths.observe(chat.label, 10 + to_come)
         chat.num_tokens, chat.num_computed_tokens = 11, 10
-        budget = AdaptiveBudget(model, chunk, WorkEstimator(model, lengths), 0.03)
+        budget = StepBudget(model, chunk, WorkEstimator(model, lengths), SchedulerConfig())
         return budget.allow(RunningView.of([chat]), now).seconds
 
     assert seconds(0.8, 40) == pytest.approx(0.1)
@@ -175,9 +180,7 @@ def test_slack(model: StepTimeModel, chunk: ChunkSize) -> None:
     assert seconds(0.95, 2) == pytest.approx(0.09)
 
 
-def test_best_effort_lengthens_a_step_by_its_own(
-    model: StepTimeModel, budget: AdaptiveBudget
-) -> None:
+def test_best_effort_lengthens_a_step_by_its_own(model: StepTimeModel, budget: StepBudget) -> None:
     says("their rows take 20 ms. A batch prompt may make that step 50 ms")
     rows = model.predict(StepShape(0, 0.0, 10, 0))
     assert rows + budget.best_effort_seconds == pytest.approx(0.05)

@@ -1,6 +1,6 @@
 """How many tokens a step may compute while requests have targets, and how long it may take.
 
-``FixedBudget`` always says ``max_num_batched_tokens``. ``AdaptiveBudget`` takes the least of:
+With ``adaptive_token_budget`` it is the least of these, and else ``max_num_batched_tokens``:
 
 * the chunk that is best for throughput (``predict.chunk``);
 * *slack*: the next token of a request with a TPOT target is due at a known time, so a step may take
@@ -16,23 +16,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from paceline.core.pacing.tpot_guard import PACE_SHARE
+from paceline.core.config import SchedulerConfig
 from paceline.core.pacing.view import RunningView
 from paceline.core.predict.chunk import LATE_QUANTILE, ChunkSize
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
 
-__all__ = ["AdaptiveBudget", "Allowance", "FixedBudget", "StepBudget"]
+__all__ = ["PACE_SHARE", "Allowance", "StepBudget", "least_target"]
 
+# requests are paced to this share of their TPOT target: what is aimed at is missed half of the time
+PACE_SHARE: Final = 0.9
 # a request that would have to go so much faster than its target to catch up is past saving
 _HOPELESS: Final = 0.5
 # of predicted lengths, for the time there is to catch up: rather too short than too long
 _LEFT_QUANTILE: Final = 0.25
 # times what the rows alone take: the longest step while tenants share the engine
 _SHARED_ROWS: Final = 3.0
+
+
+def least_target(model: StepTimeModel) -> float:
+    """Seconds: a TPOT target below this cannot be met."""
+    return model.predict(StepShape(0, 0.0, 1, 0)) / PACE_SHARE
 
 
 class Allowance(NamedTuple):
@@ -44,105 +51,64 @@ class Allowance(NamedTuple):
     seconds: float
 
 
-class StepBudget(Protocol):
-    """Asked once a step, before anything is planned."""
-
-    @property
-    def best_effort_seconds(self) -> float:
-        """The longest that best effort may make a step by itself."""
-        ...
-
-    @property
-    def full_step_seconds(self) -> float:
-        """Of the longest step in which all is best effort."""
-        ...
-
-    def allow(self, view: RunningView, now: float) -> Allowance:
-        """What the next step may spend."""
-        ...
-
-    def seconds_per_token(self, view: RunningView) -> float:
-        """What a prompt token takes while these run, all of them being on time."""
-        ...
-
-
-class FixedBudget:
-    """The same for every step."""
-
-    best_effort_seconds = math.inf
-
-    def __init__(self, model: StepTimeModel, max_num_batched_tokens: int) -> None:
-        self._model = model
-        self._tokens = max_num_batched_tokens
-
-    @property
-    def full_step_seconds(self) -> float:
-        return self._model.predict(StepShape().plus(0, max(2, self._tokens)))
-
-    def allow(self, view: RunningView, now: float) -> Allowance:
-        return Allowance(self._tokens, math.inf)
-
-    def seconds_per_token(self, view: RunningView) -> float:
-        tokens = max(2, self._tokens - view.num_running)
-        return self._model.predict(view.base.plus(0, tokens)) / tokens
-
-
-class AdaptiveBudget:
-    """See the module.
+class StepBudget:
+    """Asked once a step, before anything is planned.
 
     Args:
         work: how many tokens requests are predicted to have.
-        best_effort_step_s: seconds of a step in which all that runs is best effort.
     """
 
     def __init__(
-        self,
-        model: StepTimeModel,
-        chunk: ChunkSize,
-        work: WorkEstimator,
-        best_effort_step_s: float,
+        self, model: StepTimeModel, chunk: ChunkSize, work: WorkEstimator, config: SchedulerConfig
     ) -> None:
         self._model = model
         self._chunk = chunk
         self._work = work
-        self._best_effort_step_s = best_effort_step_s
+        self._adaptive = config.adaptive_token_budget
+        self._most = config.max_num_batched_tokens
+        # seconds of a step in which all that runs is best effort
+        self._best_effort_step_s = config.best_effort_step_s if self._adaptive else math.inf
 
     @property
     def best_effort_seconds(self) -> float:
-        """As configured; where a single row, or the fixed part of a step with prompts, takes so
-        long already, a new request waits for that in any case, and twice as long lets others share
-        it."""
+        """The longest that best effort may make a step by itself: as configured. Where a single
+        row, or the fixed part of a step with prompts, takes so long already, a new request waits
+        for that in any case, and twice as long lets others share it."""
         row = self._model.predict(StepShape(0, 0.0, 1, 0))
         return max(self._best_effort_step_s, 2.0 * max(row, self._chunk.tile_seconds()[0]))
 
     @property
     def full_step_seconds(self) -> float:
-        longest = self._model.predict(StepShape().plus(0, max(2, self._chunk.knee())))
+        """Of the longest step in which all is best effort."""
+        tokens = self._chunk.knee() if self._adaptive else self._most
+        longest = self._model.predict(StepShape().plus(0, max(2, tokens)))
         return min(longest, self.best_effort_seconds)
 
     def allow(self, view: RunningView, now: float) -> Allowance:
+        """What the next step may spend."""
         chunk, num_running = self._chunk, view.num_running
+        if not self._adaptive:
+            return Allowance(self._most, math.inf)
         gap = min(view.gap, chunk.gap) if view.narrow_rows else math.inf
         if not self._model.ready:
             return Allowance(chunk.untrained(num_running, careful=gap < math.inf), math.inf)
-        wide_start = max((request.num_computed_tokens for request in view.wide), default=0)
-        most = math.inf if gap == math.inf else chunk.beside_streams(view.base, wide_start, gap)
+        start = max((request.num_computed_tokens for request in view.wide), default=0)
+        most = self._most if gap == math.inf else chunk.beside_streams(view.base, start, gap)
         if view.favoured:
             # the requests in whose way it stands have had more than their share
-            return Allowance(chunk.total(int(min(view.favoured, most)), num_running), 0.0)
-        spare = min(self._least_spare(view.paced, now), gap)
-        late = max(1.0, self._model.quantile(LATE_QUANTILE))
-        # a prompt with a target is not kept waiting for best-effort rows
+            return Allowance(chunk.total(min(view.favoured, most), num_running), 0.0)
         if num_running and not view.awaited:
             allowed = self.best_effort_seconds
-        elif view.shared:
-            allowed = min(self._shared_seconds(view), spare / late)
-        elif spare == math.inf:
-            tokens = chunk.total(chunk.unpaced(num_running, view.narrow_rows), num_running)
-            return Allowance(tokens, 0.0 if view.urgent else math.inf)
         else:
-            allowed = spare / late
-        tokens = int(min(chunk.within(view.base, wide_start, allowed, shared=view.shared), most))
+            allowed = min(self._least_spare(view.paced, now), gap)
+            allowed /= max(1.0, self._model.quantile(LATE_QUANTILE))
+            if view.shared:
+                allowed = min(allowed, self._shared_seconds(view))
+        if allowed == math.inf:
+            tokens = chunk.unpaced(num_running, view.narrow_rows)
+        else:
+            tokens = min(most, chunk.within(view.base, start, allowed, shared=view.shared))
+        # a prompt with a target is not kept waiting for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
     def _shared_seconds(self, view: RunningView) -> float:
@@ -152,40 +118,35 @@ class AdaptiveBudget:
         return max(self.best_effort_seconds, _SHARED_ROWS * self._model.predict(view.base))
 
     def _least_spare(self, paced: Sequence[Request], now: float) -> float:
-        """The least ``_spare`` of all of these. None is less than the time until its next token is
-        due, so few of the requests that are in time have to be asked: fewest if those that came
-        last, which are not far ahead of their schedule yet, are looked at first."""
+        """Seconds the next step may take for all paced requests: until the next token of each is
+        due, or, for one that is behind, a share of the time until its last one is, so that it
+        catches up while it lasts and not at once. One that cannot catch up has missed: it is kept
+        at its pace, and others need not miss for it."""
         least = math.inf
+        # those that came last are not far ahead of their schedule yet: few others have less time
         for request in reversed(paced):
             tpot, first_token = request.targets.tpot, request.first_token_time
             assert tpot is not None and first_token is not None, "it is paced"
+            pace = PACE_SHARE * tpot
             done = request.num_tokens - request.num_prompt_tokens + request.num_pending_tokens
-            if first_token + done * (PACE_SHARE * tpot) - now < least:
-                least = min(least, self._spare(request, now))
+            spare = first_token + done * pace - now
+            if spare >= least:
+                continue
+            if spare < pace:
+                left = max(1, self._work.output_tokens(request, _LEFT_QUANTILE) - done)
+                catching_up = (first_token + (done + left - 1) * pace - now) / left
+                spare = pace if catching_up < _HOPELESS * pace else max(spare, catching_up)
+            least = min(least, spare)
         return least
 
-    def _spare(self, request: Request, now: float) -> float:
-        """Seconds the next step may take for a paced request: until its next token is due, or, for
-        one that is behind, a share of the time until its last one is, so that it catches up while
-        it lasts and not at once. One that cannot catch up has missed: it is kept at its pace, and
-        others need not miss for it."""
-        tpot, first_token = request.targets.tpot, request.first_token_time
-        assert tpot is not None and first_token is not None, "it is paced"
-        pace = PACE_SHARE * tpot
-        done = request.num_output_tokens + request.num_pending_tokens
-        spare = first_token + done * pace - now
-        if spare >= pace:
-            return spare
-        left = max(1, self._work.output_tokens(request, _LEFT_QUANTILE) - done)
-        catching_up = (first_token + (done + left - 1) * pace - now) / left
-        if catching_up < _HOPELESS * pace:
-            return pace
-        return max(spare, catching_up)
-
     def seconds_per_token(self, view: RunningView) -> float:
-        chunk, base = self._chunk, view.base
-        tokens = chunk.beside(view.num_running, view.narrow_rows, shared=view.shared)
-        if view.paced:
-            pace = PACE_SHARE * view.tightest
-            tokens = max(chunk.floor, chunk.within(base, 0, pace, shared=view.shared))
+        """What a prompt token takes while these run, all of them being on time."""
+        chunk, base, num_running = self._chunk, view.base, view.num_running
+        if not self._adaptive:
+            tokens = max(2, self._most - num_running)
+        else:
+            tokens = chunk.beside(num_running, view.narrow_rows, shared=view.shared)
+            if view.paced:
+                pace = PACE_SHARE * view.tightest()
+                tokens = max(chunk.floor, chunk.within(base, 0, pace, shared=view.shared))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens

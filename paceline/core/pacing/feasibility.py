@@ -2,7 +2,7 @@
 
 Two ways to find them: a request whose prompt alone takes longer than is left is late in any case;
 and of those that wait, the fewest whose leaving out lets the others be on time (``triage``).
-Best-effort requests with a deadline that they cannot meet are demoted as well (``deadlines``).
+Best-effort requests that cannot meet their deadline are late as well (see ``deadlines``).
 
 A late request yields to those whose targets it endangers and to no others: it is demoted while
 there are any, and once there are none it rejoins the ordinary ones at the place that it had. So
@@ -16,23 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, islice
+from operator import methodcaller
 from typing import Final, NamedTuple
 
 from paceline.core.pacing.budget import StepBudget
-from paceline.core.pacing.deadlines import Deadlines
+from paceline.core.pacing.deadlines import QUANTILE, Deadlines
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
+from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
-__all__ = ["Feasibility", "Others"]
+__all__ = ["REJOIN", "Feasibility", "Others"]
 
 # of those waiting, looked at by one triage: the work of so many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
 # waiting requests asked whether they can still be on time, at most: the step waits for the answer
 _MAX_ASKED: Final = 32
+# lets a request be ordinary again
+REJOIN: Final = methodcaller("move", Move.REJOIN)
 
 
 class Others(NamedTuple):
@@ -46,13 +50,9 @@ class Others(NamedTuple):
 
 
 class Feasibility:
-    """Finds late requests and demotes them.
+    """Finds late requests and demotes them, unless ``config.relegate_late`` is off."""
 
-    Args:
-        deadlines: of best-effort requests.
-    """
-
-    def __init__(self, state: SchedulerState, budget: StepBudget, deadlines: Deadlines) -> None:
+    def __init__(self, state: SchedulerState, budget: StepBudget) -> None:
         self._enabled = state.config.relegate_late
         self._later = state.policy.later
         self._service_order = state.policy.service_order
@@ -62,45 +62,40 @@ class Feasibility:
         self._work = state.work
         self._kv = state.kv
         self._budget = budget
-        self._deadlines = deadlines
+        self.deadlines = Deadlines(state, budget, self.demote)
         self.num_demoted = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
-
-    @property
-    def pressing(self) -> bool:
-        """Whether best-effort requests would miss their deadlines if order alone decided between
-        them and those that have missed theirs."""
-        return self._deadlines.verdict.pressing
-
-    def rest(self) -> None:
-        """The last request has ended."""
-        self._deadlines.rest()
 
     # ------------------------------------------------------------------ one request
 
     def is_late(self, request: Request, now: float) -> bool:
         """Whether not even computing nothing else would meet its TTFT target any more; of a
         best-effort request, its deadline."""
-        if request.favoured or not self._enabled:
+        if request.favoured or not self._enabled or not self._step_time.ready:
             return False
-        if request.tier is not Tier.ORDINARY:
-            return self._deadlines.is_hopeless(request, now)
-        ttft = request.asked.slo.ttft
-        if (
-            ttft is None
-            or request.aged
-            or request.first_token_time is not None
-            or request.num_pending_tokens
-            or not self._step_time.ready
-        ):
-            return False
-        latest = request.asked.arrival_time + ttft
-        if now + self._work.prompt_seconds(request.num_uncomputed_tokens) <= latest:
-            return False
+        latest, lacking = request.asked.arrival_time, request.num_uncomputed_tokens
+        if request.tier is Tier.ORDINARY:
+            ttft = request.asked.slo.ttft
+            begun = request.first_token_time is not None or request.num_pending_tokens
+            if ttft is None or request.aged or begun:
+                return False
+            latest += ttft
+        else:
+            deadline = request.targets.deadline
+            if deadline is None or request.tier is Tier.RELEGATED:
+                return False
+            (left,) = self._work.least_left((request,), QUANTILE)
+            latest = latest + deadline - left * self._step_time.predict(StepShape(0, 0.0, 1, 0))
+            if lacking <= 1:
+                return now > latest
         # what is cached of its prompt takes no time: looked for only if that matters
-        return now + self._work.prompt_seconds(self._kv.num_to_compute(request)) > latest
+        seconds = self._work.prompt_seconds
+        return (
+            now + seconds(lacking) > latest
+            and now + seconds(self._kv.num_to_compute(request)) > latest
+        )
 
     def endangers(
         self, late: Request, now: float, others: Others, passed: Sequence[Request] = ()
@@ -113,7 +108,7 @@ class Feasibility:
         Args:
             passed: requests that wait, but were taken from the queue.
         """
-        if late.asked.slo.best_effort or self.pressing:
+        if late.asked.slo.best_effort or self.deadlines.pressing:
             return True
         waiting = self._waiting
         num_waiting = len(waiting.ordinary) - (late in waiting.ordinary)
@@ -135,21 +130,11 @@ class Feasibility:
     def others(self, view: RunningView, now: float) -> Others:
         """What a late request finds beside it in a step that begins at ``now``."""
         ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
-        urgent = any(r.tier is Tier.PROMISED for r in chain(view.must_run, view.best_effort))
-        urgent = urgent or (
+        urgent = any(request.tier is Tier.PROMISED for request in view.best_effort) or (
             view.urgent
             and any(r.targets.ttft is not None and not self.is_late(r, now) for r in ordinary)
         )
         return Others(len(ordinary), urgent, any(map(_is_aimless, ordinary)))
-
-    def next_late(self) -> Request | None:
-        """The first waiting request that was demoted because its first token is late."""
-        late = self._waiting.relegated.peek()
-        return None if late is None or late.asked.slo.best_effort else late
-
-    def rejoin(self, late: Request) -> None:
-        """Let one that waits be ordinary again."""
-        self._waiting.move(late, _rejoin)
 
     def demote(self, request: Request) -> None:
         """Move the request, which is in no ordered place, to the tier of those that are late, with
@@ -160,60 +145,23 @@ class Feasibility:
 
     # ------------------------------------------------------------------ all of them
 
-    def settle(self, starts: float) -> RunningView:
-        """Move late requests to their tiers, if a step that begins at ``starts`` is next, and
-        return the running requests as they then are."""
-        running = self._running.requests
-        view = RunningView.of(running)
-        moved = self._demote_running(view, starts) if self._enabled else False
-        if self._enabled:
-            moved = self._keep_deadlines(view, starts) or moved
-        if moved:
-            view = RunningView.of(running)
-        return self.hurry(view)
-
-    def hurry(self, view: RunningView) -> RunningView:
-        """Tell best-effort requests apart that must not sit this step out."""
-        return view.hurry(self._deadlines.must_run(view)) if self._enabled else view
-
-    def _demote_running(self, view: RunningView, now: float) -> bool:
-        """Running requests whose first token is late in any case yield to those that can be in
-        time, as long as there are any. Returns whether a request changed its tier."""
-        demoted = [r for r in view.best_effort if _was_late(r)]
+    def settle(self, view: RunningView, now: float) -> bool:
+        """Demote running requests whose first token is late in any case, as long as there are any
+        that gain by it, and let those demoted rejoin once there are none. Returns whether a request
+        changed its tier."""
         # one that has rejoined does not go to and fro: what it has computed would be lost
         late = [r for r in view.wide if not _has_rejoined(r) and self.is_late(r, now)]
+        demoted = [r for r in view.best_effort if _was_late(r)]
         if not late and not demoted:
             return False
         others = self.others(view, now)
         losers = [r for r in late if self.endangers(r, now, others)]
         for request in losers:
             self._running.move(request, self.demote)
-        back = self._that_rejoin(demoted, now, others)
+        back = [r for r in demoted if others.aimless and not self.endangers(r, now, others)]
         for request in back:
-            self._running.move(request, _rejoin)
+            self._running.move(request, REJOIN)
         return bool(losers or back)
-
-    def _that_rejoin(self, demoted: list[Request], now: float, others: Others) -> list[Request]:
-        if not others.aimless:
-            return []
-        return [request for request in demoted if not self.endangers(request, now, others)]
-
-    def _keep_deadlines(self, view: RunningView, starts: float) -> bool:
-        """Demote best-effort requests that cannot all be done in time, and restore those that can
-        after all. Returns whether any that run were demoted."""
-        found = False
-        change = self._deadlines.look(view, starts)
-        for loser in change.leave:
-            if loser.favoured:
-                continue
-            if loser in self._waiting:
-                self._waiting.move(loser, self.demote)
-            else:
-                found = True
-                self._running.move(loser, self.demote)
-        for request in change.come_back:
-            self._waiting.move(request, _restore)
-        return found
 
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
@@ -239,26 +187,25 @@ class Feasibility:
             [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
             self._waiting.group,
         )
-        if losers and not self.pressing:
-            losers = self._in_vain(losers, first, view, starts)
+        if len(losers) == len(first) and losers and not self.deadlines.pressing:
+            losers = self._that_yield(losers, first[0], view, starts)
         for loser in losers:
             if not loser.favoured:
                 self._waiting.move(loser, self.demote)
         self._triaged_at = self._waiting.num_changes
 
-    def _in_vain(
-        self, losers: list[Request], first: list[Request], view: RunningView, now: float
+    def _that_yield(
+        self, late: list[Request], first: Request, view: RunningView, now: float
     ) -> list[Request]:
-        """``losers`` of a triage of ``first``, without those by whose leaving no other gains."""
-        if len(losers) < len(first):
-            return losers
+        """Of waiting requests all of which a triage found late, those by whose leaving others
+        gain."""
         others = self.others(view, now)
-        if not self.endangers(first[0], now, others):
+        if not self.endangers(first, now, others):
             return []
-        if len(losers) == len(self._waiting.ordinary) and not others.num:
+        if len(late) == len(self._waiting.ordinary) and not others.num:
             # none can be on time, so the first yields to none
-            return [loser for loser in losers if loser is not first[0]]
-        return losers
+            return [request for request in late if request is not first]
+        return late
 
     def _is_triage_due(self) -> bool:
         """Predictions move slowly: when a request came or went, or every so often."""
@@ -286,11 +233,3 @@ def _has_rejoined(request: Request) -> bool:
 def _is_aimless(request: Request) -> bool:
     """Whether it never had a target for its first token."""
     return request.asked.slo.ttft is None
-
-
-def _restore(request: Request) -> None:
-    request.move(Move.RESTORE)
-
-
-def _rejoin(request: Request) -> None:
-    request.move(Move.REJOIN)

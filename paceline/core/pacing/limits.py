@@ -15,12 +15,13 @@ This module does not know how the seconds are found (``budget``), nor which requ
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
-from paceline.core.pacing.feasibility import Feasibility, Others
+from paceline.core.pacing.feasibility import REJOIN, Feasibility, Others
 from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape
@@ -28,10 +29,9 @@ from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.limits import StepLimits
-from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["BestEffortTime", "PacedLimits"]
+__all__ = ["PacedLimits"]
 
 # a best-effort request that was passed over in so many steps gets a row, late or not
 _MAX_SKIPPED_STEPS: Final = 8
@@ -48,69 +48,39 @@ _TILE: Final = 16
 _MAX_DEMOTED: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class BestEffortTime:
-    """Predicted seconds that best effort may use of one step."""
-
-    # of the whole step, beyond which best-effort rows stay out
-    step: float
-    # the same for requests without targets
-    background: float
-    # by which best effort may lengthen the rows of others
-    added: float
-
-
+@dataclass(slots=True, eq=False, kw_only=True)
 class PacedLimits(StepLimits):
-    """Made by ``Paced``, which sets the attributes of the base class."""
+    """Made by ``Paced``."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        tokens: int,
-        time: BestEffortTime,
-        feasibility: Feasibility,
-        bucket: BackgroundBucket,
-    ) -> None:
-        super().__init__(state, tokens)
-        self._model = state.step_time
-        self._seconds = time.step
-        self._background_seconds = time.background
-        self._added_seconds = time.added
-        self.asks = time.step < math.inf
-        self.meters = time.background < math.inf
-        self._adaptive = state.config.adaptive_token_budget
-        self._feasibility = feasibility
-        self._bucket = bucket
-        # None: the pace of running requests keeps no other out
-        self.guard: TpotGuard | None = None
-        self.pressure = Pressure.CLOSED
-        # the request for which others were preempted
-        self.made_way_for: Request | None = None
-        self.now = 0.0
-        # what late requests find beside them
-        self.others = Others(0, urgent=False, aimless=False)
-        # the pass under way, and requests found to be late in it
-        self._last = Tier.ORDINARY
-        self._num_demoted = 0
-        self._overdue_tokens = _OVERDUE_TOKENS
-        # predicted seconds, as of so many rows
-        self._predicted = 0.0
-        self._predicted_at = -1
-        # by which best effort of the first pass or admitted has lengthened the step
-        self._best_effort_cost = 0.0
-        self.ordinary_seconds = 0.0
+    now: float
+    feasibility: Feasibility
+    bucket: BackgroundBucket
+    # None: the pace of running requests keeps no other out
+    guard: TpotGuard | None
+    # predicted seconds by which best effort may lengthen the rows of others
+    added_seconds: float
+    # what late requests find beside them
+    others: Others
+    # the request for which others were preempted
+    made_way_for: Request | None
+    # the pass under way, and requests found to be late in it
+    _last: Tier = Tier.ORDINARY
+    _num_demoted: int = 0
+    # tokens left for rows that were passed over
+    _overdue_tokens: int = _OVERDUE_TOKENS
+    # predicted seconds, as of so many rows
+    _predicted: float = 0.0
+    _predicted_at: int = -1
+    # by which best effort of the first pass or admitted has lengthened the step
+    _best_effort_cost: float = 0.0
 
     # ------------------------------------------------------------------ admission
 
     def next(
         self, step: StepBuilder, last: Tier, passed: Sequence[Request]
     ) -> Request | Reason | None:
-        if last is Tier.ORDINARY:
-            if not passed:
-                self._let_rejoin(step)
-            request = self._next_ordinary(step, passed)
-        else:
-            request = self._next_best_effort(last)
+        state = self.state
+        request = self._first(step, last, passed)
         if request is None:
             return None
         if last is not self._last:
@@ -121,30 +91,31 @@ class PacedLimits(StepLimits):
         if many_demoted and last is Tier.ORDINARY:
             # a step without ordinary rows is for the requests just found to be late
             return None
-        if len(self._running) >= self._max_num_seqs:
+        running = state.running.requests
+        if len(running) >= state.config.max_num_seqs:
             return Reason.SLOTS
-        if request.tier is Tier.ORDINARY or not self._running:
+        if request.tier is Tier.ORDINARY or not running:
             return request
-        if self.pressure >= Pressure.HOLD_BEST_EFFORT:
+        if state.valve.level >= Pressure.HOLD_BEST_EFFORT:
             return Reason.PRESSURE
         return request if self._has_room(step, request, math.inf) else Reason.BUDGET
 
-    def _next_best_effort(self, last: Tier) -> Request | None:
-        request = self._waiting.peek_best_effort(pressing=self.pressing)
-        return None if request is None or request.tier > last else request
-
-    def _next_ordinary(self, step: StepBuilder, passed: Sequence[Request]) -> Request | None:
-        """The first ordinary request, or a best-effort one that has waited so long that its turn
-        has come among these: it is tried with them, but never in their way, nor before the one for
-        which others were preempted."""
-        head = self._waiting.ordinary.peek()
-        patient = self._waiting.peek_best_effort(pressing=self.pressing)
+    def _first(self, step: StepBuilder, last: Tier, passed: Sequence[Request]) -> Request | None:
+        """The first request of the pass. Among ordinary ones that may be a best-effort request which
+        has waited so long that its turn has come: it is tried with them, but never in their way,
+        nor before the one for which others were preempted."""
+        waiting = self.state.waiting
+        if last is Tier.ORDINARY and not passed:
+            self._let_rejoin(step)
+        head, patient = waiting.ordinary.peek(), waiting.peek_best_effort(pressing=self.pressing)
+        if last is not Tier.ORDINARY:
+            return None if patient is None or patient.tier > last else patient
         if (
             head is not None
             and patient is not None
             and head is not self.made_way_for
             and patient.order < head.order
-            and self.pressure < Pressure.HOLD_BEST_EFFORT
+            and self.state.valve.level < Pressure.HOLD_BEST_EFFORT
             and not any(request.tier is not Tier.ORDINARY for request in passed)
             and self._has_room(step, patient, self._most_seconds(step))
         ):
@@ -154,65 +125,71 @@ class PacedLimits(StepLimits):
     def _let_rejoin(self, step: StepBuilder) -> None:
         """If there is room, let a late request be ordinary again beside those that asked for
         nothing: if it comes before the first of them, or if it endangers no target."""
-        late = self._feasibility.next_late()
-        if late is None or step.budget <= 0 or len(self._running) >= self._max_num_seqs:
+        state = self.state
+        late = state.waiting.relegated.peek()
+        if (
+            late is None
+            or late.asked.slo.best_effort
+            or step.budget <= 0
+            or len(state.running.requests) >= state.config.max_num_seqs
+        ):
             return
-        head = self._waiting.ordinary.peek()
+        head = state.waiting.ordinary.peek()
         if head is not None:
             # one at a time, and in order
             if head.asked.slo.ttft is not None or head.order < (late.key, late.order[1]):
                 return
-        elif not self.others.aimless or self._feasibility.endangers(late, self.now, self.others):
+        elif not self.others.aimless or self.feasibility.endangers(late, self.now, self.others):
             return
-        self._feasibility.rejoin(late)
+        state.waiting.move(late, REJOIN)
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
         if (
             self._num_demoted >= _MAX_DEMOTED
             or (request.tier is Tier.ORDINARY and request.targets.ttft is None)
-            or not self._feasibility.is_late(request, self.now)
+            or not self.feasibility.is_late(request, self.now)
         ):
             # if so many were, the next is admitted as it is: some request has to be
             return False
-        if not self._feasibility.endangers(request, self.now, self.others, passed):
+        if not self.feasibility.endangers(request, self.now, self.others, passed):
             return False
-        self._feasibility.demote(request)
+        self.feasibility.demote(request)
         self._num_demoted += 1
         return True
 
     def obstacle(self, request: Request) -> Reason | None:
-        return None if self.allows(request) else Reason.PACE
-
-    def allows(self, request: Request) -> bool:
-        """Whether the tokens of all stay in time with one request more."""
-        return self.guard is None or self.guard.allows(request)
+        return None if self.guard is None or self.guard.allows(request) else Reason.PACE
 
     def admitted(self, request: Request) -> None:
         if request.tier is not Tier.ORDINARY:
             return
         if self.guard is not None:
             self.guard.add(request)
-        if request.targets.ttft is not None and not self._feasibility.is_late(request, self.now):
+        if request.targets.ttft is None:
+            return
+        if not self.feasibility.is_late(request, self.now):
             self.others = self.others._replace(urgent=True)
-        if request.targets.ttft is not None and self._model.ready and self._adaptive:
+        if self.state.step_time.ready and self.state.config.adaptive_token_budget:
             # its prompt is not kept waiting for best-effort rows, like that of running ones
-            self._seconds = 0.0
+            self.seconds = 0.0
 
     # ------------------------------------------------------------------ best effort
 
     def _limit(self, request: Request) -> float:
         """Predicted seconds of the step beyond which a best-effort request stays out."""
-        if self._background_seconds < self._seconds and request.tier is Tier.BACKGROUND:
-            return self._background_seconds
-        return self._seconds
+        if self.background_seconds < self.seconds and request.tier is Tier.BACKGROUND:
+            return self.background_seconds
+        return self.seconds
 
     def _most_seconds(self, step: StepBuilder) -> float:
         """Predicted seconds that a step with the rows so far may take with best effort, or the next
         request to arrive would wait for a long step of work without hurry."""
-        if not self._model.ready:
+        if not self.state.step_time.ready:
             return math.inf
-        own = self._model.predict(step.shape) - self._best_effort_cost if step.rows else 0.0
-        return own + self._added_seconds
+        own = (
+            self.state.step_time.predict(step.shape) - self._best_effort_cost if step.rows else 0.0
+        )
+        return own + self.added_seconds
 
     def _has_room(self, step: StepBuilder, request: Request, most: float) -> bool:
         """Whether the step stays within its limit, and ``most`` seconds, with the first tile of a
@@ -221,7 +198,7 @@ class PacedLimits(StepLimits):
         return (
             limit == math.inf
             or not step.rows
-            or self._model.predict(step.shape.plus(0, _TILE)) <= limit
+            or self.state.step_time.predict(step.shape.plus(0, _TILE)) <= limit
         )
 
     def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
@@ -230,14 +207,10 @@ class PacedLimits(StepLimits):
             limit = min(limit, self._most_seconds(step))
         if limit == math.inf:
             return max(1, step.budget)
-        low, high = 1, max(1, step.budget // _TILE)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._model.predict(step.shape.plus(start, middle * _TILE)) <= limit:
-                low = middle
-            else:
-                high = middle - 1
-        return low * _TILE
+        sizes = range(1, max(1, step.budget // _TILE) + 1)
+        shape, predict = step.shape, self.state.step_time.predict
+        fitting = bisect_right(sizes, limit, key=lambda n: predict(shape.plus(start, n * _TILE)))
+        return max(1, fitting) * _TILE
 
     def takes(self, step: StepBuilder, request: Request) -> bool:
         """If there is room, or if the request was passed over long enough and not too many others
@@ -248,8 +221,8 @@ class PacedLimits(StepLimits):
             return True
         if self._predicted_at != len(step.rows):
             self._predicted_at = len(step.rows)
-            self._predicted = self._model.predict(step.shape)
-        wanted = self._predicted + self._model.row_seconds(request.num_computed_tokens)
+            self._predicted = self.state.step_time.predict(step.shape)
+        wanted = self._predicted + self.state.step_time.row_seconds(request.num_computed_tokens)
         if wanted <= _ROUNDING * limit:
             # the next one asks once this one has its row
             self._predicted = wanted
@@ -257,7 +230,7 @@ class PacedLimits(StepLimits):
             request.num_skipped_steps = 0
             return True
         request.num_skipped_steps += 1
-        saves = self.meters and request.tier is Tier.BACKGROUND
+        saves = self.background_seconds < math.inf and request.tier is Tier.BACKGROUND
         patience = _MAX_SAVING_STEPS if saves else _MAX_SKIPPED_STEPS
         cost = _TILE if request.num_uncomputed_tokens > 1 else 1
         if request.num_skipped_steps <= patience or cost > self._overdue_tokens:
@@ -268,14 +241,16 @@ class PacedLimits(StepLimits):
 
     def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
         if request.tier is Tier.BACKGROUND:
-            predict = self._model.predict
-            self._bucket.charge(predict(step.shape) - predict(before))
+            predict = self.state.step_time.predict
+            self.bucket.charge(predict(step.shape) - predict(before))
 
     def lengthened(self, step: StepBuilder, before: StepShape) -> None:
-        self._best_effort_cost += self._model.predict(step.shape) - self._model.predict(before)
+        self._best_effort_cost += self.state.step_time.predict(
+            step.shape
+        ) - self.state.step_time.predict(before)
 
     def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
         if len(step.rows) > num_must_run:
-            self.ordinary_seconds = self._model.predict(step.shape) - self._best_effort_cost
-        self._seconds = min(self._seconds, self._most_seconds(step))
-        self.asks = self._seconds < math.inf
+            predicted = self.state.step_time.predict(step.shape)
+            self.ordinary_seconds = predicted - self._best_effort_cost
+        self.seconds = min(self.seconds, self._most_seconds(step))

@@ -17,14 +17,14 @@ This module does not know how rows are written or requests admitted.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.ageing import Ageing
-from paceline.core.pacing.budget import AdaptiveBudget, FixedBudget, StepBudget
-from paceline.core.pacing.deadlines import Deadlines
-from paceline.core.pacing.feasibility import Feasibility
-from paceline.core.pacing.limits import BestEffortTime, PacedLimits
+from paceline.core.pacing.budget import StepBudget
+from paceline.core.pacing.feasibility import Feasibility, Others
+from paceline.core.pacing.limits import PacedLimits
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
@@ -63,83 +63,83 @@ class Paced:
         self._admission = admission
         self._displacement = displacement
         self._tenants = tenants
-        share = config.background_share
-        self.budget: StepBudget = FixedBudget(model, config.max_num_batched_tokens)
-        if config.adaptive_token_budget:
-            self.budget = AdaptiveBudget(model, chunk, state.work, config.best_effort_step_s)
-        else:
-            share = None
+        self.budget = StepBudget(model, chunk, state.work, config)
+        share = config.background_share if config.adaptive_token_budget else None
         self._bucket = BackgroundBucket(model, share, chunk.tile)
-        deadlines = Deadlines(state, self.budget)
-        self.feasibility = Feasibility(state, self.budget, deadlines)
+        self.feasibility = Feasibility(state, self.budget)
+        self._deadlines = self.feasibility.deadlines
         self._ageing = Ageing(state.waiting, config.best_effort_delay_s)
-
-    @property
-    def pressing(self) -> bool:
-        return self.feasibility.pressing
 
     def limits(self, now: float, starts: float, *, held: bool) -> PacedLimits:
         state, feasibility = self._state, self.feasibility
-        running = state.running.requests
-        view = feasibility.settle(starts)
-        waiting_favoured = 0
-        if self._tenants is not None:
-            view, waiting_favoured = self._favour(view, self._tenants)
-        allowance = self.budget.allow(view, starts)
-        pressure = state.valve.level
-        tokens = cap_chunk(allowance.tokens, len(running), pressure)
-        background = self._bucket.seconds(view)
-        self._ageing.look(now, view)
-        limits = PacedLimits(
-            state,
-            tokens,
-            BestEffortTime(allowance.seconds, background, self.budget.best_effort_seconds),
-            feasibility,
-            self._bucket,
-        )
-        limits.now = now
-        limits.pressure = pressure
-        limits.chunk_tokens = allowance.tokens - len(running)
-        limits.pressing = feasibility.pressing
-        limits.others = feasibility.others(view, now)
+        view, waiting_favoured = self._settle(starts)
+        num_running, allowance = view.num_running, self.budget.allow(view, starts)
+        tokens = cap_chunk(allowance.tokens, num_running, state.valve.level)
         # where the step is too short for all of them, those that run already come first
-        left = tokens - len(running) - (view.favoured - waiting_favoured)
-        waiting_favoured = max(0, min(waiting_favoured, left))
-        limits.reserved = waiting_favoured
-        limits.guard = self._guard(view)
+        left = tokens - num_running - (view.favoured - waiting_favoured)
+        reserved = max(0, min(waiting_favoured, left))
+        background_seconds = self._bucket.seconds(view)
+        self._ageing.look(now, view)
+        others, guard = feasibility.others(view, now), self._guard(view)
+        made_way_for: Request | None = None
         if not held and len(state.waiting):
             feasibility.triage(view, starts)
-            if lacking := self._make_way(limits, now):
-                limits.reserved = max(waiting_favoured, lacking)
-                view = feasibility.hurry(RunningView.of(running))
-                limits.guard = self._guard(view)
-        if (
-            pressure >= Pressure.PREEMPT_BEST_EFFORT
-            and view.awaited
-            and (view.best_effort or view.must_run)
-        ):
+            made_way_for, lacking = self._make_way(guard, others, now)
+            if made_way_for is not None:
+                reserved = max(reserved, lacking)
+                view = RunningView.of(state.running.requests)
+                view = replace(view, must_run=self._deadlines.must_run(view))
+                guard = self._guard(view)
+        evicted: Request | None = None
+        if state.valve.level >= Pressure.PREEMPT_BEST_EFFORT and view.awaited and view.best_effort:
             # memory is nearly full and others run: the last of the latest tier goes
-            limits.evicted = max(
-                view.best_effort or view.must_run, key=lambda request: (request.tier, request.order)
-            )
-            view = view.without(limits.evicted)
-        limits.passes = _passes(view, pressing=limits.pressing)
-        return limits
+            evicted = max(view.best_effort, key=lambda r: (r not in view.must_run, r.tier, r.order))
+        pressing = self._deadlines.pressing
+        return PacedLimits(
+            state=state,
+            tokens=tokens,
+            chunk_tokens=allowance.tokens - num_running,
+            passes=_passes(view, evicted, pressing=pressing),
+            reserved=reserved,
+            pressing=pressing,
+            evicted=evicted,
+            seconds=allowance.seconds,
+            background_seconds=background_seconds,
+            ordinary_seconds=0.0,
+            now=now,
+            feasibility=feasibility,
+            bucket=self._bucket,
+            guard=guard,
+            added_seconds=self.budget.best_effort_seconds,
+            others=others,
+            made_way_for=made_way_for,
+        )
 
     def rest(self) -> None:
-        self.feasibility.rest()
+        """The last request has ended."""
+        self._deadlines.rest()
         self._ageing.rest()
+
+    def _settle(self, starts: float) -> tuple[RunningView, int]:
+        """Move running requests to their tiers if a step that begins at ``starts`` is next. Returns
+        them as they then are, and the prompt tokens that a light tenant's waiting one lacks."""
+        state = self._state
+        view = RunningView.of(state.running.requests)
+        if state.config.relegate_late:
+            moved = self.feasibility.settle(view, starts)
+            if self._deadlines.look(view, starts) or moved:
+                view = RunningView.of(state.running.requests)
+        must_run = self._deadlines.must_run(view)
+        if self._tenants is None:
+            return replace(view, must_run=must_run) if must_run else view, 0
+        waiting = self._favourable_tokens(state.waiting.ordinary.peek())
+        favoured = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.favoured)
+        shared = self._tenants.are_several
+        return replace(view, must_run=must_run, favoured=favoured, shared=shared), waiting
 
     def _guard(self, view: RunningView) -> TpotGuard | None:
         state = self._state
         return TpotGuard(view, state.step_time) if state.config.pace_admission else None
-
-    def _favour(self, view: RunningView, tenants: TenantShares) -> tuple[RunningView, int]:
-        """The view with what light tenants lack, and the part of it that waits."""
-        head = self._state.waiting.ordinary.peek()
-        waiting = self._favourable_tokens(head)
-        running = sum(r.num_uncomputed_tokens for r in view.wide if r.favoured)
-        return view.sharing(running + waiting, tenants.are_several), waiting
 
     def _favourable_tokens(self, head: Request | None) -> int:
         """Prompt tokens that a light tenant's request, the first that waits, lacks once it is
@@ -161,23 +161,24 @@ class Paced:
                 return 0
         return state.kv.num_lacking(head)
 
-    def _make_way(self, limits: PacedLimits, now: float) -> int:
+    def _make_way(
+        self, guard: TpotGuard | None, others: Others, now: float
+    ) -> tuple[Request | None, int]:
         """Preempt running requests that stand in the way of a better waiting one, if any do.
-        Returns the tokens which that one lacks, to be kept for it in this step."""
-        feasibility = self.feasibility
-        head = self._state.waiting.first(pressing=limits.pressing)
-        if head is None or (head.best_effort and limits.pressure >= Pressure.HOLD_BEST_EFFORT):
+        Returns that one, and the tokens which it lacks, to be kept for it in this step."""
+        state, feasibility = self._state, self.feasibility
+        head = state.waiting.first(pressing=self._deadlines.pressing)
+        if head is None or (head.best_effort and state.valve.level >= Pressure.HOLD_BEST_EFFORT):
             # it would not be admitted, however many made way
-            return 0
+            return None, 0
         late = feasibility.is_late(head, now)
-        yields = late and feasibility.endangers(head, now, limits.others)
-        if yields or not limits.allows(head):
-            return 0
-        displaces = self._displaces_though_late if late else self._state.policy.displaces
+        if (late and feasibility.endangers(head, now, others)) or (
+            guard is not None and not guard.allows(head)
+        ):
+            return None, 0
+        displaces = self._displaces_though_late if late else state.policy.displaces
         lacking = self._displacement.make_way(head, now, displaces)
-        if lacking:
-            limits.made_way_for = head
-        return lacking
+        return (head, lacking) if lacking else (None, 0)
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:
         """A late request displaces none that has a target to meet."""
@@ -186,15 +187,19 @@ class Paced:
         return self._state.policy.displaces(waiting, running)
 
 
-def _passes(view: RunningView, *, pressing: bool) -> tuple[Pass, ...]:
+def _passes(view: RunningView, evicted: Request | None, *, pressing: bool) -> tuple[Pass, ...]:
     """Ordinary requests, favoured ones first, then best effort tier by tier."""
     ordinary = view.ordinary
     if view.favoured:
         ordinary = sorted(ordinary, key=lambda request: not request.favoured)
+    best_effort = view.best_effort
+    if view.must_run or evicted is not None:
+        apart = {evicted, *view.must_run}
+        best_effort = [request for request in best_effort if request not in apart]
     return (
-        Pass(ordinary, list(view.must_run), Tier.ORDINARY),
+        Pass(ordinary, [r for r in view.must_run if r is not evicted], Tier.ORDINARY),
         *(
-            Pass([r for r in view.best_effort if first <= r.tier <= last], [], last)
+            Pass([r for r in best_effort if first <= r.tier <= last], [], last)
             for first, last in (_PRESSED if pressing else _BEST_EFFORT)
         ),
     )

@@ -11,23 +11,14 @@ This module does not know the queue.
 from __future__ import annotations
 
 import math
-from functools import cached_property
-from typing import Final
 
+from paceline.core.pacing.budget import PACE_SHARE, least_target
 from paceline.core.pacing.view import RunningView
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
 from paceline.core.tier import Tier
 
-__all__ = ["PACE_SHARE", "TpotGuard", "least_target"]
-
-# requests are paced to this share of their TPOT target: what is aimed at is missed half of the time
-PACE_SHARE: Final = 0.9
-
-
-def least_target(model: StepTimeModel) -> float:
-    """Seconds: a TPOT target below this cannot be met."""
-    return model.predict(StepShape(0, 0.0, 1, 0)) / PACE_SHARE
+__all__ = ["TpotGuard"]
 
 
 class TpotGuard:
@@ -37,7 +28,8 @@ class TpotGuard:
     def __init__(self, view: RunningView, model: StepTimeModel) -> None:
         self._model = model
         self._rows, self._keys = len(view.ordinary), view.narrow_keys
-        self._tightest = min(map(self._within_reach, {*view.targets}), default=math.inf)
+        self._least = least_target(model)
+        self._tightest = min(map(self._within_reach, view.targets), default=math.inf)
 
     def add(self, request: Request) -> None:
         """The request was admitted."""
@@ -47,25 +39,14 @@ class TpotGuard:
 
     def allows(self, request: Request) -> bool:
         """Whether ``request`` may join those running."""
-        if (
-            request.tier is not Tier.ORDINARY
-            or request.favoured
-            or self._rows == 0
-            or not self._model.ready
-        ):
+        if request.tier is not Tier.ORDINARY or request.favoured or not self._rows:
             return True
         tightest = min(self._tightest, self._within_reach(request.targets.tpot))
-        if tightest == math.inf:
+        if tightest == math.inf or not self._model.ready:
             return True
         shape = StepShape(0, 0.0, self._rows + 1, self._keys + request.num_tokens)
         return self._model.predict(shape) <= PACE_SHARE * tightest
 
     def _within_reach(self, tpot: float | None) -> float:
         """A target, unless there is none or no request could meet it."""
-        if tpot is None:
-            return math.inf
-        return tpot if tpot >= self._least else math.inf
-
-    @cached_property
-    def _least(self) -> float:
-        return least_target(self._model)
+        return tpot if tpot is not None and tpot >= self._least else math.inf

@@ -12,7 +12,7 @@ This module does not know the queue, memory or time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 from operator import gt
 
@@ -21,7 +21,7 @@ from paceline.core.request import Request
 __all__ = ["all_in_time", "triage"]
 
 
-def all_in_time(now: float, seconds: Sequence[float], due: Sequence[float]) -> bool:
+def all_in_time(now: float, seconds: Iterable[float], due: Iterable[float]) -> bool:
     """Whether jobs done one after the other from ``now`` on are all done when they are due."""
     ends = islice(accumulate(seconds, initial=now), 1, None)
     return not any(map(gt, ends, due))

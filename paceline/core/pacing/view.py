@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
@@ -30,16 +30,15 @@ class RunningView:
     best_effort: list[Request]
     # of all
     wide: list[Request]
-    # of ordinary narrow ones
+    # ordinary narrow ones, and the tokens before their next ones
     narrow_rows: int
     narrow_keys: int
-    # ordinary narrow ones with a TPOT target and a first token, and the least such target
+    # ordinary narrow ones with a TPOT target and a first token
     paced: list[Request]
-    tightest: float
     # the least target of ordinary narrow ones for the time between two tokens
     gap: float
     # TPOT targets of ordinary ones
-    targets: list[float]
+    targets: set[float]
     # an ordinary wide one has a TTFT target
     urgent: bool
     # an ordinary one runs that was not best effort until it had waited too long
@@ -57,9 +56,9 @@ class RunningView:
         best_effort: list[Request] = []
         wide: list[Request] = []
         paced: list[Request] = []
-        targets: list[float] = []
+        targets: set[float] = set()
         rows = keys = 0
-        tightest = gap = math.inf
+        gap = math.inf
         urgent = False
         lowest, no_slo = Tier.ORDINARY, NO_SLO
         for request in running:
@@ -77,51 +76,31 @@ class RunningView:
             aims = request.targets
             if aims is no_slo:
                 continue
-            tpot = aims.tpot
-            if tpot is not None:
-                targets.append(tpot)
+            if aims.tpot is not None:
+                targets.add(aims.tpot)
                 if not is_wide and request.first_token_time is not None:
                     paced.append(request)
-                    if tpot < tightest:
-                        tightest = tpot
             if is_wide:
                 urgent = urgent or aims.ttft is not None
             elif aims.itl is not None and aims.itl < gap:
                 gap = aims.itl
         awaited = not all(map(_AGED, ordinary))
-        return cls(
-            ordinary, best_effort, wide, rows, keys, paced, tightest, gap, targets, urgent, awaited
-        )
+        return cls(ordinary, best_effort, wide, rows, keys, paced, gap, targets, urgent, awaited)
 
     @property
     def num_running(self) -> int:
-        return len(self.ordinary) + len(self.best_effort) + len(self.must_run)
-
-    def hurry(self, must_run: list[Request]) -> RunningView:
-        """These, narrow and of best effort, apart from the others of best effort."""
-        if not must_run:
-            return self
-        names = {request.request_id for request in must_run}
-        rest = [r for r in self.best_effort if r.request_id not in names]
-        return replace(self, best_effort=rest, must_run=tuple(must_run))
-
-    def without(self, request: Request) -> RunningView:
-        """This one of best effort runs no more."""
-        return replace(
-            self,
-            best_effort=[r for r in self.best_effort if r is not request],
-            must_run=tuple(r for r in self.must_run if r is not request),
-        )
-
-    def sharing(self, favoured: int, shared: bool) -> RunningView:
-        """The same beside other tenants, with so many favoured prompt tokens."""
-        return replace(self, favoured=favoured, shared=shared)
+        return len(self.ordinary) + len(self.best_effort)
 
     @property
     def base(self) -> StepShape:
         """A step of one token for each narrow request that sits no step out."""
         keys = sum(request.num_computed_tokens for request in self.must_run)
         return StepShape(0, 0.0, self.narrow_rows + len(self.must_run), self.narrow_keys + keys)
+
+    def tightest(self, least: float = 0.0) -> float:
+        """The tightest TPOT target of paced requests, of those that are no less than ``least``."""
+        targets = (request.targets.tpot or 0.0 for request in self.paced)
+        return min((target for target in targets if target >= least), default=math.inf)
 
 
 NO_VIEW = RunningView.of(())

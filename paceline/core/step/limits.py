@@ -14,7 +14,9 @@ or forecasts either. ``pacing.paced.Paced`` is the other one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from paceline.core.memory.pressure import Pressure
@@ -44,35 +46,30 @@ class Pass(NamedTuple):
     last: Tier
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class StepLimits:
-    """The limits of a plain step, and the base of others. Good for one step.
+    """The limits of a plain step, and the base of others. Good for one step."""
 
-    Args:
-        tokens: of all rows together; one for each running request and one more at least.
-    """
-
-    # running requests of later passes ask ``takes`` before they get a row
-    asks = False
-    # rows of requests without targets are metered by ``added``
-    meters = False
-    # promised best-effort requests come before those that missed their targets
-    pressing = False
+    state: SchedulerState
+    # of all rows together; one for each running request and one more at least
+    tokens: int
+    # prompt tokens of the step before memory pressure, for forecasts
+    chunk_tokens: int
+    # in order; a token is kept for every running request of later passes
+    passes: Sequence[Pass]
     # prompt tokens kept for a request that others made way for
-    reserved = 0
+    reserved: int
+    # promised best-effort requests come before those that missed their targets
+    pressing: bool = False
     # a best-effort request that gives its memory up before anything is planned
     evicted: Request | None = None
+    # predicted seconds of the step beyond which best-effort rows stay out of it, and ask ``takes``
+    # for that; infinite: they need not ask
+    seconds: float = math.inf
+    # the same for requests without targets; infinite: their rows are not metered by ``added``
+    background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no others
     ordinary_seconds: float | None = None
-    # in order; a token is kept for every running request of later passes
-    passes: Sequence[Pass] = ()
-
-    def __init__(self, state: SchedulerState, tokens: int) -> None:
-        self.tokens = tokens
-        # prompt tokens of the step before memory pressure, for forecasts
-        self.chunk_tokens = tokens - len(state.running.requests)
-        self._waiting = state.waiting
-        self._running = state.running.requests
-        self._max_num_seqs = state.config.max_num_seqs
 
     # ------------------------------------------------------------------ admission
 
@@ -85,12 +82,14 @@ class StepLimits:
             last: the pass admits requests up to this tier.
             passed: requests that were tried in this pass and not admitted.
         """
-        head = self._waiting.ordinary.peek()
+        state = self.state
+        head = state.waiting.ordinary.peek()
         if head is None:
             return None
         if step.budget <= 0:
             return Reason.BUDGET
-        return Reason.SLOTS if len(self._running) >= self._max_num_seqs else head
+        is_full = len(state.running.requests) >= state.config.max_num_seqs
+        return Reason.SLOTS if is_full else head
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
         """Whether the request, just taken from the queue, was moved to a later tier instead."""
@@ -114,7 +113,7 @@ class StepLimits:
         return max(1, step.budget)
 
     def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
-        """A row was added; ``before`` is the step without it. Called only if ``meters``."""
+        """A row was added; ``before`` is the step without it. Called only if these are metered."""
 
     def lengthened(self, step: StepBuilder, before: StepShape) -> None:
         """Best-effort rows were added in the first pass, or a best-effort request was admitted;
@@ -126,12 +125,6 @@ class StepLimits:
 
 class Pacing(Protocol):
     """Makes the limits of steps. The scheduler asks one of two, see ``Scheduler``."""
-
-    @property
-    def pressing(self) -> bool:
-        """Promised best-effort requests come before those that missed their targets, as of the last
-        step."""
-        ...
 
     def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
         """The limits of the step that is planned now. Moves requests between tiers first, and
@@ -155,8 +148,6 @@ class Plain:
     """The null object of ``Pacing``: steps are no larger than brings throughput, running requests
     get their tokens first, and waiting ones are admitted in the policy's order."""
 
-    pressing = False
-
     def __init__(self, state: SchedulerState, displacement: Displacement) -> None:
         self._state = state
         # without best effort, the other policies displace no request
@@ -166,13 +157,16 @@ class Plain:
     def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
         state = self._state
         running = state.running.requests
-        tokens = state.chunk.plain_tokens(running)
-        limits = StepLimits(state, tokens)
-        if state.valve.level:
-            limits.tokens = cap_chunk(tokens, len(running), state.valve.level)
+        num_running, tokens = len(running), state.chunk.plain_tokens(running)
+        reserved = 0
         if self._displacement is not None and not held:
             head = state.waiting.ordinary.peek()
             if head is not None:
-                limits.reserved = self._displacement.make_way(head, now, state.policy.displaces)
-        limits.passes = (Pass(list(running), [], Tier.ORDINARY),)
-        return limits
+                reserved = self._displacement.make_way(head, now, state.policy.displaces)
+        return StepLimits(
+            state=state,
+            tokens=cap_chunk(tokens, num_running, state.valve.level),
+            chunk_tokens=tokens - num_running,
+            passes=(Pass(list(running), [], Tier.ORDINARY),),
+            reserved=reserved,
+        )

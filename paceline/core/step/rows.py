@@ -5,6 +5,8 @@ This module does not know which requests are admitted, or in which order tiers a
 
 from __future__ import annotations
 
+import math
+
 from paceline.core.memory.kv_cache import Extension
 from paceline.core.outputs import ScheduledRow
 from paceline.core.request import Request
@@ -50,8 +52,9 @@ class Rows:
             limited: they get rows only as far as ``limits`` has room for best effort.
         """
         preempted = False
-        asks = limited and limits.asks
-        plain = self._mixes and not self._forks.by_parent and not (limited and limits.meters)
+        asks = limited and limits.seconds < math.inf
+        meters = limited and limits.background_seconds < math.inf
+        plain = self._mixes and not self._forks.by_parent and not meters
         index = 0
         while index < len(running):
             if plain:
@@ -199,7 +202,7 @@ class Rows:
         new_block_ids: tuple[int, ...],
     ) -> None:
         """A row of the next ``num_tokens`` tokens, whose blocks the request has."""
-        if limits.meters:
+        if limits.background_seconds < math.inf:
             before = step.shape
             step.add(request, num_tokens, new_block_ids)
             limits.added(step, request, before)

@@ -39,6 +39,8 @@ class LastPlan:
     chunk_tokens: int
     # what held the head of the queue up; None: nothing did
     held_by: Reason | None = None
+    # promised best-effort requests came before those that missed their targets
+    pressing: bool = False
     # of plans, results and ends of requests: what was seen under another number is out of date
     version: int = 0
     # of requests that ran undisturbed until their first token since forecasts were last asked for:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-from paceline.core.pacing.limits import BestEffortTime, PacedLimits
 from paceline.core.step.builder import StepBuilder
 from tests.core.pacing.models import batch, running, trained_on_rows
 from tests.driving import Driver, make_request
@@ -17,13 +14,8 @@ def test_whoever_saves_up_has_the_longer_patience_in_every_kind_of_step() -> Non
     for seconds, background in ((0.0, 0.02), (9.0, 0.0), (9.0, 1e-3)):
         given = []
         for number in range(65):
-            limits = PacedLimits(
-                scheduler.state,
-                64,
-                BestEffortTime(seconds, background, math.inf),
-                scheduler._paced.feasibility,
-                scheduler._paced._bucket,
-            )
+            limits = scheduler._paced.limits(0.0, 0.0, held=False)
+            limits.seconds, limits.background_seconds = seconds, background
             step = StepBuilder(limits.tokens)
             step.add(make_request("prompt", 8), 8, ())
             if limits.takes(step, night):

@@ -45,8 +45,8 @@ def running(machine: Machine, num: int, deadline: float, output: int) -> None:
 def hurried(machine: Machine) -> set[str]:
     """Who would be in the next step, but for what the next look at deadlines says."""
     scheduler = machine.scheduler
-    view = scheduler._paced.feasibility.hurry(RunningView.of(scheduler._running.requests))
-    return {request.request_id for request in view.must_run}
+    view = RunningView.of(scheduler._running.requests)
+    return {request.request_id for request in scheduler._paced._deadlines.must_run(view)}
 
 
 def until_hurried(machine: Machine) -> None:
@@ -347,7 +347,7 @@ def test_nobody_is_kept_in_memory() -> None:
     until_hurried(machine)
     machine.until_done()
     machine.step()
-    assert not machine.scheduler._paced.feasibility._deadlines.verdict.hurried
+    assert not machine.scheduler._paced._deadlines._hurried
 
 
 def test_for_want_of_memory_others_of_best_effort_make_way_first() -> None:
