@@ -93,7 +93,7 @@ class Scheduler:
 
         Raises:
             NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
-            QueueFullError: it cannot be served soon, see ``QueueLimits.check``.
+            QueueFullError: it cannot be served soon, see ``Door.check``.
         """
         self._door.check(request, self._requests)
         request.order = (request.key, self._num_added)
@@ -104,7 +104,7 @@ class Scheduler:
         if request.targets.aims or request.best_effort:
             self._pacing = self._paced
         if request.asked.fork_of is None:
-            self._door.limits.limit(request)
+            self._door.watch(request)
             self._waiting.arrive(request)
             return
         parent = self._requests[request.asked.fork_of]
@@ -138,7 +138,7 @@ class Scheduler:
 
     def _drop_expired(self, now: float) -> None:
         dropped: list[tuple[Request, tuple[Request, ...]]] = []
-        for request in self._door.limits.expired(now):
+        for request in self._door.expired(now):
             if (
                 request.first_scheduled_time is None
                 and self._requests.get(request.request_id) is request
@@ -167,7 +167,7 @@ class Scheduler:
         """
         running = self._running.requests
         self._waiting.begin_plan(now)
-        if now >= self._door.limits.next_expiry:
+        if now >= self._door.next_expiry:
             self._drop_expired(now)
         if self.valve.threshold < 1.0 or self.kv.num_fetched_blocks:
             self._relieve(beside_others=bool(running))
@@ -244,7 +244,7 @@ class Scheduler:
         for child in self._forks.take(request):
             # it stands on its own: nothing of it was started
             self._waiting.arrive(child)
-            self._door.limits.limit(child)
+            self._door.watch(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
@@ -265,7 +265,7 @@ class Scheduler:
         self.valve.update(0.0)
         self._waiting.rest()
         self._paced.rest()
-        self._door.limits.rest()
+        self._door.rest()
         self._last.held_by, self._last.pressing = None, False
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
@@ -283,7 +283,7 @@ class Scheduler:
             num_recomputed_tokens=self._admission.num_recomputed_tokens,
             num_relegated=self._paced.feasibility.num_demoted,
             num_discarded_tokens=self._num_discarded_tokens,
-            refused=tuple(self._door.limits.refused.items()),
+            refused=tuple(self._door.refused.items()),
         )
 
     def census(self) -> tuple[ClassUse, ...]:

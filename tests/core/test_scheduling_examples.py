@@ -15,11 +15,10 @@ from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.offload import Offload
 from paceline.core.memory.outlook import capacity, future_peak
 from paceline.core.memory.preemption import Preemption
-from paceline.core.memory.pressure import Pressure, PressureValve
+from paceline.core.memory.pressure import PressureValve
 from paceline.core.pacing import deadlines
 from paceline.core.pacing.ageing import Ageing
 from paceline.core.pacing.budget import StepBudget
-from paceline.core.pacing.door import QueueLimits
 from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.triage import all_in_time, triage
@@ -106,13 +105,20 @@ def test_a_batch_line_counts_as_come_a_minute_later() -> None:
 
 def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
     says("1,792 requests in the queue and 256 places are left")
-    limits = QueueLimits(SchedulerConfig(max_num_waiting=2048))
-    limits.check(1791, None, Pressure.CLOSED, 1791)
+    machine = Machine(policy="fair", max_num_waiting=2048)
+
+    def ask(tenant: str, number: int) -> None:
+        machine.add(make_request(f"{tenant}{number}", 1, 2, tenant=tenant))
+
+    ask("other", 0)
+    # it runs
+    machine.step()
+    for number in range(1792):
+        ask("flood", number)
     with pytest.raises(QueueFullError) as refused:
-        limits.check(1792, None, Pressure.CLOSED, 1792)
+        ask("flood", 1792)
     assert refused.value.reason == "queue-share"
-    # another tenant's
-    limits.check(1792, None, Pressure.CLOSED, 1)
+    ask("other", 1)
 
 
 def test_triage_leaves_the_largest_out(budget: StepBudget) -> None:

@@ -20,13 +20,13 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.memory.kv_cache import blocks_for, fits
 from paceline.core.memory.pressure import Pressure
-from paceline.core.pacing.first_token import ArrivalForecast
+from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
 
-__all__ = ["Door", "Expired", "QueueLimits", "check_door"]
+__all__ = ["Door", "Expired", "check_door"]
 
 # advised wait where nothing was measured yet
 _RETRY_SECONDS: Final = 1.0
@@ -48,7 +48,7 @@ class Expired(NamedTuple):
 
 
 class Door:
-    """Lets requests in, or not. One per scheduler.
+    """Lets requests in, or not, and limits how long they wait. One per scheduler.
 
     Args:
         tenants: None where they are not kept apart.
@@ -57,89 +57,65 @@ class Door:
     def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
         self._state = state
         self._tenants = tenants
-        self.forecast = ArrivalForecast(state)
-        self.limits = QueueLimits(state.config)
+        self.forecast = FirstTokenForecast(state)
+        # by QueueFullError.reason
+        self.refused: Counter[str] = Counter()
+        # limits on waiting: (when, order of arrival, request)
+        self._limits: list[tuple[float, int, Request]] = []
+        # how many of them there may be until those of requests that wait no more are dropped
+        self._most = _FEW
+        # when ``expired`` has something to say at the earliest
+        self.next_expiry = math.inf
+
+    # ------------------------------------------------------------------ refused
 
     def check(self, request: Request, live: Mapping[str, Request]) -> None:
         """Return if the request may be queued; what is known of it then is written down in it.
 
+        A request with more forks than the whole queue has places would never be served, so none is
+        refused for want of places while no request waits.
+
         Raises:
             NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
-            QueueFullError: it cannot be served soon, see ``QueueLimits.check``.
+            QueueFullError: it cannot be served soon.
         """
-        state, limits, tenants = self._state, self.limits, self._tenants
+        state, asked = self._state, request.asked
         check_door(request, live, state.config, state.cache)
-        tenant, num_forks = request.asked.tenant, request.asked.num_forks
-        if tenants is not None and tenants.is_light(tenant):
+        if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.FAVOUR)
-        if request.asked.fork_of is not None:
+        if asked.fork_of is not None:
             # the queue had places for all forks when their parent came
             request.key = state.policy.key(request)
             return
-        waiting = len(state.waiting) + len(state.forks)
+        num_waiting, limit = len(state.waiting) + len(state.forks), state.config.max_num_waiting
         if state.last.held_by is None:
             # arrivals since the last plan, which free places take in the next one
             free = state.config.max_num_seqs - len(state.running.requests)
-            waiting = max(0, waiting - free)
-        if not limits.is_full(waiting, num_forks):
+            num_waiting = max(0, num_waiting - free)
+        left = math.inf
+        if limit is not None and num_waiting:
+            left = limit - num_waiting - asked.num_forks
+        if left > 0:
             state.kv.hash_prompt(request)
             request.num_new_tokens = request.num_prompt_tokens - state.kv.num_found(request)
         request.key = state.policy.key(request)
         request.order = (request.key, 0)
-        self.forecast.note(request)
-        own = 0
-        if (
-            tenants is not None
-            and limits.is_crowded(waiting, num_forks)
-            and tenants.has_others(tenant)
-        ):
-            running = sum(r.asked.tenant == tenant for r in state.running.requests)
-            own = tenants.unfinished(tenant) - running + num_forks
-        limits.check(
-            waiting, request.history.predicted_ttft, state.valve.level, own, num_forks=num_forks
-        )
+        predicted = self.forecast.note(request)
+        self._check_places(request, num_waiting, left)
+        longest = state.config.max_predicted_wait_s
+        if longest is not None and predicted is not None and predicted > longest:
+            raise self._refusal(
+                "predicted-wait",
+                f"the first token is predicted to take {predicted:.1f} s, the limit is "
+                f"{longest:g} s",
+                predicted - longest,
+            )
+        if state.valve.level >= Pressure.REFUSE and num_waiting:
+            why = f"KV memory is nearly full and {num_waiting} requests wait for it"
+            raise self._refusal("pressure", why, predicted)
 
-    def expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
-        """What to tell the caller of a request that was dropped, which is queued no more."""
-        return self.limits.expiry(request, forks, now, self.forecast.predict(request))
-
-
-class QueueLimits:
-    """Refusals for now, and limits on waiting."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        # (when, order of arrival, request)
-        self._limits: list[tuple[float, int, Request]] = []
-        # how many of them there may be until then
-        self._most = _FEW
-        # when ``expired`` has something to say at the earliest
-        self.next_expiry = math.inf
-        # by QueueFullError.reason
-        self.refused: Counter[str] = Counter()
-
-    def is_full(self, num_waiting: int, num_forks: int = 0) -> bool:
-        """Whether ``check`` refuses a request with so many forks. None is refused for an empty
-        queue: one with more forks than there are places would never be served."""
-        limit = self._config.max_num_waiting
-        return limit is not None and num_waiting > 0 and num_waiting + num_forks >= limit
-
-    def is_crowded(self, num_waiting: int, num_forks: int = 0) -> bool:
-        """Whether it matters for ``check`` which tenants' requests wait."""
-        limit = self._config.max_num_waiting
-        taken = num_waiting + num_forks
-        return limit is not None and num_waiting > 0 and taken >= _PER_PLACE * (limit - taken)
-
-    def check(
-        self,
-        num_waiting: int,
-        predicted: float | None,
-        pressure: Pressure,
-        num_own: int = 0,
-        *,
-        num_forks: int = 0,
-    ) -> None:
-        """Return if one more request may be queued.
+    def _check_places(self, request: Request, num_waiting: int, left: float) -> None:
+        """Return if the queue has places for a request and its forks.
 
         Where tenants are kept apart and there are several, one of them may have no more requests in
         the queue than ``_PER_PLACE`` times the places that are left: a flood takes seven eighths of
@@ -149,48 +125,27 @@ class QueueLimits:
         for it, and it needs no number of tenants.
 
         Args:
-            num_waiting: requests that wait already.
-            num_own: those of them and of the forks that are the newcomer's tenant's; 0 where
-                tenants are not kept apart or no other one asks.
-            num_forks: of the newcomer, which want places as well.
-            predicted: seconds to the first token of this one; None: not known.
-            pressure: the valve's level.
-
-        Raises:
-            QueueFullError: not now.
+            left: places, once the newcomer's forks have theirs.
         """
-        config = self._config
+        asked, tenants, limit = request.asked, self._tenants, self._state.config.max_num_waiting
+        num_forks, predicted = asked.num_forks, request.history.predicted_ttft
         wanted = f", and this one has n={num_forks + 1} choices" if num_forks else ""
-        if self.is_full(num_waiting, num_forks):
+        if left <= 0:
+            why = f"{num_waiting} requests wait already, the limit is {limit}{wanted}"
+            raise self._refusal("queue-full", why, predicted)
+        if (
+            tenants is None
+            or num_waiting + num_forks < _PER_PLACE * left
+            or not tenants.has_others(asked.tenant)
+        ):
+            return
+        running = sum(r.asked.tenant == asked.tenant for r in self._state.running.requests)
+        own = tenants.unfinished(asked.tenant) - running
+        if own + num_forks >= _PER_PLACE * left:
             raise self._refusal(
-                "queue-full",
-                f"{num_waiting} requests wait already, the limit is {config.max_num_waiting}"
-                + wanted,
-                predicted,
-            )
-        if num_own and self.is_crowded(num_waiting, num_forks):
-            limit = config.max_num_waiting
-            assert limit is not None, "only then it is crowded"
-            left = limit - num_waiting - num_forks
-            if num_own >= _PER_PLACE * left:
-                raise self._refusal(
-                    "queue-share",
-                    f"{num_own - num_forks} requests of this tenant wait already, and the "
-                    f"{limit - num_waiting} places left of {limit} are for others" + wanted,
-                    predicted,
-                )
-        longest = config.max_predicted_wait_s
-        if longest is not None and predicted is not None and predicted > longest:
-            raise self._refusal(
-                "predicted-wait",
-                f"the first token is predicted to take {predicted:.1f} s, the limit is "
-                f"{longest:g} s",
-                predicted - longest,
-            )
-        if pressure >= Pressure.REFUSE and num_waiting:
-            raise self._refusal(
-                "pressure",
-                f"KV memory is nearly full and {num_waiting} requests wait for it",
+                "queue-share",
+                f"{own} requests of this tenant wait already, and the {left + num_forks} places "
+                f"left of {limit} are for others{wanted}",
                 predicted,
             )
 
@@ -199,19 +154,22 @@ class QueueLimits:
         wait = _RETRY_SECONDS if seconds is None else max(seconds, _LEAST_RETRY)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
-    def limit(self, request: Request) -> None:
-        """Watch over how long a queued request, whose order is known, waits to be started."""
-        number = request.order[1]
-        limits = (request.asked.slo.queue_ttl, self._config.queue_timeout_s)
+    # ------------------------------------------------------------------ dropped
+
+    def watch(self, request: Request) -> None:
+        """Limit how long a queued request, whose order is known, waits to be started."""
+        limits = (request.asked.slo.queue_ttl, self._state.config.queue_timeout_s)
         shortest = min((limit for limit in limits if limit is not None), default=None)
-        if shortest is not None:
-            heapq.heappush(self._limits, (request.asked.arrival_time + shortest, number, request))
-            if len(self._limits) > self._most:
-                # those that ended keep their prompts alive no longer
-                self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
-                heapq.heapify(self._limits)
-                self._most = max(_FEW, 2 * len(self._limits))
-            self._set_next_expiry()
+        if shortest is None:
+            return
+        at = request.asked.arrival_time + shortest
+        heapq.heappush(self._limits, (at, request.order[1], request))
+        if len(self._limits) > self._most:
+            # those that ended keep their prompts alive no longer
+            self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
+            heapq.heapify(self._limits)
+            self._most = max(_FEW, 2 * len(self._limits))
+        self.next_expiry = self._limits[0][0]
 
     def rest(self) -> None:
         """The last request has ended."""
@@ -223,20 +181,14 @@ class QueueLimits:
         found = []
         while self._limits and self._limits[0][0] <= now:
             found.append(heapq.heappop(self._limits)[2])
-        self._set_next_expiry()
+        self.next_expiry = self._limits[0][0] if self._limits else math.inf
         return found
 
-    def _set_next_expiry(self) -> None:
-        self.next_expiry = self._limits[0][0] if self._limits else math.inf
-
-    def expiry(
-        self, request: Request, forks: Iterable[Request], now: float, predicted: float | None
-    ) -> Expired:
-        """What to tell the caller of one that was not, given how long it would take now."""
+    def expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
+        """What to tell the caller of a request that was dropped, which is queued no more."""
         waited = now - request.asked.arrival_time
-        error = self._refusal(
-            "expired", f"it waited {waited:.1f} s without being started", predicted
-        )
+        why = f"it waited {waited:.1f} s without being started"
+        error = self._refusal("expired", why, self.forecast.predict(request))
         return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
 
 

@@ -7,17 +7,15 @@ This module does not decide what becomes of the request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.predict.output_length import WorkEstimator
-from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["ArrivalForecast", "FirstTokenForecast"]
+__all__ = ["FirstTokenForecast"]
 
 # what holds requests up until a running one ends
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
@@ -31,119 +29,76 @@ class FirstTokenForecast:
     model corrects itself.
     """
 
-    def __init__(self, step_time: StepTimeModel, work: WorkEstimator) -> None:
-        self._step_time = step_time
-        self._work = work
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         # what came by what was said, lately
         self.bias = 1.0
-        self._base = StepShape()
-        self._running: Sequence[Request] = ()
-        # output tokens that those running will still have, fewest first; None until asked for
-        self._left: list[int] | None = None
+        # the plan that was looked at last, and what was seen of it: requests that could run beside
+        # the others, prompt tokens that a step takes, its narrow rows, prompt tokens that ordinary
+        # requests lack, and how many output tokens running ones will still have, fewest first;
+        # None until asked for
+        self._seen = -1
         self._free_places = 0
-        self._tokens_per_step = 1
+        self._tokens_per_step = 2
+        self._base = StepShape()
+        self._num_lacking = 0
+        self._left: list[int] | None = None
 
-    @property
-    def ready(self) -> bool:
-        """Whether enough was measured to say anything."""
-        return self._step_time.ready
+    def note(self, request: Request) -> float | None:
+        """Write down with a newcomer what is predicted for it, and return that."""
+        request.history.predicted_ttft = self.predict(request)
+        request.history.forecast_bias = self.bias
+        return request.history.predicted_ttft
 
-    def look(self, running: Sequence[Request], *, free_places: int, tokens_per_step: int) -> None:
-        """Take in what runs. Good until the next step or end of a request.
+    def predict(self, request: Request) -> float | None:
+        """Seconds to the first token if it were queued now; None while nothing was measured."""
+        state, last = self._state, self._state.last
+        for predicted, bias, actual in last.first_tokens:
+            self._learn(predicted / bias, actual)
+        last.first_tokens.clear()
+        if not state.step_time.ready:
+            return None
+        if self._seen != last.version:
+            self._seen = last.version
+            self._look()
+        requests_ahead, tokens_ahead = state.waiting.ahead_of(request)
+        predict, step = state.step_time.predict, self._tokens_per_step
+        full_step = predict(self._base.plus(0, step))
+        ahead = (self._num_lacking + tokens_ahead) / step * full_step
+        num_steps = -(-request.num_new_tokens // step)
+        rest = max(2, request.num_new_tokens - (num_steps - 1) * step)
+        prompt = (num_steps - 1) * full_step + predict(self._base.plus(0, rest))
+        return self.bias * (max(ahead, self._place_in(requests_ahead)) + prompt)
 
-        Args:
-            free_places: requests that could run beside it now.
-            tokens_per_step: prompt tokens a step takes beside the running rows.
-        """
+    def _place_in(self, requests_ahead: int) -> float:
+        """Seconds until a running request ends and gives its place to a newcomer, after so many."""
+        missing = requests_ahead + 1 - self._free_places
+        state, running = self._state, self._state.running.requests
+        if missing <= 0 or not running:
+            return 0.0
+        if self._left is None:
+            self._left = sorted(state.work.output_tokens(r) - r.num_output_tokens for r in running)
+        # those that will run then end too: rounds of the same lengths
+        rounds, index = divmod(missing - 1, len(self._left))
+        steps = self._left[index] + rounds * sum(self._left) / len(self._left)
+        return steps * max(state.step_time.predict(self._base), 1e-9)
+
+    def _look(self) -> None:
+        """Take in what runs. Good until the next plan, result or end of a request."""
+        state, running = self._state, self._state.running.requests
+        full = len(state.waiting) > 0 and state.last.held_by in _FULL
+        self._free_places = 0 if full else state.config.max_num_seqs - len(running)
+        self._tokens_per_step = max(2, state.last.chunk_tokens)
         narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
-        self._running = running
+        self._num_lacking = sum(
+            max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
+        )
         self._left = None
-        self._free_places = free_places
-        self._tokens_per_step = max(2, tokens_per_step)
 
-    def seconds(
-        self, num_new_tokens: int, *, tokens_ahead: int, requests_ahead: int
-    ) -> float | None:
-        """Seconds from now to the first token; None while nothing was measured.
-
-        Args:
-            num_new_tokens: of the request, prompt tokens that are not cached.
-            tokens_ahead: prompt tokens of running and waiting requests to be computed before.
-            requests_ahead: waiting requests that will be admitted before.
-        """
-        predict = self._step_time.predict
-        if not self.ready:
-            return None
-        base, step = self._base, self._tokens_per_step
-        idle_step = predict(base)
-        full_step = predict(base.plus(0, step))
-        ahead = tokens_ahead / step * full_step
-        own = -(-num_new_tokens // step)
-        rest = num_new_tokens - (own - 1) * step
-        prompt = (own - 1) * full_step + predict(base.plus(0, max(2, rest)))
-        wait = 0.0
-        missing = requests_ahead + 1 - self._free_places
-        left = self._tokens_left() if missing > 0 else []
-        if left:
-            # those that will run then end too: rounds of the same lengths
-            rounds, index = divmod(missing - 1, len(left))
-            wait = (left[index] + rounds * sum(left) / len(left)) * max(idle_step, 1e-9)
-        return self.bias * (max(ahead, wait) + prompt)
-
-    def _tokens_left(self) -> list[int]:
-        if self._left is None:
-            self._left = sorted(
-                self._work.output_tokens(r) - (r.num_tokens - r.num_prompt_tokens)
-                for r in self._running
-            )
-        return self._left
-
-    def learn(self, raw: float, actual: float) -> None:
+    def _learn(self, raw: float, actual: float) -> None:
         """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""
         if raw > 0.0:
             # bounded against outliers
             ratio = min(4.0, max(0.25, actual / raw))
             self.bias += 0.05 * (ratio - self.bias)
-
-
-class ArrivalForecast:
-    """The forecast of a scheduler's requests. Owned by the door."""
-
-    def __init__(self, state: SchedulerState) -> None:
-        self._forecast = FirstTokenForecast(state.step_time, state.work)
-        self._waiting = state.waiting
-        self._running = state.running.requests
-        self._max_num_seqs = state.config.max_num_seqs
-        self._last = state.last
-        # the plan that was looked at last, and prompt tokens that running requests lacked then
-        self._seen = -1
-        self._tokens_running = 0
-
-    def predict(self, request: Request) -> float | None:
-        """Seconds to the first token if it were queued now; None while nothing is known."""
-        last = self._last
-        for predicted, bias, actual in last.first_tokens:
-            self._forecast.learn(predicted / bias, actual)
-        last.first_tokens.clear()
-        if not self._forecast.ready:
-            return None
-        if self._seen != last.version:
-            self._seen, running = last.version, self._running
-            full = bool(len(self._waiting)) and last.held_by in _FULL
-            free = 0 if full else self._max_num_seqs - len(running)
-            self._forecast.look(running, free_places=free, tokens_per_step=last.chunk_tokens)
-            self._tokens_running = sum(
-                max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
-            )
-        requests_ahead, tokens_ahead = self._waiting.ahead_of(request)
-        return self._forecast.seconds(
-            request.num_new_tokens,
-            tokens_ahead=self._tokens_running + tokens_ahead,
-            requests_ahead=requests_ahead,
-        )
-
-    def note(self, request: Request) -> None:
-        """Write down with a newcomer what is predicted for it."""
-        request.history.predicted_ttft = self.predict(request)
-        request.history.forecast_bias = self._forecast.bias

@@ -101,9 +101,9 @@ class PacedLimits(StepLimits):
         return request if self._has_room(step, request, math.inf) else Reason.BUDGET
 
     def _first(self, step: StepBuilder, last: Tier, passed: Sequence[Request]) -> Request | None:
-        """The first request of the pass. Among ordinary ones that may be a best-effort request which
-        has waited so long that its turn has come: it is tried with them, but never in their way,
-        nor before the one for which others were preempted."""
+        """The first request of the pass. Among ordinary ones it may be a best-effort one that has
+        waited so long that its turn has come: it is tried with them, but never in their way, nor
+        before the one for which others were preempted."""
         waiting = self.state.waiting
         if last is Tier.ORDINARY and not passed:
             self._let_rejoin(step)

@@ -255,7 +255,7 @@ def test_requests_that_ended_are_not_kept_for_as_long_as_they_might_have_waited(
     for index in range(1000):
         driver.add(make_request(f"r{index}", 4, 1))
         driver.abort(f"r{index}")
-    assert len(driver.scheduler._door.limits._limits) <= 100
+    assert len(driver.scheduler._door._limits) <= 100
 
 
 def test_a_preempted_request_does_not_expire() -> None:

@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 from paceline.core.pacing.first_token import FirstTokenForecast
-from paceline.core.predict.output_length import LengthHistory, WorkEstimator
-from paceline.core.predict.step_time import StepShape, StepTimeModel
-from tests.driving import make_request
+from paceline.core.predict.step_time import StepShape
+from paceline.core.step.state import SchedulerState
+from tests.driving import Driver, make_request
+
+NEWCOMER = make_request("new", 100)
 
 
-def trained() -> StepTimeModel:
-    model = StepTimeModel()
+def state_with(*waiting: int, places: int = 4) -> SchedulerState:
+    """A step takes 100 tokens, two requests run and so many more could, and prompts of these sizes
+    wait."""
+    state = Driver(max_num_seqs=2 + places).scheduler.state
     for index in range(200):
         shape = StepShape().plus(10 + index % 7, 1)
         if index % 2:
             shape = shape.plus(0, 32 * (1 + index % 16))
-        model.observe(shape, 0.010 + 1e-4 * shape.wide_tokens)
-    return model
+        state.step_time.observe(shape, 0.010 + 1e-4 * shape.wide_tokens)
+    state.running.requests += [make_request(f"r{i}", 2, 50 * (i + 1)) for i in range(2)]
+    for number, size in enumerate(waiting):
+        state.waiting.push(make_request(f"w{number}", size))
+    state.last.chunk_tokens = 100
+    return state
 
 
-def forecast_of(forecast: FirstTokenForecast, **ahead: int) -> float:
-    running = [make_request(f"r{i}", 4, 50 * (i + 1)) for i in range(2)]
-    forecast.look(running, free_places=ahead.pop("free_places", 4), tokens_per_step=100)
-    seconds = forecast.seconds(100, **({"tokens_ahead": 0, "requests_ahead": 0} | ahead))
+def predicted(state: SchedulerState) -> float:
+    seconds = FirstTokenForecast(state).predict(NEWCOMER)
     assert seconds is not None
     return seconds
 
 
 def test_forecasts_count_tokens_ahead_and_ends_of_running_requests() -> None:
-    model = trained()
-    forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
     # own prompt: one step of 10 ms + 100 tokens at 0.1 ms
-    assert 0.018 < forecast_of(forecast) < 0.022
-    assert 0.11 < forecast_of(forecast, tokens_ahead=500) < 0.13
+    assert 0.018 < predicted(state_with()) < 0.022
+    assert 0.11 < predicted(state_with(500)) < 0.13
     # no slot: the shorter of the two running requests ends after 50 steps of 10 ms
-    assert 0.50 < forecast_of(forecast, free_places=0) < 0.54
-    assert 1.00 < forecast_of(forecast, free_places=0, requests_ahead=1) < 1.04
+    assert 0.50 < predicted(state_with(places=0)) < 0.54
+    assert 1.00 < predicted(state_with(1, places=0)) < 1.04
 
 
 def test_nothing_is_predicted_before_anything_was_measured() -> None:
-    model = StepTimeModel()
-    forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
-    forecast.look([], free_places=4, tokens_per_step=100)
-    assert forecast.seconds(100, tokens_ahead=0, requests_ahead=0) is None
+    forecast = FirstTokenForecast(Driver().scheduler.state)
+    assert forecast.note(NEWCOMER) is None
+    assert NEWCOMER.history.predicted_ttft is None
 
 
 def test_a_bias_corrects_itself() -> None:
-    model = trained()
-    forecast = FirstTokenForecast(model, WorkEstimator(model, LengthHistory()))
-    before = forecast_of(forecast)
+    state = state_with()
+    forecast, before = FirstTokenForecast(state), predicted(state)
     for _ in range(200):
-        forecast.learn(forecast_of(forecast) / forecast.bias, 2.0 * before)
-    assert 1.9 * before < forecast_of(forecast) < 2.1 * before
+        seconds = forecast.predict(NEWCOMER)
+        assert seconds is not None
+        state.last.first_tokens.append((seconds, forecast.bias, 2.0 * before))
+    after = forecast.predict(NEWCOMER)
+    assert after is not None and 1.9 * before < after < 2.1 * before
+    assert not state.last.first_tokens
