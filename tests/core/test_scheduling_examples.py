@@ -105,7 +105,7 @@ def test_a_batch_line_counts_as_come_a_minute_later() -> None:
 
 def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
     says("1,792 requests in the queue and 256 places are left")
-    machine = Machine(policy="fair", max_num_waiting=2048)
+    machine = Machine(policy="fair", max_num_waiting=2048, max_num_seqs=1)
 
     def ask(tenant: str, number: int) -> None:
         machine.add(make_request(f"{tenant}{number}", 1, 2, tenant=tenant))

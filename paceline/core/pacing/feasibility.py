@@ -127,6 +127,10 @@ class Feasibility:
             for other in islice(those, _MAX_ASKED)
         )
 
+    def may_rejoin(self, late: Request, now: float, others: Others) -> bool:
+        """Whether a demoted request runs beside one that asked for nothing, and endangers none."""
+        return others.aimless and not self.endangers(late, now, others)
+
     def others(self, view: RunningView, now: float) -> Others:
         """What a late request finds beside it in a step that begins at ``now``."""
         ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
@@ -158,7 +162,7 @@ class Feasibility:
         losers = [r for r in late if self.endangers(r, now, others)]
         for request in losers:
             self._running.move(request, self.demote)
-        back = [r for r in demoted if others.aimless and not self.endangers(r, now, others)]
+        back = [r for r in demoted if self.may_rejoin(r, now, others)]
         for request in back:
             self._running.move(request, REJOIN)
         return bool(losers or back)

@@ -139,7 +139,7 @@ class PacedLimits(StepLimits):
             # one at a time, and in order
             if head.asked.slo.ttft is not None or head.order < (late.key, late.order[1]):
                 return
-        elif not self.others.aimless or self.feasibility.endangers(late, self.now, self.others):
+        elif not self.feasibility.may_rejoin(late, self.now, self.others):
             return
         state.waiting.move(late, REJOIN)
 
