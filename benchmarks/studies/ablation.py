@@ -42,6 +42,7 @@ BASELINE: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "everything on": {},
     "no adaptive budget": {"adaptive_token_budget": False, "max_num_batched_tokens": 512},
+    "no bound of gaps": {"max_token_gap_s": None},
     "no triage": {"relegate_late": False},
     "no pace guard": {"pace_admission": False},
     "no future memory": {"future_memory_check": False},
