@@ -36,7 +36,7 @@ BAD_EVERYWHERE: list[tuple[str, Any, str]] = [
     ("temperature", "hot", "'hot'"),
     ("temperature", 10**400, "out of range"),
     ("temperature", {}, "an object of 0"),
-    ("top_p", 0, "(0, 1]"),
+    ("top_p", 0, "above 0 and at most 1"),
     ("top_p", 1.01, "1.01"),
     ("top_k", -2, "-2"),
     ("top_k", 2**63, "9223372036854775808"),

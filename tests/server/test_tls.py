@@ -39,7 +39,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_everything_is_served_over_https(files: tuple[Path, Path]) -> None:
     certificate, key = files
-    flags = ("--backend", "null", "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    flags = (
+        "--backend",
+        "null",
+        "--null-step-time",
+        "0.005",
+        "--ssl-certfile",
+        str(certificate),
+        "--ssl-keyfile",
+        str(key),
+    )
     with start_server(*flags) as server:
         assert server.address.startswith("https://127.0.0.1:")
         trust = ssl.create_default_context(cafile=str(certificate))

@@ -55,7 +55,7 @@ class ChunkSize:
         *,
         adaptive: bool = True,
         floor: int = 32,
-        overheads: tuple[float, float] = (0.03, 0.15),
+        overheads: tuple[float, float] = (0.02, 0.15),
         gap: float = math.inf,
     ) -> None:
         self.tile = _TILE

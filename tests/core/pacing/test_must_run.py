@@ -91,9 +91,9 @@ def beside_prompts(every: float, deadline: float) -> tuple[float, list[bool], bo
 
 def test_what_is_due_soon_has_a_row_in_every_step() -> None:
     # no step has room for it; if it sat out as many as it may, it would take 160 s
-    end, rows, ever = beside_prompts(0.5, 20.0)
+    end, rows, ever = beside_prompts(0.5, 25.0)
     assert ever
-    assert end <= 20.0
+    assert end <= 25.0
     assert all(rows[rows.index(True) :])
 
 
