@@ -73,7 +73,7 @@ class Scheduler:
         self._planner = Planner(state, rows, self._admission)
         displacement = Displacement(state)
         self._plain = Plain(state, displacement)
-        self._paced = Paced(state, self._admission, displacement, self._tenants)
+        self._paced = Paced(state, displacement, self._tenants)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         self._requests: dict[str, Request] = {}

@@ -93,10 +93,11 @@ class StepBudget:
         if not self._model.ready:
             return Allowance(chunk.untrained(num_running, careful=gap < math.inf), math.inf)
         start = max((request.num_computed_tokens for request in view.wide), default=0)
-        most = self._most if gap == math.inf else chunk.beside_streams(view.base, start, gap)
-        if view.favoured:
+        if tokens := view.favoured:
             # the requests in whose way it stands have had more than their share
-            return Allowance(chunk.total(min(view.favoured, most), num_running), 0.0)
+            if gap < math.inf:
+                tokens = min(tokens, chunk.beside_streams(view.base, start, gap))
+            return Allowance(chunk.total(tokens, num_running), 0.0)
         if num_running and not view.awaited:
             allowed = self.best_effort_seconds
         else:
@@ -107,7 +108,7 @@ class StepBudget:
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
-            tokens = min(most, chunk.within(view.base, start, allowed, shared=view.shared))
+            tokens = chunk.within(view.base, start, allowed, shared=view.shared, gap=gap)
         # a prompt with a target is not kept waiting for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
@@ -146,7 +147,7 @@ class StepBudget:
             tokens = max(2, self._most - num_running)
         else:
             tokens = chunk.beside(num_running, view.narrow_rows, shared=view.shared)
-            if view.paced:
-                pace = PACE_SHARE * view.tightest()
+            if view.paces:
+                pace = PACE_SHARE * min(view.paces)
                 tokens = max(chunk.floor, chunk.within(base, 0, pace, shared=view.shared))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens

@@ -159,7 +159,9 @@ class Deadlines:
         for (due, _, request), left in zip(jobs, lefts, strict=True):
             own = left * per_row
             # tokens come one a step, and what is between them is not the request's own time
-            between = min(left * full, left * short + filling) - own
+            between, beside = left * full - own, left * short + filling - own
+            if beside < between:
+                between = beside
             start = due - between if between > 0.0 else due
             own += request.num_lacking_tokens * per_token
             if request.request_id in self._left_out:
@@ -167,7 +169,9 @@ class Deadlines:
                 own *= _HASTE
             seconds.append(own)
             ahead = start - now
-            latest.append(start - taken * min(ahead, _AHEAD) if ahead > 0.0 else start)
+            if ahead > 0.0:
+                start -= taken * (ahead if ahead < _AHEAD else _AHEAD)
+            latest.append(start)
         return seconds, latest
 
     def _change(self, late: list[Request], back: list[Request]) -> bool:
@@ -208,7 +212,8 @@ class Deadlines:
         own = self._step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
         # as any best effort: so much longer than the rows of others alone, or so long without them
         most = own + self._budget.best_effort_seconds
-        tightest = view.tightest(least_target(self._step_time))
+        least = least_target(self._step_time)
+        tightest = min((pace for pace in view.paces if pace >= least), default=math.inf)
         most = min(most, own + _MUST_RUN_SHARE * (PACE_SHARE * tightest - own))
         if most == math.inf:
             return those

@@ -30,7 +30,6 @@ from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
 from paceline.core.request import Request
-from paceline.core.step.admission import Admission
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.limits import Pass, cap_chunk
 from paceline.core.step.state import SchedulerState
@@ -54,13 +53,11 @@ class Paced:
     def __init__(
         self,
         state: SchedulerState,
-        admission: Admission,
         displacement: Displacement,
         tenants: TenantShares | None,
     ) -> None:
         config, model, chunk = state.config, state.step_time, state.chunk
         self._state = state
-        self._admission = admission
         self._displacement = displacement
         self._tenants = tenants
         self.budget = StepBudget(model, chunk, state.work, config)
@@ -123,40 +120,42 @@ class Paced:
     def _settle(self, starts: float) -> tuple[RunningView, int]:
         """Move running requests to their tiers if a step that begins at ``starts`` is next. Returns
         them as they then are, and the prompt tokens that a light tenant's waiting one lacks."""
-        state = self._state
-        view = RunningView.of(state.running.requests)
+        state, tenants = self._state, self._tenants
+        running = state.running.requests
+        shared = tenants is not None and tenants.are_several
+        view = RunningView.of(running, shared=shared)
         if state.config.relegate_late:
             moved = self.feasibility.settle(view, starts)
             if self._deadlines.look(view, starts) or moved:
-                view = RunningView.of(state.running.requests)
-        must_run = self._deadlines.must_run(view)
-        if self._tenants is None:
-            return replace(view, must_run=must_run) if must_run else view, 0
-        waiting = self._favourable_tokens(state.waiting.ordinary.peek())
-        favoured = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.favoured)
-        shared = self._tenants.are_several
-        return replace(view, must_run=must_run, favoured=favoured, shared=shared), waiting
+                view = RunningView.of(running, shared=shared)
+        must_run, favoured, waiting = self._deadlines.must_run(view), 0, 0
+        if tenants is not None:
+            waiting = self._favourable_tokens(view, state.waiting.ordinary.peek())
+            favoured = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.favoured)
+        if must_run or favoured:
+            view = replace(view, must_run=must_run, favoured=favoured)
+        return view, waiting
 
     def _guard(self, view: RunningView) -> TpotGuard | None:
         state = self._state
         return TpotGuard(view, state.step_time) if state.config.pace_admission else None
 
-    def _favourable_tokens(self, head: Request | None) -> int:
+    def _favourable_tokens(self, view: RunningView, head: Request | None) -> int:
         """Prompt tokens that a light tenant's request, the first that waits, lacks once it is
         admitted; 0 if it is no such request, or would not be admitted for want of a place or
         memory: others do not make way for it in vain."""
-        state = self._state
-        running = state.running.requests
+        state, num_running = self._state, view.num_running
         if (
             head is None
             or not head.favoured
             or head.num_pending_tokens
-            or len(running) >= state.config.max_num_seqs
-            or state.kv.shortfall(head, beside_others=bool(running)) > 0
+            or num_running >= state.config.max_num_seqs
+            or state.kv.shortfall(head, beside_others=num_running > 0) > 0
         ):
             return 0
-        if state.config.future_memory_check and running:
-            outlook = self._admission.outlook(Tier.ORDINARY)
+        if state.config.future_memory_check and num_running:
+            # best effort makes way
+            outlook = state.outlooks.of(view.ordinary)
             if not outlook.admits(head, state.kv.num_in_use(head)):
                 return 0
         return state.kv.num_lacking(head)

@@ -35,27 +35,29 @@ class RunningView:
     narrow_keys: int
     # ordinary narrow ones with a TPOT target and a first token
     paced: list[Request]
+    # TPOT targets of these, and of all ordinary ones
+    paces: set[float]
+    targets: set[float]
     # the least target of ordinary narrow ones for the time between two tokens
     gap: float
-    # TPOT targets of ordinary ones
-    targets: set[float]
     # an ordinary wide one has a TTFT target
     urgent: bool
     # an ordinary one runs that was not best effort until it had waited too long
     awaited: bool
+    # tenants that are kept apart share the engine lately
+    shared: bool
     # narrow ones of best effort that must not sit this step out
     must_run: tuple[Request, ...] = ()
     # prompt tokens that must not wait for the pace of others: of light tenants
     favoured: int = 0
-    # tenants that are kept apart share the engine lately
-    shared: bool = False
 
     @classmethod
-    def of(cls, running: Iterable[Request]) -> RunningView:
+    def of(cls, running: Iterable[Request], *, shared: bool = False) -> RunningView:
         ordinary: list[Request] = []
         best_effort: list[Request] = []
         wide: list[Request] = []
         paced: list[Request] = []
+        paces: set[float] = set()
         targets: set[float] = set()
         rows = keys = 0
         gap = math.inf
@@ -76,16 +78,30 @@ class RunningView:
             aims = request.targets
             if aims is no_slo:
                 continue
-            if aims.tpot is not None:
-                targets.add(aims.tpot)
+            tpot = aims.tpot
+            if tpot is not None:
+                targets.add(tpot)
                 if not is_wide and request.first_token_time is not None:
                     paced.append(request)
+                    paces.add(tpot)
             if is_wide:
                 urgent = urgent or aims.ttft is not None
             elif aims.itl is not None and aims.itl < gap:
                 gap = aims.itl
-        awaited = not all(map(_AGED, ordinary))
-        return cls(ordinary, best_effort, wide, rows, keys, paced, gap, targets, urgent, awaited)
+        return cls(
+            ordinary=ordinary,
+            best_effort=best_effort,
+            wide=wide,
+            narrow_rows=rows,
+            narrow_keys=keys,
+            paced=paced,
+            paces=paces,
+            targets=targets,
+            gap=gap,
+            urgent=urgent,
+            awaited=not all(map(_AGED, ordinary)),
+            shared=shared,
+        )
 
     @property
     def num_running(self) -> int:
@@ -96,11 +112,6 @@ class RunningView:
         """A step of one token for each narrow request that sits no step out."""
         keys = sum(request.num_computed_tokens for request in self.must_run)
         return StepShape(0, 0.0, self.narrow_rows + len(self.must_run), self.narrow_keys + keys)
-
-    def tightest(self, least: float = 0.0) -> float:
-        """The tightest TPOT target of paced requests, of those that are no less than ``least``."""
-        targets = (request.targets.tpot or 0.0 for request in self.paced)
-        return min((target for target in targets if target >= least), default=math.inf)
 
 
 NO_VIEW = RunningView.of(())

@@ -63,10 +63,10 @@ class SchedulingPolicy(Protocol):
         ...
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        """Whether ``running`` is preempted to let ``waiting`` in. Must be a strict order, or two
-        requests would displace each other for ever; and ``running``, once it waits too, must not be
-        let in before ``waiting``, or both would change places in every step: a request of a later
-        ``Tier`` displaces none of an earlier one."""
+        """Whether ``running`` is preempted to let ``waiting`` in. Asked only if ``waiting`` comes
+        first by ``Request.order``, or two requests would displace each other for ever; and
+        ``running``, once it waits too, must not be let in before ``waiting``, or both would change
+        places in every step: a request of a later ``Tier`` displaces none of an earlier one."""
         ...
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:

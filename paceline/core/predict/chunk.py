@@ -143,14 +143,31 @@ class ChunkSize:
         """Tokens of the largest chunk that keeps the rows of ``base`` waiting no longer than
         ``gap``, nine times in ten; and no more than twice what was measured, for what lies beyond
         that is a guess."""
-        known = max(self.floor, 2 * self._model.most_wide_tokens)
-        seconds = gap / max(1.0, self._model.quantile(LATE_QUANTILE))
-        return self._within(base, start, seconds, min(self._most, known))
+        most, seconds = self._bounds(gap)
+        return self._within(base, start, seconds, most)
 
-    def within(self, base: StepShape, start: int, seconds: float, *, shared: bool = False) -> int:
+    def within(
+        self,
+        base: StepShape,
+        start: int,
+        seconds: float,
+        *,
+        shared: bool = False,
+        gap: float = math.inf,
+    ) -> int:
         """Tokens of the largest chunk from position ``start`` on, up to the knee, with which a step
-        of shape ``base`` is predicted to take ``seconds`` at most."""
-        return self._within(base, start, seconds, self.knee(shared=shared))
+        of shape ``base`` is predicted to take ``seconds`` at most; if there is a ``gap``, no more
+        than ``beside_streams``."""
+        most = self.knee(shared=shared)
+        if gap < math.inf:
+            known, longest = self._bounds(gap)
+            most, seconds = min(most, known), min(seconds, longest)
+        return self._within(base, start, seconds, most)
+
+    def _bounds(self, gap: float) -> tuple[int, float]:
+        """Tokens and predicted seconds of the largest step beside streams."""
+        known = max(self.floor, 2 * self._model.most_wide_tokens)
+        return min(self._most, known), gap / max(1.0, self._model.quantile(LATE_QUANTILE))
 
     def _within(self, base: StepShape, start: int, seconds: float, most: int) -> int:
         low, high = 0, most // self.tile

@@ -5,9 +5,11 @@ This module does not decide which of two requests is better.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.request import Request
@@ -15,6 +17,8 @@ from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = ["Displacement", "choose_displaced"]
+
+_ORDER: Final = attrgetter("order")
 
 # (waiting, running): whether the second is preempted to admit the first
 Displaces = Callable[[Request, Request], bool]
@@ -93,8 +97,9 @@ def choose_displaced(
         lasts: whether memory is predicted to last with ``head`` and without some of ``running``,
             which give so many blocks back. The more go, the longer it lasts.
     """
-    # worst first
-    losers = [request for request in reversed(running) if displaces(head, request)]
+    # worst first; none that comes before it
+    later = running[bisect_right(running, head.order, key=_ORDER) :]
+    losers = [request for request in reversed(later) if displaces(head, request)]
     shortfall = kv.shortfall(head, beside_others=True) if losers else 0
     slots = max_num_seqs - len(running)
     if slots > 0 and shortfall == 0 and head.tier is Tier.ORDINARY:
