@@ -18,8 +18,7 @@ from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.pacing import deadlines
 from paceline.core.pacing.ageing import Ageing
-from paceline.core.pacing.budget import StepBudget
-from paceline.core.pacing.token_bucket import BackgroundBucket
+from paceline.core.pacing.budget import BackgroundBucket, StepBudget
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView

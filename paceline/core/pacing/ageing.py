@@ -17,7 +17,7 @@ This module does not know why a request was not admitted.
 
 from __future__ import annotations
 
-from itertools import chain
+from operator import methodcaller
 from typing import Final
 
 from paceline.core.pacing.view import RunningView
@@ -29,6 +29,7 @@ __all__ = ["Ageing"]
 
 # seconds that a request has to be the first to wait, at least
 _LEAST: Final = 10.0
+_AGE: Final = methodcaller("move", Move.AGE)
 
 
 class Ageing:
@@ -55,11 +56,11 @@ class Ageing:
         """A step is about to be planned, and ``view`` is of the running requests."""
         before, self._first = self._first, None
         looked_at, self._looked_at = self._looked_at, now
-        if self._aged is not None:
-            if self._aged.status is not RequestStatus.FINISHED:
-                self._advance(self._aged)
-                return
-            self._aged = None
+        if self._aged is not None and self._aged.status is not RequestStatus.FINISHED:
+            if self._aged in self._waiting:
+                self._waiting.move(self._aged, self._go_first)
+            return
+        self._aged = None
         first = self._waiting.oldest_best_effort()
         if first is None or not self._is_held_up(first, view):
             return
@@ -69,30 +70,21 @@ class Ageing:
             before.seconds_first += max(0.0, now - looked_at)
         self._first = first
         if first.seconds_first >= self._seconds:
-            self._waiting.move(first, _age)
+            self._waiting.move(first, _AGE)
+            self._waiting.move(first, self._go_first)
             self._aged = first
-            self._advance(first)
-
-    def _advance(self, aged: Request) -> None:
-        """While it waits, no ordinary request has a key before its own: by some policies there
-        would always be another."""
-        if aged in self._waiting:
-            self._waiting.move(aged, self._go_first)
-
-    def _go_first(self, aged: Request) -> None:
-        head = self._waiting.ordinary.peek()
-        if head is not None and head.order[0] < aged.order[0]:
-            aged.order = (head.order[0], aged.order[1])
 
     def _is_held_up(self, first: Request, view: RunningView) -> bool:
         """Whether a request of an earlier tier runs or waits."""
-        tier = first.tier
         return (
             bool(view.ordinary)
-            or self._waiting.any_before(tier)
-            or any(request.tier < tier for request in chain(view.must_run, view.best_effort))
+            or self._waiting.any_before(first.tier)
+            or any(request.tier < first.tier for request in view.best_effort)
         )
 
-
-def _age(request: Request) -> None:
-    request.move(Move.AGE)
+    def _go_first(self, aged: Request) -> None:
+        """While it waits, no ordinary request has a key before its own: by some policies there
+        would always be another."""
+        head = self._waiting.ordinary.peek()
+        if head is not None and head.order[0] < aged.order[0]:
+            aged.order = (head.order[0], aged.order[1])

@@ -6,7 +6,7 @@ Ordinary requests are served first. Best effort gets what they leave of the step
   that the targets of others leave (``takes``, ``chunk``);
 * a running best-effort request that was passed over in many steps gets a row anyway, a few in each
   step, so that it never stops altogether;
-* requests without targets are metered besides (``token_bucket``).
+* requests without targets are metered besides (``BackgroundBucket``).
 
 This module does not know how the seconds are found (``budget``), nor which requests are late
 (``feasibility``).
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
+from paceline.core.pacing.budget import BackgroundBucket
 from paceline.core.pacing.feasibility import REJOIN, Feasibility, Others
-from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
-from paceline.core.predict.step_time import StepShape
+from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.builder import StepBuilder
@@ -53,6 +53,7 @@ class PacedLimits(StepLimits):
     """Made by ``Paced``."""
 
     now: float
+    model: StepTimeModel
     feasibility: Feasibility
     bucket: BackgroundBucket
     # None: the pace of running requests keeps no other out
@@ -169,7 +170,7 @@ class PacedLimits(StepLimits):
             return
         if not self.feasibility.is_late(request, self.now):
             self.others = self.others._replace(urgent=True)
-        if self.state.step_time.ready and self.state.config.adaptive_token_budget:
+        if self.model.ready and self.state.config.adaptive_token_budget:
             # its prompt is not kept waiting for best-effort rows, like that of running ones
             self.seconds = 0.0
 
@@ -184,11 +185,9 @@ class PacedLimits(StepLimits):
     def _most_seconds(self, step: StepBuilder) -> float:
         """Predicted seconds that a step with the rows so far may take with best effort, or the next
         request to arrive would wait for a long step of work without hurry."""
-        if not self.state.step_time.ready:
+        if not self.model.ready:
             return math.inf
-        own = (
-            self.state.step_time.predict(step.shape) - self._best_effort_cost if step.rows else 0.0
-        )
+        own = self.model.predict(step.shape) - self._best_effort_cost if step.rows else 0.0
         return own + self.added_seconds
 
     def _has_room(self, step: StepBuilder, request: Request, most: float) -> bool:
@@ -198,7 +197,7 @@ class PacedLimits(StepLimits):
         return (
             limit == math.inf
             or not step.rows
-            or self.state.step_time.predict(step.shape.plus(0, _TILE)) <= limit
+            or self.model.predict(step.shape.plus(0, _TILE)) <= limit
         )
 
     def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
@@ -208,7 +207,7 @@ class PacedLimits(StepLimits):
         if limit == math.inf:
             return max(1, step.budget)
         sizes = range(1, max(1, step.budget // _TILE) + 1)
-        shape, predict = step.shape, self.state.step_time.predict
+        shape, predict = step.shape, self.model.predict
         fitting = bisect_right(sizes, limit, key=lambda n: predict(shape.plus(start, n * _TILE)))
         return max(1, fitting) * _TILE
 
@@ -221,8 +220,8 @@ class PacedLimits(StepLimits):
             return True
         if self._predicted_at != len(step.rows):
             self._predicted_at = len(step.rows)
-            self._predicted = self.state.step_time.predict(step.shape)
-        wanted = self._predicted + self.state.step_time.row_seconds(request.num_computed_tokens)
+            self._predicted = self.model.predict(step.shape)
+        wanted = self._predicted + self.model.row_seconds(request.num_computed_tokens)
         if wanted <= _ROUNDING * limit:
             # the next one asks once this one has its row
             self._predicted = wanted
@@ -241,16 +240,12 @@ class PacedLimits(StepLimits):
 
     def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
         if request.tier is Tier.BACKGROUND:
-            predict = self.state.step_time.predict
-            self.bucket.charge(predict(step.shape) - predict(before))
+            self.bucket.charge(self.model.predict(step.shape) - self.model.predict(before))
 
     def lengthened(self, step: StepBuilder, before: StepShape) -> None:
-        self._best_effort_cost += self.state.step_time.predict(
-            step.shape
-        ) - self.state.step_time.predict(before)
+        self._best_effort_cost += self.model.predict(step.shape) - self.model.predict(before)
 
     def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
         if len(step.rows) > num_must_run:
-            predicted = self.state.step_time.predict(step.shape)
-            self.ordinary_seconds = predicted - self._best_effort_cost
+            self.ordinary_seconds = self.model.predict(step.shape) - self._best_effort_cost
         self.seconds = min(self.seconds, self._most_seconds(step))

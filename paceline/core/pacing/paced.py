@@ -4,8 +4,8 @@ At the start of each step, in this order:
 
 1. *Settle the tiers of running requests*: requests that cannot be on time yield (``feasibility``),
    best-effort requests with deadlines are demoted or restored (``deadlines``).
-2. *Budget*: how many tokens and seconds the step may take (``budget``, ``token_bucket``, the
-   memory-pressure valve).
+2. *Budget*: how many tokens and seconds the step may take (``budget``, the memory-pressure
+   valve).
 3. *Settle the tiers of waiting requests*: ageing, then triage.
 4. *Make way* for the first waiting request, if it beats running ones.
 5. *Passes*: ordinary requests, then best effort tier by tier.
@@ -22,11 +22,10 @@ from typing import Final
 
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.ageing import Ageing
-from paceline.core.pacing.budget import StepBudget
+from paceline.core.pacing.budget import BackgroundBucket, StepBudget
 from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.limits import PacedLimits
 from paceline.core.pacing.tenants import TenantShares
-from paceline.core.pacing.token_bucket import BackgroundBucket
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
 from paceline.core.request import Request
@@ -104,6 +103,7 @@ class Paced:
             background_seconds=background_seconds,
             ordinary_seconds=0.0,
             now=now,
+            model=state.step_time,
             feasibility=feasibility,
             bucket=self._bucket,
             guard=guard,

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.core.outputs import StepResult
-from paceline.core.pacing.token_bucket import BackgroundBucket
+from paceline.core.pacing.budget import BackgroundBucket
 from paceline.core.pacing.view import RunningView
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.scheduler import Scheduler
