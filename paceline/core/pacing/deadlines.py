@@ -153,6 +153,7 @@ class Deadlines:
         filling = self._waiting.num_new_tokens * per_token
         # share of the time to come that ordinary requests are taken to need
         taken = min(1.0, self._steps.ordinary_share)
+        left_out = self._left_out
         seconds: list[float] = []
         latest: list[float] = []
         # a loop of hundreds in a step that does all the rest too: no more calls than it needs
@@ -164,7 +165,7 @@ class Deadlines:
                 between = beside
             start = due - between if between > 0.0 else due
             own += request.num_lacking_tokens * per_token
-            if request.request_id in self._left_out:
+            if left_out and request.request_id in left_out:
                 # to and fro would cost others their time
                 own *= _HASTE
             seconds.append(own)

@@ -169,60 +169,45 @@ class Feasibility:
 
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
-        is next."""
-        waiting = self._waiting.targeted
-        if not waiting or not self._enabled or not self._is_triage_due():
+        is next. Predictions move slowly: when a request came or went, or every so often."""
+        room = self._waiting
+        if not room.targeted or not self._enabled or not self._step_time.ready:
             return
+        self._since_triage += 1
+        if self._triaged_at == room.num_changes and self._since_triage < _STEPS_BETWEEN_TRIAGES:
+            return
+        self._since_triage = 0
         per_token = self._budget.seconds_per_token(view)
         unfinished = sum(
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
-        self._triaged_at = self._waiting.num_changes
-        to_compute = unfinished + self._waiting.num_ordinary_tokens
-        if starts + to_compute * per_token <= self._waiting.earliest_due:
-            # no request will be late, in whatever order
-            return
-        first = list(islice(self._service_order(waiting), _MAX_TRIAGED))
-        losers = triage(
-            first,
-            starts + unfinished * per_token,
-            # a fork has its prompt already
-            [request.num_lacking_tokens * per_token for request in first],
-            [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
-            self._waiting.group,
-        )
-        if len(losers) == len(first) and losers and not self.deadlines.pressing:
-            losers = self._that_yield(losers, first[0], view, starts)
-        for loser in losers:
-            if not loser.favoured:
-                self._waiting.move(loser, self.demote)
-        self._triaged_at = self._waiting.num_changes
+        # else no request will be late, in whatever order
+        if starts + (unfinished + room.num_ordinary_tokens) * per_token > room.earliest_due:
+            first = list(islice(self._service_order(room.targeted), _MAX_TRIAGED))
+            losers = triage(
+                first,
+                starts + unfinished * per_token,
+                # a fork has its prompt already
+                [request.num_lacking_tokens * per_token for request in first],
+                [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
+                room.group,
+            )
+            for loser in self._that_yield(losers, first, view, starts):
+                room.move(loser, self.demote)
+        self._triaged_at = room.num_changes
 
     def _that_yield(
-        self, late: list[Request], first: Request, view: RunningView, now: float
+        self, late: list[Request], first: list[Request], view: RunningView, now: float
     ) -> list[Request]:
-        """Of waiting requests all of which a triage found late, those by whose leaving others
-        gain."""
-        others = self.others(view, now)
-        if not self.endangers(first, now, others):
-            return []
-        if len(late) == len(self._waiting.ordinary) and not others.num:
-            # none can be on time, so the first yields to none
-            return [request for request in late if request is not first]
-        return late
-
-    def _is_triage_due(self) -> bool:
-        """Predictions move slowly: when a request came or went, or every so often."""
-        if not self._step_time.ready:
-            return False
-        self._since_triage += 1
-        if (
-            self._triaged_at == self._waiting.num_changes
-            and self._since_triage < _STEPS_BETWEEN_TRIAGES
-        ):
-            return False
-        self._since_triage = 0
-        return True
+        """Requests that a triage of ``first`` found late and by whose leaving others gain."""
+        if late and len(late) == len(first) and not self.deadlines.pressing:
+            others = self.others(view, now)
+            if not self.endangers(first[0], now, others):
+                return []
+            if len(late) == len(self._waiting.ordinary) and not others.num:
+                # none can be on time, so the first yields to none
+                late = [request for request in late if request is not first[0]]
+        return [request for request in late if not request.favoured]
 
 
 def _was_late(request: Request) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape, StepTimeModel
@@ -26,8 +26,6 @@ _PRIOR: Final = 256
 # before anything is measured: only the ratio matters, an output token costs a step of its own
 _PROMPT_SECONDS: Final = 1e-4
 _OUTPUT_SECONDS: Final = 2e-3
-# of max_tokens
-_NO_LIMIT: Final = 2**62
 
 
 class _Window:
@@ -68,15 +66,22 @@ class LengthHistory:
     def quantile(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int | None:
         """The q-quantile of the final length of a request with ``num_output`` tokens so far, in
         ``(num_output, max_tokens]``; None while nothing is known, or nothing so long was seen."""
+        length = longer_than(num_output, self.known(label), q)
+        return None if length is None else min(length, max_tokens)
+
+    def known(self, label: Hashable) -> Sequence[int]:
+        """The lengths that tell of a label, sorted; none while there are few."""
         window = self._labels.get(label)
         if window is None or len(window.values) < self._min_samples:
             window = self._all
-        values = window.values
-        first = bisect_right(values, num_output)
-        longer = len(values) - first
-        if len(values) < self._min_samples or longer == 0:
-            return None
-        return min(values[first + min(int(q * longer), longer - 1)], max_tokens)
+        return window.values if len(window.values) >= self._min_samples else ()
+
+
+def longer_than(num_output: int, values: Sequence[int], q: float) -> int | None:
+    """The q-quantile of those of the sorted ``values`` that are larger; None if none is."""
+    first = bisect_right(values, num_output)
+    longer = len(values) - first
+    return values[first + min(int(q * longer), longer - 1)] if longer else None
 
 
 class WorkEstimator:
@@ -100,23 +105,19 @@ class WorkEstimator:
         return min(request.asked.sampling.max_tokens, max(_PRIOR, 2 * request.num_output_tokens))
 
     def least_left(self, requests: Iterable[Request], q: float) -> list[int]:
-        """Output tokens still to come of each request by a q-quantile; one where nothing is known.
-
-        Most requests that wait have no output yet: the history is asked once for their label.
-        """
-        known: dict[Hashable, int | None] = {}
+        """Output tokens still to come of each request by a q-quantile; one where nothing is
+        known."""
+        known: dict[Hashable, Sequence[int]] = {}
         left: list[int] = []
         for request in requests:
-            num_output = request.num_output_tokens
-            if num_output:
-                length = self._quantile(request, q)
-                left.append(1 if length is None else length - num_output)
-                continue
             label = request.label
-            if label not in known:
-                known[label] = self._lengths.quantile(label, 0, _NO_LIMIT, q)
-            length, most = known[label], request.max_total_tokens - request.num_tokens
-            left.append(1 if length is None else min(length, most))
+            values = known.get(label)
+            if values is None:
+                values = known[label] = self._lengths.known(label)
+            num_output = request.num_tokens - request.num_prompt_tokens
+            length = longer_than(num_output, values, q)
+            most = request.max_total_tokens - request.num_tokens
+            left.append(1 if length is None else min(length - num_output, most))
         return left
 
     def _quantile(self, request: Request, q: float) -> int | None:
