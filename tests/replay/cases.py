@@ -60,7 +60,6 @@ CASES: dict[str, dict[str, Any]] = {
     "swapping": {"num_blocks": 60, "num_host_blocks": 60, "preemption": "swap"},
     "no-prefix-caching": {"num_blocks": 60, "enable_prefix_caching": False},
     "sjf": {"num_blocks": 60, "policy": "sjf"},
-    "boost": {"num_blocks": 60, "policy": "boost", "seconds": _seconds},
     "phase-aligned": {
         "num_blocks": 60,
         "policy": "phase-aligned",
