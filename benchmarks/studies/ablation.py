@@ -42,6 +42,7 @@ LENGTHS = "prompt=lognormal(255,0.6),output=lognormal(40,0.8)"
 CLASSES = (
     "classes=interactive(1,ttft=1,tpot=100ms)+standard(1,ttft=3,tpot=150ms)+batch(1,deadline=60)"
 )
+SOON = CLASSES.replace("deadline=60", "deadline=30")
 # what is left with everything off
 BASELINE: dict[str, Any] = {
     "policy": "fcfs",
@@ -64,6 +65,14 @@ class _Cpu:
 
 
 CPU = _Cpu()
+
+
+class _Rows:
+    """The capacity study's, where a row of one token takes as long as two tokens of a prompt."""
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        narrow = sum(num_tokens == 1 for _, _, num_tokens, _, _ in plan.rows)
+        return 0.004 + 3.9e-4 * (plan.num_tokens - narrow) + 8.5e-4 * narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,9 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
     "bursts": Situation(f"rate=6,cv=4,{LENGTHS},{CLASSES}"),
     "little-memory": Situation(f"rate=5,cv=1,{LENGTHS},{CLASSES}", num_blocks=160),
     "little-memory-bursts": Situation(f"rate=4,cv=4,{LENGTHS},{CLASSES}", num_blocks=160),
+    # batch work is due within 30 s, and there is more to do than can be done
+    "beyond-capacity": Situation(f"rate=8,cv=1,{LENGTHS},{SOON}", times=_Rows()),
+    "beyond-capacity-bursts": Situation(f"rate=7,cv=4,{LENGTHS},{SOON}", times=_Rows()),
     "streams": Situation(
         "rate=12,cv=1,prompt=lognormal(40,0.6),output=lognormal(120,0.6),"
         "classes=stream(2,ttft=2,tpot=25ms)+standard(1)+best-effort(1)",
@@ -132,11 +144,7 @@ def _run(
     situation: Situation, switch: Switch, seed: int, num_requests: int
 ) -> tuple[str, list[float]]:
     """The digest of all decisions, and the columns."""
-    settings: dict[str, Any] = {
-        "policy": "deadline",
-        "max_model_len": 4096,
-        "pressure_threshold": 0.88,
-    }
+    settings: dict[str, Any] = {"policy": "deadline", "max_model_len": 4096}
     num_blocks = situation.num_blocks
     with switch.off():
         config = ReplicaConfig(
@@ -176,9 +184,9 @@ def _run(
     ]
 
 
-def plans_of(situation: str, switch: Switch, *, num_requests: int = 100) -> str:
-    """A digest of every plan that is made for the first seed's arrivals."""
-    return _run(SITUATIONS[situation], switch, SEEDS[0], num_requests)[0]
+def plans_of(situation: str, switch: Switch, *, num_requests: int = NUM_REQUESTS) -> str:
+    """A digest of every plan that is made for the last seed's arrivals."""
+    return _run(SITUATIONS[situation], switch, SEEDS[-1], num_requests)[0]
 
 
 def _job(job: tuple[str, str, int]) -> tuple[str, list[float]]:

@@ -134,7 +134,8 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "look ahead at memory": _set(future_memory_check=False),
     "swapping": _set(preemption="recompute"),
     "victim by work lost": _swap(memory__preemption__Preemption__victim=_last),
-    "pressure valve": _set(pressure_threshold=1.0),
+    # the other way round: it is closed by default
+    "(a valve at 88 %, closed by default)": _set(pressure_threshold=0.88),
     # tenants
     "light tenants": _swap(pacing__tenants__TenantShares__is_light=_no),
     "short steps while shared": _swap(pacing__budget__StepBudget___shared_seconds=_infinite),
