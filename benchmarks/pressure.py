@@ -110,8 +110,7 @@ def _run(
         if not plan.rows:
             now = coming[0][0]
             continue
-        moved = len(plan.swaps) + len(plan.prefetches)
-        elapsed = _seconds(StepShape.of(plan.rows)) + MOVE_SECONDS * moved
+        elapsed = _seconds(StepShape.of(plan.rows)) + MOVE_SECONDS * len(plan.swaps)
         result = replace(backend.execute(plan).result(), elapsed=elapsed)
         now += elapsed
         for update in scheduler.update(plan, result, now):

@@ -1,34 +1,49 @@
-"""Each feature of the scheduler off in turn: what it is worth when it is needed.
+"""Each mechanism of the scheduler off in turn: what it is worth when it is needed.
 
-A two-core CPU that serves a 135M model: 4 ms a step, 0.4 ms a token, 1 us a key read. A third of
-the requests each is interactive (TTFT 1 s, TPOT 100 ms), standard (3 s, 150 ms) and batch (best
-effort, done within 60 s). Two situations: *bursts* (gamma gaps, cv 4, about the rate that the
-machine can do), and *little memory* (a cache for 6 average requests, Poisson).
+A two-core CPU that serves a 135M model: 4 ms a step, 0.4 ms a token, 1 us a key read; and the
+textbook GPU of the other studies where the memory-bound region is the question. A third of the
+requests each is interactive (TTFT 1 s, TPOT 100 ms), standard (3 s, 150 ms) and batch (best effort,
+done within 60 s), and a fourth class has no targets at all, or what the situation says. Steps take
+what they are predicted to take, times a random factor (10 %). ``max_tokens`` is 512 for all, so
+lengths have to be learned.
+
+Every run is made with and without the mechanism for the same arrivals, over ``SEEDS`` of them: the
+tables give the mean difference (off minus on) and its standard error.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import os
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from benchmarks.studies.common import Study
+from benchmarks.studies.common import GPU, Study
+from benchmarks.studies.switches import SWITCHES, Switch
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
+from paceline.sim.decisions import DecisionLog
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report import Metrics, text_table
 from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
+from paceline.sim.step_times.base import StepTimes
 from paceline.sim.workload import open_workload
 
-__all__ = ["BASELINE", "CPU", "STUDY"]
+__all__ = ["BASELINE", "CPU", "SITUATIONS", "STUDY", "Situation", "plans_of"]
 
-WORKLOAD = (
-    "synthetic:rate={},cv={},prompt=lognormal(255,0.6),output=lognormal(40,0.8),n=600,"
+SEEDS: Final = range(1, 7)
+NUM_REQUESTS: Final = 500
+LENGTHS = "prompt=lognormal(255,0.6),output=lognormal(40,0.8)"
+CLASSES = (
     "classes=interactive(1,ttft=1,tpot=100ms)+standard(1,ttft=3,tpot=150ms)+batch(1,deadline=60)"
 )
-SITUATIONS: dict[str, tuple[str, int]] = {
-    "bursts": (WORKLOAD.format(6, 4), 8000),
-    "little-memory": (WORKLOAD.format(5, 1), 160),
-}
+SOON = CLASSES.replace("deadline=60", "deadline=30")
+# what is left with everything off
 BASELINE: dict[str, Any] = {
     "policy": "fcfs",
     "adaptive_token_budget": False,
@@ -39,19 +54,6 @@ BASELINE: dict[str, Any] = {
     "preemption": "recompute",
     "pressure_threshold": 1.0,
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "everything on": {},
-    "no adaptive budget": {"adaptive_token_budget": False, "max_num_batched_tokens": 512},
-    "no bound of gaps": {"max_token_gap_s": None},
-    "no triage": {"relegate_late": False},
-    "no pace guard": {"pace_admission": False},
-    "no future memory": {"future_memory_check": False},
-    "no swap": {"preemption": "recompute"},
-    "no pressure valve": {"pressure_threshold": 1.0},
-    "fcfs order": {"policy": "fcfs"},
-    "all of it off": BASELINE,
-}
-CLASSES = ("interactive", "standard", "batch")
 
 
 class _Cpu:
@@ -65,47 +67,176 @@ class _Cpu:
 CPU = _Cpu()
 
 
-def _row(name: str, options: dict[str, Any], workload: str, num_blocks: int) -> list[str]:
-    settings: dict[str, Any] = {
-        "policy": "deadline",
-        "max_model_len": 4096,
-        "pressure_threshold": 0.88,
-    }
-    config = ReplicaConfig(
-        scheduler=SchedulerConfig(**(settings | options)),
-        cache=CacheConfig(
-            block_size=16,
-            num_blocks=num_blocks,
-            enable_prefix_caching=False,
-            num_host_blocks=num_blocks // 2,
-            swap_block_seconds=1e-4,
-        ),
-    )
-    metrics = Metrics()
-    pool = Pool((ReplicaSpec(config, CPU),), LeastOutstanding())
-    totals = Simulator(pool, metrics.add).run(open_workload(workload, seed=3))
-    summary = metrics.summary(name)
-    attained = [f"{100 * summary.by_class[each].attainment:.0f}" for each in CLASSES]
-    assert summary.ttft is not None
-    return [
-        name,
-        f"{100 * summary.attainment:.1f}",
-        *attained,
-        f"{summary.ttft.p50:.2f}",
-        str(totals.num_preemptions),
-        str(totals.num_refused),
+class _Rows:
+    """The capacity study's, where a row of one token takes as long as two tokens of a prompt."""
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        narrow = sum(num_tokens == 1 for _, _, num_tokens, _, _ in plan.rows)
+        return 0.004 + 3.9e-4 * (plan.num_tokens - narrow) + 8.5e-4 * narrow
+
+
+@dataclass(frozen=True, slots=True)
+class _Noisy:
+    """Steps take what ``times`` says, times a random factor."""
+
+    times: StepTimes
+    random: random.Random
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        return self.times.seconds(plan) * math.exp(0.1 * self.random.gauss(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What is served, by what."""
+
+    workload: str
+    num_blocks: int = 8000
+    times: StepTimes = CPU
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+SITUATIONS: Final[Mapping[str, Situation]] = {
+    "poisson": Situation(f"rate=7,cv=1,{LENGTHS},{CLASSES}"),
+    "bursts": Situation(f"rate=6,cv=4,{LENGTHS},{CLASSES}"),
+    "little-memory": Situation(f"rate=5,cv=1,{LENGTHS},{CLASSES}", num_blocks=160),
+    "little-memory-bursts": Situation(f"rate=4,cv=4,{LENGTHS},{CLASSES}", num_blocks=160),
+    # batch work is due within 30 s, and there is more to do than can be done
+    "beyond-capacity": Situation(f"rate=8,cv=1,{LENGTHS},{SOON}", times=_Rows()),
+    "beyond-capacity-bursts": Situation(f"rate=7,cv=4,{LENGTHS},{SOON}", times=_Rows()),
+    "streams": Situation(
+        "rate=12,cv=1,prompt=lognormal(40,0.6),output=lognormal(120,0.6),"
+        "classes=stream(2,ttft=2,tpot=25ms)+standard(1)+best-effort(1)",
+        settings={"background_share": 0.1},
+    ),
+    # more than the machine can do, and a third of it without targets
+    "overload": Situation(
+        f"rate=9,cv=2,{LENGTHS},classes=interactive(1,ttft=1,tpot=100ms)+tight(1,ttft=0.4)"
+        "+batch(1,deadline=30)+standard(2)+best-effort(1)",
+        settings={"background_share": 0.1, "max_predicted_wait_s": 8.0},
+    ),
+    "tenants": Situation(
+        f"rate=9,cv=4,{LENGTHS},classes=chat(1,ttft=3,tpot=100ms)+standard(1),"
+        "tenants=flood(12)+light(1)+other(1)",
+        settings={"policy": "fair", "max_num_waiting": 32},
+    ),
+    "gpu": Situation(
+        "rate=38,cv=1,prompt=lognormal(255,0.8),output=lognormal(60,0.8)",
+        num_blocks=20_000,
+        times=GPU,
+        settings={"policy": "fcfs", "max_num_batched_tokens": 2048, "max_num_seqs": 64},
+    ),
+}
+# seconds and shares that the tables show: (head, digits)
+_COLUMNS: Final = (
+    ("attainment %", 1),
+    ("TTFT p50 ms", 0),
+    ("TTFT p99 s", 2),
+    ("TPOT p99 ms", 1),
+    ("E2E mean s", 2),
+    ("tokens/s", 1),
+    ("preemptions", 0),
+    ("refused", 0),
+)
+
+
+def _run(
+    situation: Situation, switch: Switch, seed: int, num_requests: int
+) -> tuple[str, list[float]]:
+    """The digest of all decisions, and the columns."""
+    settings: dict[str, Any] = {"policy": "deadline", "max_model_len": 4096}
+    num_blocks = situation.num_blocks
+    with switch.off():
+        config = ReplicaConfig(
+            scheduler=SchedulerConfig(**(settings | dict(situation.settings) | switch.settings)),
+            cache=CacheConfig(
+                block_size=16,
+                num_blocks=num_blocks,
+                enable_prefix_caching=False,
+                num_host_blocks=num_blocks // 2,
+                swap_block_seconds=1e-4,
+            ),
+            max_tokens=512,
+        )
+        times = _Noisy(situation.times, random.Random(seed))
+        metrics, log = Metrics(), DecisionLog()
+
+        def on_plan(_: int, plan: SchedulerOutput, made: float, *__: float) -> None:
+            log.add(plan, made)
+
+        pool = Pool((ReplicaSpec(config, times),), LeastOutstanding())
+        workload = f"synthetic:{situation.workload},n={num_requests}"
+        totals = Simulator(pool, metrics.add, on_plan=on_plan).run(
+            open_workload(workload, seed=seed)
+        )
+    summary = metrics.summary()
+    ttft, tpot, e2e = summary.ttft, summary.tpot, summary.e2e
+    assert ttft is not None and tpot is not None and e2e is not None
+    return log.digest(), [
+        100 * summary.attainment,
+        1e3 * ttft.p50,
+        ttft.p99,
+        1e3 * tpot.p99,
+        e2e.mean,
+        summary.token_rate,
+        totals.num_preemptions,
+        totals.num_refused,
     ]
 
 
+def plans_of(situation: str, switch: Switch, *, num_requests: int = NUM_REQUESTS) -> str:
+    """A digest of every plan that is made for the last seed's arrivals."""
+    return _run(SITUATIONS[situation], switch, SEEDS[-1], num_requests)[0]
+
+
+def _job(job: tuple[str, str, int]) -> tuple[str, list[float]]:
+    situation, name, seed = job
+    switch = Switch(BASELINE) if name == "all off" else SWITCHES.get(name, Switch())
+    return _run(SITUATIONS[situation], switch, seed, NUM_REQUESTS)
+
+
+def _row(
+    name: str, on: Sequence[tuple[str, list[float]]], off: Sequence[tuple[str, list[float]]]
+) -> list[str] | None:
+    """Differences and their standard errors; None if no plan differs."""
+    if all(a[0] == b[0] for a, b in zip(on, off, strict=True)):
+        return None
+    cells = [name]
+    for index, (_, digits) in enumerate(_COLUMNS):
+        differences = [b[1][index] - a[1][index] for a, b in zip(on, off, strict=True)]
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        mean = statistics.mean(differences)
+        bold = "**" if abs(mean) > 2 * error and round(abs(mean), digits) > 0 else ""
+        cells.append(f"{bold}{mean:+.{digits}f}{bold} ± {error:.{digits}f}")
+    return cells
+
+
 def tables() -> dict[str, str]:
-    """Per cent within targets, seconds, counts."""
-    head = ["", "attainment %", *CLASSES, "TTFT p50", "preemptions", "refused"]
-    return {
-        situation: text_table(
-            [head, *(_row(name, options, *setting) for name, options in VARIANTS.items())]
-        )
-        for situation, setting in SITUATIONS.items()
-    }
+    """Per situation: the means with everything on, then differences by mechanism."""
+    names = ["everything on", "all off", *SWITCHES]
+    jobs = [(s, name, seed) for s in SITUATIONS for name in names for seed in SEEDS]
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        results = dict(zip(jobs, executor.map(_job, jobs, chunksize=4), strict=True))
+    found: dict[str, str] = {}
+    for situation in SITUATIONS:
+        of = {name: [results[situation, name, seed] for seed in SEEDS] for name in names}
+        on = of.pop("everything on")
+        means = [statistics.mean(column) for column in zip(*(run for _, run in on), strict=True)]
+        rows = [
+            ["off", *(head for head, _ in _COLUMNS)],
+            ["none", *(f"{m:.{d}f}" for m, (_, d) in zip(means, _COLUMNS, strict=True))],
+        ]
+        same: list[str] = []
+        for name, off in of.items():
+            row = _row(name, on, off)
+            if row is None:
+                same.append(name)
+            else:
+                rows.append(row)
+        found[situation] = text_table(rows)
+        if same:
+            found[situation] += f"\n\nThe same plans without: {', '.join(same)}."
+    return found
 
 
 STUDY = Study("ablation", tables)

@@ -21,7 +21,7 @@ __all__ = ["STUDY"]
 
 # fcfs with everything that PLAIN turns off
 DEFAULTS = "fcfs, defaults"
-POLICIES = ("fcfs", "sjf", "boost", "deadline", DEFAULTS)
+POLICIES = ("fcfs", "sjf", "deadline", DEFAULTS)
 WORKLOAD = (
     "synthetic:rate=24,cv=3,prompt=lognormal(500,1.0),output=lognormal(120,1.0),n=1500,"
     "classes=chat(1,ttft=1,tpot=50ms)+report(1,deadline=20)"

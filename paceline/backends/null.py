@@ -165,7 +165,6 @@ class NullBackend:
                 if token is None or wanted is None
                 else (TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()),)
             )
-        self._swap(plan.prefetches)
         prompts = tuple(
             (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
             for row in plan.rows

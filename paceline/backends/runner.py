@@ -137,11 +137,6 @@ class ModelRunner:
             elapsed=time.monotonic() - started,
         )
 
-    def prefetch(self, plan: SchedulerOutput) -> None:
-        """Fetch what a later step needs, after the result of this one was handed over."""
-        if plan.prefetches:
-            self._model.swap_blocks(plan.prefetches)
-
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.released:
             self._release(request_id)

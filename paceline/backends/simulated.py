@@ -61,7 +61,7 @@ class SimulatedBackend:
         self._clock = clock
         self._sleep = sleep
         self._swap_block_seconds = swap_block_seconds
-        # when the last step handed over ends, and what it fetches ahead is there
+        # when the last step handed over ends
         self._free = clock()
 
     @property
@@ -76,7 +76,7 @@ class SimulatedBackend:
         seconds = self._seconds(plan)
         moving = self._swap_block_seconds
         end = max(self._clock(), self._free) + moving * len(plan.swaps) + seconds
-        self._free = end + moving * len(plan.prefetches)
+        self._free = end
         result = replace(self._backend.execute(plan).result(), elapsed=seconds)
 
         def wait(timeout: float | None) -> bool:

@@ -27,8 +27,6 @@ class WorkerBackend:
     def __init__(self, build: Callable[[], tuple[ModelRunner, BackendInfo]]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-model")
         self._mask_thread: ThreadPoolExecutor | None = None
-        # the last fetch of swapped blocks
-        self._prefetch: Future[None] | None = None
         self._runner: ModelRunner | None = None
         try:
             self._runner, self._info = self._executor.submit(build).result()
@@ -44,14 +42,7 @@ class WorkerBackend:
         """Queue one step. Raises RuntimeError after ``close``."""
         if self._runner is None:
             raise RuntimeError("the backend is closed")
-        runner = self._runner
-        if self._prefetch is not None and self._prefetch.done():
-            # blocks that did not come back must not be computed with
-            self._prefetch.result()
-        future = self._executor.submit(runner.run, plan)
-        if plan.prefetches:
-            self._prefetch = self._executor.submit(runner.prefetch, plan)
-        return future
+        return self._executor.submit(self._runner.run, plan)
 
     def constrain(self, matchers: MatcherSource) -> None:
         assert self._runner is not None, "constrain() after close()"

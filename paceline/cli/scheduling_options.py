@@ -259,7 +259,7 @@ ADMISSION: Final = (
         field="pressure_threshold",
         parse=bounded_float(0.01, 1.0),
         metavar="SHARE",
-        default=0.88,
+        default=1.0,
         help="share of the KV cache in use at which the memory-pressure valve begins to open: "
         "smaller chunks, then no new best-effort work, then its preemption, then 429; 1: never",
     ),

@@ -127,7 +127,7 @@ class SchedulerConfig:
     # room, "recompute" drops it, "auto" does what is predicted to take less time
     preemption: str = "auto"
     # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
-    # A server wants it lower (0.88), work that may all wait its turn does not
+    # Below 1.0 it is for work whose lengths cannot be predicted
     pressure_threshold: float = 1.0
 
     def __post_init__(self) -> None:

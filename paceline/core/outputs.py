@@ -87,9 +87,8 @@ class SchedulerOutput:
     """The plan of one step. Valid until executed; plans are executed in ``step_id`` order.
 
     A backend applies, in this order: ``released``, ``swaps``, ``new_requests``, ``block_copies``,
-    ``rows``, ``prefetches``.
-    A row whose last input token was sampled by an earlier, still running step uses the token that
-    step sampled: the backend keeps its own copy of each request's tokens.
+    ``rows``. A row whose last input token was sampled by an earlier, still running step uses the
+    token that step sampled: the backend keeps its own copy of each request's tokens.
     """
 
     step_id: int
@@ -102,8 +101,6 @@ class SchedulerOutput:
     num_tokens: int
     # in this order, before anything of this step is written
     swaps: tuple[BlockSwap, ...] = ()
-    # swapped blocks of requests that will run soon: to be moved once this step's result is out
-    prefetches: tuple[BlockSwap, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):

@@ -153,8 +153,6 @@ class Request:
     num_swapped_tokens: int = 0
     # of its blocks, those brought back from the host ahead of its turn; and whether that was tried
     # since it was moved there
-    num_fetched_blocks: int = 0
-    was_fetched: bool = False
 
     # pacing
     tier: Tier = field(init=False)

@@ -32,7 +32,6 @@ from paceline.core.pacing.door import Door, Expired
 from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
-from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import ClassUse, SchedulerStats, take_census
 from paceline.core.step.admission import Admission
@@ -169,8 +168,8 @@ class Scheduler:
         self._waiting.begin_plan(now)
         if now >= self._door.next_expiry:
             self._drop_expired(now)
-        if self.valve.threshold < 1.0 or self.kv.num_fetched_blocks:
-            self._relieve(beside_others=bool(running))
+        if self.valve.threshold < 1.0:
+            self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
@@ -184,8 +183,6 @@ class Scheduler:
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        if held_by is not None and held_by is not Reason.PRESSURE:
-            self._waiting.fetch_ahead(len(running), self.config.max_num_batched_tokens)
         plan = SchedulerOutput(
             self._num_steps,
             tuple(step.rows),
@@ -193,7 +190,7 @@ class Scheduler:
             tuple(step.copies),
             self._running.take_released(),
             step.num_tokens,
-            *self.kv.take_swaps(),
+            self.kv.take_swaps(),
         )
         self._num_steps += 1
         shape = step.shape
@@ -203,17 +200,6 @@ class Scheduler:
         )
         self._last.version += 1
         return plan
-
-    def _relieve(self, *, beside_others: bool) -> None:
-        """Take blocks that were fetched ahead back if the first waiting request lacks them, and see
-        how full memory is without them."""
-        kv = self.kv
-        if kv.num_fetched_blocks:
-            head = self._waiting.first(pressing=self._last.pressing)
-            if head is not None:
-                self._waiting.offload.make_room(head, beside_others=beside_others)
-        num_free = kv.pool.num_free + kv.num_fetched_blocks
-        self.valve.update(1.0 - num_free / self.cache.num_blocks)
 
     # ------------------------------------------------------------------ results in
 

@@ -36,7 +36,7 @@ class DecisionLog:
             for entry in plan.new_requests
         ]
         rows = [tuple(row) for row in plan.rows]
-        moved = (plan.block_copies, plan.swaps, plan.prefetches, plan.released)
+        moved = (plan.block_copies, plan.swaps, plan.released)
         decided = (plan.step_id, f"{now:.6f}", rows, new, moved, plan.num_tokens)
         self._hash.update(repr(decided).encode())
 

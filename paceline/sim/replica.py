@@ -233,8 +233,7 @@ class Replica:
         begin = max(now, self._backend_free)
         start = begin + moving * len(plan.swaps)
         end = start + seconds
-        # what is fetched ahead is fetched once the result is out
-        self._backend_free = end + moving * len(plan.prefetches)
+        self._backend_free = end
         self._steps.append(_Step(plan, self._sample(plan), end, seconds))
         self.busy_seconds += self._backend_free - begin
         self.num_steps += 1

@@ -133,7 +133,7 @@ def test_what_are_no_numa_nodes_is_refused(text: str, capsys: pytest.CaptureFixt
 
 def test_what_a_server_does_unless_told_otherwise() -> None:
     plain = settings()
-    assert plain.pressure_threshold == 0.88
+    assert plain.pressure_threshold == 1.0
     assert plain.policy == "deadline"
     assert plain.max_num_waiting == 2048
     assert plain.adaptive_token_budget and plain.relegate_late

@@ -187,23 +187,6 @@ class TestSameTokensEveryWay:
         assert stats.num_swapped_out_blocks > 0
         assert stats.num_recomputed_tokens == 0
 
-    def test_prefetched(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:
-        driver = drive(
-            backend,
-            max_num_seqs=2,
-            policy="priority",
-            num_host_blocks=backend.info.num_host_blocks,
-            preemption="swap",
-            enable_prefix_caching=False,
-        )
-        for name, prompt in PROMPTS.items():
-            priority = len(PROMPTS) - len(driver.scheduler._requests)
-            driver.add(make_request(name, prompt, LENGTH, priority=priority, **sampling))
-            driver.step()
-        driver.run()
-        assert any(plan.prefetches for plan in driver.plans)
-        assert {name: driver.tokens[name] for name in PROMPTS} == alone(backend, sampling)
-
     def test_planned_ahead(self, backend: ModelBackend, sampling: dict[str, Any]) -> None:
         driver = drive(backend, depth=2, max_num_batched_tokens=16, num_tokens=120)
         assert together(driver, sampling) == alone(backend, sampling)

@@ -12,7 +12,6 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import QueueFullError
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.offload import Offload
 from paceline.core.memory.outlook import capacity, future_peak
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
@@ -231,7 +230,7 @@ def test_deadlines_press_and_rows_must_run() -> None:
 
 def test_the_oldest_line_ages_after_a_minute_at_the_front() -> None:
     says("has been first for 60 s: it is admitted next")
-    room = WaitingRoom(RequestQueue, lambda key: key, Offload(KVCacheManager(Machine().cache)))
+    room = WaitingRoom(RequestQueue, lambda key: key, KVCacheManager(Machine().cache))
     lines = [make_request(f"line{i}", 4, slo=Slo(best_effort=True)) for i in range(2)]
     for number, line in enumerate(lines):
         line.order = (0.0, number)

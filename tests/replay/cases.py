@@ -60,7 +60,6 @@ CASES: dict[str, dict[str, Any]] = {
     "swapping": {"num_blocks": 60, "num_host_blocks": 60, "preemption": "swap"},
     "no-prefix-caching": {"num_blocks": 60, "enable_prefix_caching": False},
     "sjf": {"num_blocks": 60, "policy": "sjf"},
-    "boost": {"num_blocks": 60, "policy": "boost", "seconds": _seconds},
     "phase-aligned": {
         "num_blocks": 60,
         "policy": "phase-aligned",
@@ -193,8 +192,8 @@ CASES: dict[str, dict[str, Any]] = {
         "targets": ({"best_effort": True, "deadline": 6.0},),
         "aborts": 0.0,
     },
-    # blocks that were fetched ahead, or that a fork holds, are taken back for the first
-    "fetched-ahead": {
+    # blocks that a fork holds are taken back for the first
+    "forks-make-room": {
         "num_blocks": 26,
         "num_host_blocks": 60,
         "policy": "priority",

@@ -140,7 +140,8 @@ def plan_lines(plan: Any) -> Iterator[str]:
         blocks = f" blocks {_ids(row.new_block_ids)}" if row.new_block_ids else ""
         samples = " samples" if row.samples else ""
         yield f"row {row.request_id} {row.start}+{row.num_tokens}{blocks}{samples}"
-    for swap in plan.prefetches:
+    # an older core moves blocks after a step as well
+    for swap in getattr(plan, "prefetches", ()):
         yield f"prefetch {_swap(swap)}"
     yield f"step {plan.step_id} of {plan.num_tokens} tokens"
 

@@ -37,7 +37,7 @@ def test_decisions_are_those_recorded(name: str) -> None:
         r"tier (r\d+) background(.|\n)*tier \1 ordinary promoted",
         "tier .* favoured",
         "swap .* out",
-        "prefetch .* in",
+        "swap .* in",
         "copy ",
         "held='pace'",
         "held='policy'",

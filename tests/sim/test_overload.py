@@ -74,7 +74,6 @@ def run(seed: int) -> tuple[float, float, dict[str, float]]:
         scheduler=SchedulerConfig(
             max_model_len=4096,
             policy="deadline",
-            pressure_threshold=0.88,
             background_share=0.1,
         ),
         cache=CacheConfig(block_size=16, num_blocks=6000, enable_prefix_caching=False),
@@ -127,7 +126,6 @@ def test_late_requests_do_not_displace_those_to_come_where_all_have_targets() ->
             scheduler=SchedulerConfig(
                 max_model_len=8192,
                 policy="deadline",
-                pressure_threshold=0.88,
                 relegate_late=enabled,
             ),
             cache=CacheConfig(block_size=16, num_blocks=8000, enable_prefix_caching=False),

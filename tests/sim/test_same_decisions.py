@@ -84,7 +84,7 @@ def test_identical_decisions_where_blocks_are_moved_to_host_memory_and_back(dept
         Pool.single(settings, TIMES), lambda _: None, prefix_block=32, on_plan=moved
     )
     simulator.run(bursty(COUNT))
-    assert moved.num_swaps > 0 and moved.num_prefetches > 0
+    assert moved.num_swaps > 0
     assert (moved.log.num_plans, moved.log.digest()) == (live.num_plans, live.digest())
 
 
@@ -93,12 +93,11 @@ class Moved:
 
     def __init__(self) -> None:
         self.log = DecisionLog()
-        self.num_swaps = self.num_prefetches = 0
+        self.num_swaps = 0
 
     def __call__(self, _: int, plan: SchedulerOutput, now: float, start: float, end: float) -> None:
         self.log.add(plan, now)
         self.num_swaps += len(plan.swaps)
-        self.num_prefetches += len(plan.prefetches)
 
 
 def test_the_digest_sees_a_difference() -> None:

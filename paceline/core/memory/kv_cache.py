@@ -98,11 +98,8 @@ class KVCacheManager:
         self._free_host = list(range(config.num_host_blocks - 1, -1, -1))
         # moves the next plan has to carry out, in order
         self._swaps: list[BlockSwap] = []
-        self._prefetches: list[BlockSwap] = []
         self.num_swapped_out = 0
         self.num_swapped_in = 0
-        # held by waiting requests alone, and to be taken back whenever others need them
-        self.num_fetched_blocks = 0
         # tokens looked up in, and served from, the prefix cache since start
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -123,7 +120,7 @@ class KVCacheManager:
         if self._shortfall(request, shared, beside_others) > 0:
             return False
         if not request.block_ids:
-            self._start(request, shared, self._swaps)
+            self._start(request, shared)
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
@@ -132,11 +129,10 @@ class KVCacheManager:
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
         if request.num_swapped_tokens:
             request.history.num_restored_tokens += request.num_swapped_tokens
-            self._forget_fetched(request)
             self._forget_host(request)
         return True
 
-    def _start(self, request: Request, shared: list[int], swaps: list[BlockSwap]) -> None:
+    def _start(self, request: Request, shared: list[int]) -> None:
         """Give a request that holds no blocks those that are cached, and those on the host."""
         if shared:
             self.pool.acquire(shared)
@@ -144,7 +140,7 @@ class KVCacheManager:
         request.num_computed_tokens = len(shared) * self.block_size
         request.num_hashed_blocks = len(shared)
         if request.num_swapped_tokens:
-            self._restore(request, swaps)
+            self._restore(request)
 
     def hash_prompt(self, request: Request) -> None:
         """Hash a new request's prompt for the prefix cache, so that no step has to wait for it."""
@@ -153,10 +149,9 @@ class KVCacheManager:
 
     def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
         """Blocks a waiting request would start with that others hold, or it itself does; other than
-        those of ``without``, who are about to go, and those fetched for it, which are its own."""
+        those of ``without``, which are about to go."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
-        held = sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
-        return held - request.num_fetched_blocks
+        return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
 
     def num_found(self, request: Request) -> int:
         """Prompt tokens of a new request that the prefix cache holds now."""
@@ -182,38 +177,14 @@ class KVCacheManager:
         stored = min(num_tokens, request.max_total_tokens - 1)
         return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
 
-    def prefetch(self, request: Request, spared: int) -> bool:
-        """Move a waiting request's swapped blocks back ahead of its admission.
-
-        The copy in host memory stays until it is admitted, so the blocks can be taken away again.
-        False, with nothing changed, when there is nothing to move or no room for it.
-
-        Args:
-            spared: free blocks that are left to others beside the watermark.
-        """
-        if not request.num_swapped_tokens or request.block_ids:
-            return False
-        shared = self.starting_blocks(request)
-        if self._missing(request, shared) + self._watermark_blocks + spared > self.pool.num_free:
-            return False
-        self._start(request, shared, self._prefetches)
-        request.was_fetched = True
-        request.num_fetched_blocks = len(request.block_ids) - request.num_hashed_blocks
-        self.num_fetched_blocks += request.num_fetched_blocks
-        return True
-
-    def _forget_fetched(self, request: Request) -> None:
-        self.num_fetched_blocks -= request.num_fetched_blocks
-        request.num_fetched_blocks = 0
-
-    def _restore(self, request: Request, swaps: list[BlockSwap]) -> None:
+    def _restore(self, request: Request) -> None:
         """Give a request that starts with the cached part of its tokens blocks for the rest of
         those in host memory too."""
         held = len(request.block_ids)
         for host_id in request.host_block_ids[held:]:
             (block_id,) = self.pool.allocate(1)
             request.block_ids.append(block_id)
-            swaps.append(BlockSwap(host_id, block_id, False))
+            self._swaps.append(BlockSwap(host_id, block_id, False))
             self.num_swapped_in += 1
         request.num_computed_tokens = max(request.num_computed_tokens, request.num_swapped_tokens)
 
@@ -234,19 +205,17 @@ class KVCacheManager:
     def num_free_host_blocks(self) -> int:
         return len(self._free_host)
 
-    def take_swaps(self) -> tuple[tuple[BlockSwap, ...], tuple[BlockSwap, ...]]:
-        """Moves to be carried out by the next plan: before it, and after it."""
-        swaps, prefetches = tuple(self._swaps), tuple(self._prefetches)
+    def take_swaps(self) -> tuple[BlockSwap, ...]:
+        """Moves to be carried out before the next plan."""
+        swaps = tuple(self._swaps)
         self._swaps.clear()
-        self._prefetches.clear()
-        return swaps, prefetches
+        return swaps
 
     def _forget_host(self, request: Request) -> None:
         # latest first, so that they are handed out again in the same order
         self._free_host.extend(reversed(request.host_block_ids))
         request.host_block_ids = []
         request.num_swapped_tokens = 0
-        request.was_fetched = False
 
     def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
         reserve = self._watermark_blocks if beside_others else 0
@@ -340,7 +309,6 @@ class KVCacheManager:
 
     def free(self, request: Request, *, forget: bool = False) -> None:
         """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
-        self._forget_fetched(request)
         self.pool.release(request.block_ids, forget=forget)
         request.block_ids = []
         request.num_computed_tokens = 0
@@ -380,9 +348,7 @@ class KVCacheManager:
         """AssertionError unless tables, counters and the pool agree."""
         references: Counter[int] = Counter()
         host = list(self._free_host)
-        num_fetched = 0
         for request in requests:
-            num_fetched += request.num_fetched_blocks
             held = len(request.block_ids)
             computed = request.num_computed_tokens
             where = f"request {request.request_id}"
@@ -400,5 +366,4 @@ class KVCacheManager:
                 tail = request.block_ids[computed // self.block_size :]
                 assert all(self.pool.ref_count(b) == 1 for b in tail), f"{where}: shared tail"
         self.pool.check_integrity(references)
-        assert num_fetched == self.num_fetched_blocks, "fetched blocks are counted wrongly"
         assert sorted(host) == list(range(self.config.num_host_blocks)), "host blocks are lost"

@@ -159,8 +159,7 @@ class Outlooks:
     def of(self, running: Sequence[Request], num_freed_blocks: int = 0) -> MemoryOutlook:
         """The outlook once so many blocks have come free."""
         kv = self._kv
-        # blocks fetched ahead can be taken back at once
-        num_free = kv.pool.num_free + kv.num_fetched_blocks + num_freed_blocks
+        num_free = kv.pool.num_free + num_freed_blocks
         return MemoryOutlook(
             running,
             self._work,

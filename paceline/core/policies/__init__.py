@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from paceline.core.errors import ConfigError
 from paceline.core.policies.base import PolicyContext, SchedulingPolicy
-from paceline.core.policies.boost import BoostPolicy
 from paceline.core.policies.deadline import DeadlinePolicy
 from paceline.core.policies.fair import FairPolicy
 from paceline.core.policies.fcfs import FcfsPolicy, overrides
@@ -17,7 +16,6 @@ from paceline.core.policies.sjf import SjfPolicy
 
 __all__ = [
     "POLICIES",
-    "BoostPolicy",
     "DeadlinePolicy",
     "FairPolicy",
     "FcfsPolicy",
@@ -40,7 +38,6 @@ POLICIES: dict[str, Callable[[PolicyContext], SchedulingPolicy]] = {
     "fcfs": FcfsPolicy,
     "sjf": SjfPolicy,
     "priority": PriorityPolicy,
-    "boost": BoostPolicy,
     "deadline": DeadlinePolicy,
     "fair": FairPolicy,
     "phase-aligned": PhaseAlignedPolicy,

@@ -4,7 +4,7 @@
   share. Beyond that a larger step computes no more tokens a second, and every token in it, and
   every request that arrives meanwhile, waits for its end.
 * *What is free*: where a step takes as long as reading the weights (``memory_bound``), the chunk
-  beside running rows is as large as hides behind that, and prompts keep up with streams.
+  beside running rows is as large as hides behind that.
 
 This module does not know targets, the queue, memory or the clock.
 """
@@ -22,8 +22,6 @@ __all__ = ["LATE_QUANTILE", "ChunkSize"]
 
 # tokens of a step before anything was measured
 _UNTRAINED: Final = 512
-# share of the chunk by which prompts would be computed as fast as streams end: they end unevenly
-_EVEN: Final = 0.7
 # one in so many chunks that hide behind rows is twice as large, and one half as large
 _AROUND: Final = 24
 # chunks are multiples of it, where the matrix kernels are efficient
@@ -113,13 +111,11 @@ class ChunkSize:
 
     def beside(self, num_running: int, num_narrow: int, *, shared: bool = False) -> int:
         """Tokens of a chunk as large as is best for throughput: as many as hide behind what the
-        rows beside it take anyway, where that is known, and the knee otherwise. More where prompts
-        arrive faster than that: requests that wait in pieces keep others from streaming."""
+        rows beside it take anyway, where that is known, and the knee otherwise."""
         knee, free = self.knee(shared=shared), self._model.free_tokens
         if shared or not free or not num_narrow:
             return knee
-        even = int(_EVEN * self._model.wide_per_narrow * num_narrow)
-        return min(knee, max(self.floor, free - num_running, even))
+        return min(knee, max(self.floor, free - num_running))
 
     def knee(self, *, shared: bool = False) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""

@@ -64,35 +64,23 @@ class Hinge:
         # of squared seconds: the number of observations, for they are weighted by 1 / seconds^2
         self._count = 0.0
         self._window = 0.0
-        # tokens of wide and of narrow rows, as the count
-        self._wide = 0.0
-        self._narrow = 0.0
         # the model's sums and these, when the look began
         self._gram: list[list[float]] = []
         self._moment: list[float] = []
         self._beyond: list[list[float]] = []
         self._found: list[tuple[float, list[float]]] = []
 
-    @property
-    def wide_per_narrow(self) -> float:
-        """Tokens of prompts that were computed for each other one lately; 0.0 before any were."""
-        return self._wide / self._narrow if self._narrow else 0.0
-
     def observe(
         self,
         present: list[tuple[int, float]],
         weight: float,
-        wide: int,
-        narrow: int,
+        tokens: int,
         seconds: float,
     ) -> None:
-        """A step of so many tokens of wide and of narrow rows took ``seconds``; ``present`` are its
+        """A step of so many tokens took ``seconds``; ``present`` are its
         features that are not 0."""
         age = weight * seconds * seconds
         self._count += age
-        self._wide += age * wide
-        self._narrow += age * narrow
-        tokens = wide + narrow
         index = bisect_left(_SIZES, tokens) - 1
         if index < 0:
             return
@@ -110,8 +98,6 @@ class Hinge:
     def rescale(self, shrink: float) -> None:
         """All weights become so much lighter."""
         self._count *= shrink
-        self._wide *= shrink
-        self._narrow *= shrink
         self._bins = [[value * shrink for value in sums] for sums in self._bins]
 
     def look(self, number: int, gram: list[list[float]], moment: list[float]) -> None:

@@ -119,11 +119,6 @@ class StepTimeModel:
         # where no such size was found (``memory_bound``). Predictions know nothing of it
         self.free_tokens = 0
 
-    @property
-    def wide_per_narrow(self) -> float:
-        """Tokens of wide rows for each narrow one, lately; 0.0 before any was measured."""
-        return self._hinge.wide_per_narrow
-
     def predict(self, shape: StepShape) -> float:
         """Expected seconds; 0.0 before the first observation."""
         constant, per_token, per_key, per_row, per_narrow_key, any_wide = self._rates
@@ -162,7 +157,8 @@ class StepTimeModel:
             row = self._gram[i]
             for j, x_j in present:
                 row[j] += share * x_j
-        self._hinge.observe(present, weight, shape.wide_tokens, shape.narrow_rows, seconds)
+        tokens = shape.wide_tokens + shape.narrow_rows
+        self._hinge.observe(present, weight, tokens, seconds)
         self.num_observations += 1
         self.ready = self.num_observations >= self._min_observations
         is_new = shape.wide_tokens > self.most_wide_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from typing import Final
 
 from paceline.core.queues.request_queue import RequestQueue
@@ -81,13 +81,6 @@ class FairQueue:
             if head is not None and head.order == order:
                 self._enter(tenant)
         return None
-
-    def first(self, count: int) -> list[Request]:
-        """Who would come next if every tenant that is served one fell behind the others."""
-        tenants = islice(self.in_order(), count)
-        rows = [self._tenants[tenant].first(count) for _, _, tenant in tenants]
-        rounds = chain(self._aged.first(count), *zip_longest(*rows))
-        return list(islice((request for request in rounds if request is not None), count))
 
     def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
         """Of ``tenants``, served least first: (counter, order of its first, tenant). The queue must

@@ -10,8 +10,6 @@ from paceline.core.request import Request
 
 __all__ = ["RequestQueue", "WaitingQueue"]
 
-# entries looked at for each member asked for
-_VISITS: Final = 4
 # entries asked whether they come before a newcomer: beyond that, one in so many
 _SAMPLED: Final = 256
 
@@ -32,11 +30,6 @@ class WaitingQueue(Protocol):
 
     def peek(self) -> Request | None:
         """The first, or None when empty."""
-        ...
-
-    def first(self, count: int) -> list[Request]:
-        """Members likely to be the next, in order, at most so many, and taking no longer the more
-        there are in all. Changes nothing."""
         ...
 
     def num_ahead(self, request: Request) -> int:
@@ -91,22 +84,6 @@ class RequestQueue:
                 return request
             heapq.heappop(heap)
         return None
-
-    def first(self, count: int) -> list[Request]:
-        heap = self._heap
-        found: list[Request] = []
-        # nodes of the heap whose parents were visited, the least first
-        frontier = [(heap[0], 0)] if heap else []
-        # stale entries are few, but need not be
-        left = _VISITS * count
-        while frontier and len(found) < count and left:
-            left -= 1
-            entry, index = heapq.heappop(frontier)
-            if self._is_live(entry):
-                found.append(entry[3])
-            for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
-                heapq.heappush(frontier, (heap[child], child))
-        return found
 
     def num_ahead(self, request: Request) -> int:
         heap, key = self._heap, request.order[0]

@@ -12,7 +12,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.memory.offload import Offload
+from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import Request
@@ -22,8 +22,6 @@ from paceline.core.tier import Tier
 __all__ = ["WaitingRoom"]
 
 _ORDER: Final = attrgetter("order")
-# members whose swapped blocks may be fetched ahead, those that come next
-_LOOK_AHEAD: Final = 16
 
 
 def _is_targeted(request: Request) -> bool:
@@ -53,7 +51,6 @@ class WaitingRoom:
     Args:
         make_queue: the policy's; called once for each tier. Only this room changes the queues.
         later: the policy's key of a demoted request.
-        offload: keeps the blocks that waiting requests hold.
         group: requests of one group are kept in one row, in order; one group for all where tenants
             are not kept apart.
     """
@@ -62,7 +59,7 @@ class WaitingRoom:
         self,
         make_queue: Callable[[], WaitingQueue],
         later: Callable[[float], float],
-        offload: Offload,
+        kv: KVCacheManager,
         group: Callable[[Request], str] = lambda _: "",
     ) -> None:
         # by tier
@@ -71,7 +68,9 @@ class WaitingRoom:
         self.ordinary = self._queues[Tier.ORDINARY]
         self.relegated = self._queues[Tier.RELEGATED]
         self._later = later
-        self.offload = offload
+        self._kv = kv
+        # members that hold blocks: forks
+        self._holders: dict[str, Request] = {}
         self.group = group
         self.clocks = WaitClocks()
         # arrived since the last plan was made
@@ -145,8 +144,8 @@ class WaitingRoom:
         if request.favoured:
             self._num_favoured[tier] += 1
             self._favoured_tokens[tier] += request.num_new_tokens
-        if request.block_ids or request.num_swapped_tokens:
-            self.offload.enter(request)
+        if request.block_ids:
+            self._holders[request.request_id] = request
         if request.targets is not NO_SLO:
             if _is_targeted(request):
                 self.num_changes += 1
@@ -167,6 +166,14 @@ class WaitingRoom:
         self._queues[request.tier].remove(request)
         self._uncount(request)
 
+    def drop_blocks(self) -> bool:
+        """Take the blocks of all members that hold some; True if there were any."""
+        holders = list(self._holders.values())
+        self._holders.clear()
+        for request in holders:
+            self._kv.free(request)
+        return bool(holders)
+
     def move(self, request: Request, change: Callable[[Request], None]) -> None:
         """Change a member's tier or order, and put it at its new place."""
         self.remove(request)
@@ -182,8 +189,7 @@ class WaitingRoom:
         if request.favoured:
             self._num_favoured[tier] -= 1
             self._favoured_tokens[tier] -= request.num_new_tokens
-        if request.block_ids or request.num_swapped_tokens:
-            self.offload.leave(request)
+        self._holders.pop(request.request_id, None)
         if request.targets is NO_SLO:
             return
         if _is_targeted(request):
@@ -266,26 +272,13 @@ class WaitingRoom:
         ahead = min(len(own), own.num_ahead(request))
         return requests + ahead, tokens + self._num_tokens[tier] * ahead // len(own)
 
-    def upcoming(self, count: int) -> list[Request]:
-        """Requests likely to be admitted next, in order, at most so many."""
-        ordinary, *others = self._queues
-        found = ordinary.first(count)
-        if len(found) < count and any(map(len, others)):
-            *promised, background = (queue.first(count - len(found)) for queue in others)
-            found += [*sorted(chain(*promised), key=_ORDER), *background][: count - len(found)]
-        return found
-
-    def fetch_ahead(self, num_running: int, max_tokens: int) -> None:
-        """Fetch the swapped blocks of the members that come next, with a block to spare for each
-        running request; see ``Offload.prefetch``."""
-        if self.offload.has_swapped:
-            self.offload.prefetch(self.upcoming(_LOOK_AHEAD), num_running, max_tokens)
-
     def check_integrity(self) -> None:
         """AssertionError unless sums and members agree."""
         members = list(self)
         assert len(members) == self._size
-        self.offload.check_integrity(members)
+        assert self._holders == {r.request_id: r for r in members if r.block_ids}, (
+            "a request waits with blocks that cannot be taken back"
+        )
         assert sorted(filter(None, map(_promise, members))) == self.promised
         self._check_targeted(members)
         for tier, queue in enumerate(self._queues):

@@ -115,7 +115,7 @@ class Admission:
         kv = self._kv
         if not self._running.requests:
             while not kv.admit(request, beside_others=False):
-                if not self._waiting.offload.drop_blocks():
+                if not self._waiting.drop_blocks():
                     return Reason.MEMORY
             return None
         obstacle = limits.obstacle(request)

@@ -28,7 +28,7 @@ class Rows:
         self._kv = state.kv
         self._running = state.running
         self._forks = state.forks
-        self._offload = state.waiting.offload
+        self._waiting = state.waiting
         self._expendable = state.policy.expendable
         self._mixes = state.policy.mixes
         self._block_size = state.cache.block_size
@@ -165,7 +165,7 @@ class Rows:
         running ones; None: the request itself had to give its own up."""
         request = running[index]
         while True:
-            if not self._offload.drop_blocks():
+            if not self._waiting.drop_blocks():
                 victim = self._victim(step, running, index, limited)
                 self._running.preempt(victim, now)
                 if victim in running:

@@ -12,7 +12,6 @@ from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.offload import Offload
 from paceline.core.memory.outlook import Outlooks
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
@@ -82,7 +81,7 @@ def make_state(
     policy = policy or make_policy(PolicyContext(config, work))
     # where tenants are not kept apart, all requests make one row
     group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
-    waiting = WaitingRoom(policy.make_queue, policy.later, Offload(kv), group)
+    waiting = WaitingRoom(policy.make_queue, policy.later, kv, group)
     preemption = Preemption(config, cache, kv, work)
     tokens, gap = config.max_num_batched_tokens, math.inf
     if policy.bounds_gaps and config.max_token_gap_s is not None:

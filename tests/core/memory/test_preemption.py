@@ -1,4 +1,4 @@
-"""Preemption that keeps what was computed: victims, swapping, prefetching."""
+"""Preemption that keeps what was computed: victims, swapping."""
 
 from __future__ import annotations
 
@@ -145,56 +145,6 @@ def test_moving_has_to_be_clearly_cheaper_than_computing(share: float, swaps: bo
     """Both are predictions: what is nearly equal does not go one way now and the other way next."""
     preemption = chooser(seconds_per_token=1e-3, swap_block_seconds=share * 2e-3)
     assert preemption._worth_swapping(computed(80)) is swaps
-
-
-def test_swapped_blocks_are_fetched_before_their_request_runs() -> None:
-    driver = Driver(
-        num_blocks=100,
-        max_num_seqs=2,
-        policy="priority",
-        num_host_blocks=50,
-        preemption="swap",
-        max_num_batched_tokens=64,
-    )
-    driver.add(make_request("low", range(1, 21), 12, priority=9))
-    driver.add(make_request("mid", range(50, 60), 12, priority=5))
-    driver.step()
-    driver.step()
-    # takes low's place, not its memory: there is room to bring its blocks back meanwhile
-    driver.add(make_request("high", range(80, 90), 6, arrival=driver.now))
-    driver.run()
-    prefetched = [i for i, plan in enumerate(driver.plans) if plan.prefetches]
-    assert prefetched, "low was swapped out for its slot"
-    back = [
-        i
-        for i, plan in enumerate(driver.plans)
-        if any(n.request_id == "low" for n in plan.new_requests)
-    ][-1]
-    assert prefetched[-1] < back
-    assert not driver.plans[back].swaps, "nothing was left to move when it ran again"
-    assert driver.tokens["low"] == expected_tokens(range(1, 21), 12, 997)
-    assert driver.scheduler.stats().num_recomputed_tokens == 0
-
-
-def test_prefetched_blocks_are_given_back_when_others_need_them() -> None:
-    driver = Driver(
-        num_blocks=24,
-        max_num_seqs=2,
-        policy="priority",
-        num_host_blocks=50,
-        preemption="swap",
-    )
-    driver.add(make_request("low", range(1, 21), 12, priority=9))
-    driver.add(make_request("mid", range(50, 60), 40, priority=5))
-    driver.step()
-    driver.step()
-    driver.add(make_request("high", range(80, 90), 40, arrival=driver.now))
-    driver.run()
-    assert any(plan.prefetches for plan in driver.plans)
-    for name, prompt, count in (
-        ("low", range(1, 21), 12), ("mid", range(50, 60), 40), ("high", range(80, 90), 40)
-    ):  # fmt: skip
-        assert driver.tokens[name] == expected_tokens(prompt, count, 997)
 
 
 def test_an_aborted_request_gives_its_host_memory_back() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.offload import Offload
 from paceline.core.pacing.ageing import Ageing
 from paceline.core.pacing.view import RunningView
 from paceline.core.policies import POLICIES
@@ -214,7 +213,7 @@ def test_a_line_held_up_by_a_tier_before_its_own_becomes_ordinary() -> None:
 
 
 def room_with(*requests: Request) -> WaitingRoom:
-    room = WaitingRoom(RequestQueue, lambda key: key, Offload(KVCacheManager(Machine().cache)))
+    room = WaitingRoom(RequestQueue, lambda key: key, KVCacheManager(Machine().cache))
     for number, request in enumerate(requests):
         request.order = (0.0, number)
         room.push(request)
@@ -249,7 +248,7 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
     def make_queue() -> FairQueue:
         return FairQueue(served.__getitem__, lambda tenant, least: None)
 
-    room = WaitingRoom(make_queue, lambda key: key, Offload(KVCacheManager(Machine().cache)))
+    room = WaitingRoom(make_queue, lambda key: key, KVCacheManager(Machine().cache))
     night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]
     for number, request in enumerate(night):
         request.order = (0.0, number)

@@ -144,15 +144,6 @@ def test_what_has_no_streams_beside_it_or_has_rules_of_its_own_is_as_before() ->
     assert len({budget.allow(shared, 0.0).tokens for _ in range(48)}) == 1
 
 
-def test_chunks_grow_where_prompts_would_keep_others_from_streaming() -> None:
-    """30 tokens of prompts for each of a stream: 20 streams end, and can be followed, so fast."""
-    model = trained_where_tokens_hide(wide=600)
-    assert model.wide_per_narrow == pytest.approx(30, rel=0.1)
-    streams = RunningView.of([running(None) for _ in range(20)])
-    chunk = budget_of(model).allow(streams, 0.0).tokens - 20
-    assert chunk == int(0.7 * 20 * model.wide_per_narrow) > model.free_tokens
-
-
 def test_best_effort_alone_runs_in_short_steps() -> None:
     """10 ms and 0.1 ms a token: 30 ms are 192 tokens."""
     budget = budget_of(trained(), best_effort_step_s=0.030)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import StepResult
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
-from paceline.core.policies.boost import boost, solve_gamma
 from paceline.core.request import Request
-from paceline.core.slo import NO_SLO, Slo
+from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
 
 
@@ -136,57 +134,6 @@ def test_deadline_runs_the_least_slack_first() -> None:
         "patient",
         "batch",
     ]
-
-
-def test_boost_is_large_for_small_jobs_and_nothing_for_large_ones() -> None:
-    gamma = solve_gamma(0.5, [0.1] * 8 + [5.0] * 2)
-    assert gamma > 0.0
-    mean_excess = 0.5 * (0.8 * math.exp(gamma * 0.1) + 0.2 * math.exp(gamma * 5.0) - 1.0)
-    assert mean_excess == pytest.approx(gamma, rel=1e-3)
-    assert boost(gamma, 0.1) > boost(gamma, 1.0) > boost(gamma, 5.0) > 0.0
-    assert solve_gamma(2.0, [1.0]) == 0.0, "at overload there is no boost"
-
-
-def test_boost_lets_small_requests_pass_recent_large_ones() -> None:
-    driver = Driver(max_num_seqs=1, policy="boost", num_blocks=600, max_model_len=2000)
-    for index in range(40):
-        size = 2 if index % 4 else 600
-        driver.add(make_request(f"r{index}", range(index, index + size), 2, arrival=0.03 * index))
-    driver.run()
-    driver.add(make_request("blocker", [999], 2, arrival=1.9))
-    driver.step()
-    driver.add(
-        make_request("large", range(1, 601), 2, arrival=2.0),
-        make_request("small", range(5, 7), 2, arrival=2.03),
-        make_request("small but much later", range(5, 7), 2, arrival=5.0),
-    )
-    driver.run()
-    admitted = [n.request_id for p in driver.plans for n in p.new_requests]
-    assert admitted[-3:] == ["small", "large", "small but much later"]
-
-
-def test_boost_is_learnt_anew_and_at_most_half_of_the_first_tokens_target() -> None:
-    driver = Driver(policy="boost", num_blocks=600, max_model_len=2000)
-    policy = driver.scheduler.policy
-
-    def boosted(slo: Slo = NO_SLO) -> float:
-        return 50.0 - policy.key(make_request("r", 2, 2, arrival=50.0, slo=slo))
-
-    def arrive(count: int, gap: float, first: float) -> None:
-        for index in range(count):
-            size = 2 if index % 4 else 1500
-            policy.key(make_request("r", size, 2, arrival=first + gap * index))
-
-    assert boosted() == 0.0, "nothing is known yet"
-    # a large one takes 0.15 s: at 15 a second there is less than one second's work in a second
-    arrive(64, 1 / 15, 0.0)
-    most = boosted()
-    assert most > 0.05
-    assert boosted(Slo(ttft=most)) == pytest.approx(most / 2)
-    assert boosted(Slo(ttft=99.0)) == pytest.approx(most)
-    # and at 150 a second there are six: then nobody passes anybody
-    arrive(2000, 1 / 150, 60.0)
-    assert boosted() == 0.0
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

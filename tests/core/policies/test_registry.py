@@ -14,5 +14,5 @@ from paceline.core.predict.step_time import StepTimeModel
 def test_unknown_policy_lists_the_known_ones() -> None:
     config = SchedulerConfig(policy="lottery")
     context = PolicyContext(config, WorkEstimator(StepTimeModel(), LengthHistory()))
-    with pytest.raises(ConfigError, match="'lottery'; known: boost, deadline, fair, fcfs"):
+    with pytest.raises(ConfigError, match="'lottery'; known: deadline, fair, fcfs"):
         make_policy(context)

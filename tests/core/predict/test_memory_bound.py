@@ -83,11 +83,3 @@ def test_it_forgets_what_is_no_longer_so() -> None:
     model = StepTimeModel()
     assert feed(model, hidden(222), steps=300, noise=0.05, seed=1)[-1] > 0
     assert feed(model, added, steps=1500, noise=0.05, seed=2)[-1] == 0
-
-
-def test_it_knows_how_prompts_and_streams_are_mixed() -> None:
-    model = StepTimeModel()
-    assert model.wide_per_narrow == 0.0
-    for index in range(400):
-        model.observe(StepShape(300 * (index % 2), 0.0, 50, 100), 0.01)
-    assert model.wide_per_narrow == pytest.approx(3.0, rel=0.02)

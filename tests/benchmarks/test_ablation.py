@@ -1,0 +1,69 @@
+"""Every switch of the ablation turns something off: without it a plan differs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.studies.ablation import SITUATIONS, plans_of
+from benchmarks.studies.switches import SWITCHES, Switch
+
+# where it shows soonest
+SHOWS = {
+    "the policy's order": "bursts",
+    "bypassing": "little-memory",
+    "displacement": "little-memory",
+    "adaptive budget": "gpu",
+    "the knee": "poisson",
+    "slack": "streams",
+    "late quantile": "streams",
+    "bound of gaps": "poisson",
+    "memory-bound region": "gpu",
+    "exploration of chunks": "gpu",
+    "short steps of best effort": "poisson",
+    "yielding of late requests": "bursts",
+    "triage": "bursts",
+    "yielding while running": "bursts",
+    "rejoining": "tenants",
+    "TPOT guard": "streams",
+    "deadlines": "bursts",
+    "pressing": "bursts",
+    "coming back": "bursts",
+    "must run": "beyond-capacity",
+    "background share": "streams",
+    "ageing": "overload",
+    "rows for those passed over": "poisson",
+    "look ahead at memory": "little-memory",
+    "swapping": "little-memory",
+    "victim by work lost": "little-memory",
+    "(a valve at 88 %, closed by default)": "little-memory",
+    "light tenants": "tenants",
+    "short steps while shared": "tenants",
+    "saved tokens": "tenants",
+    "queue share": "tenants",
+    "learned lengths": "poisson",
+    "learned bias of forecasts": "overload",
+}
+
+
+@cache
+def _everything_on(situation: str) -> str:
+    return plans_of(situation, Switch())
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_changes_a_plan_and_leaves_the_core_as_it_was(name: str) -> None:
+    situation = SHOWS[name]
+    assert plans_of(situation, SWITCHES[name]) != _everything_on(situation)
+    if situation == "gpu":
+        assert plans_of(situation, Switch()) == _everything_on(situation)
+
+
+def test_every_situation_is_needed() -> None:
+    assert SHOWS.keys() == SWITCHES.keys()
+    # the other two are the same with bursts
+    assert set(SITUATIONS) - set(SHOWS.values()) == {
+        "little-memory-bursts",
+        "beyond-capacity-bursts",
+    }
