@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.studies.common import Study
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
+from paceline.routing.routers import LeastOutstanding
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report import Metrics, text_table
-from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.workload import open_workload
 
