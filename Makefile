@@ -4,6 +4,7 @@
 #   make test           style, types, layers and all tests
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
+#   make rooms          draw the rooms from the imports, in docs/architecture.md too
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
@@ -70,7 +71,7 @@ READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX
 
-.PHONY: serve test test-clients test-services quick check replay format model venv clean clean-venv \
+.PHONY: serve test test-clients test-services quick check rooms replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates
@@ -101,6 +102,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+rooms: $(STAMP)
+	@$(BIN)/python scripts/rooms.py --write
 
 replay: $(STAMP)
 	@$(BIN)/python -m tests.replay.side_by_side --processes $(WORKERS) \

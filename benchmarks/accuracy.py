@@ -330,7 +330,7 @@ def usual_levels(here: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    from paceline.engine.tokenizer import load_tokenizer
+    from paceline.engine.text.tokenizer import load_tokenizer
 
     here = variants()
     parser = argparse.ArgumentParser(prog="benchmarks.accuracy")

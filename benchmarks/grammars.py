@@ -32,10 +32,10 @@ from benchmarks.machine import machine
 from paceline.checkpoints.resolve import find_local
 from paceline.core.errors import PacelineError
 from paceline.core.grammar import Grammar
-from paceline.engine.grammar import GrammarCompiler
-from paceline.engine.tokenizer import HFTokenizer, load_tokenizer
-from paceline.server.json_schema import ANNOTATIONS
-from paceline.server.structured import json_grammar
+from paceline.engine.text.grammar import GrammarCompiler
+from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from paceline.server.bodies.structured import json_grammar
+from paceline.server.json_schema.check import ANNOTATIONS
 
 _BATCH = 64
 _STEPS = 16

@@ -64,19 +64,21 @@ _SENTENCE = "The quick brown fox jumps over the lazy dog, and then it sleeps for
 # the first that a file's path holds, or "~" for what has no file, says where its time goes
 _GROUPS = (
     ("/server/metrics", "metrics and logs"),
+    ("/http/exposition", "metrics and logs"),
     ("/logging/", "metrics and logs"),
     ("/cli/logs", "metrics and logs"),
-    ("/engine/detokenizer", "detokenise"),
-    ("/engine/output_processor", "detokenise"),
-    ("/engine/tokenizer", "detokenise"),
+    ("/engine/text/detokenizer", "detokenise"),
+    ("/engine/text/output_processor", "detokenise"),
+    ("/engine/text/tokenizer", "detokenise"),
     ("/tokenizers/", "tokenise"),
     ("/server/prompts", "tokenise"),
-    ("/engine/chat_template", "tokenise"),
-    ("/engine/template_", "tokenise"),
+    ("/engine/text/chat_template", "tokenise"),
+    ("/engine/text/template_", "tokenise"),
     ("/engine/", "engine client"),
     ("/zmq/", "engine client"),
     # it writes what goes the short way: the system's part of that is the most of it
-    ("/server/connections", "HTTP and sockets"),
+    ("/paceline/http/connections", "HTTP and sockets"),
+    ("/paceline/http/", "build answers"),
     ("/server/", "build answers"),
     ("/msgspec/", "build answers"),
     ("/starlette/", "web framework"),
@@ -106,9 +108,9 @@ class Cost:
 async def _serve(on_ready: Callable[[], None]) -> int:
     """The server's half: as ``cli.serve`` wires it, less the model."""
     from paceline.checkpoints.resolve import default_cache_dir, find_local
-    from paceline.engine.client import ProcessEngineClient
-    from paceline.engine.supervisor import SupervisedEngineClient
-    from paceline.engine.tokenizer import load_tokenizer
+    from paceline.engine.process.client import ProcessEngineClient
+    from paceline.engine.supervision.supervisor import SupervisedEngineClient
+    from paceline.engine.text.tokenizer import load_tokenizer
     from paceline.server import ServerConfig, serve
 
     found = find_local("smollm2-135m", default_cache_dir())
@@ -133,8 +135,8 @@ def _engine() -> int:
     """The engine's half."""
     from paceline.backends.null import NullBackend
     from paceline.engine.core import EngineCore
-    from paceline.engine.loop import engine_info
-    from paceline.engine.process import engine_main
+    from paceline.engine.process.loop import engine_info
+    from paceline.engine.process.process import engine_main
     from paceline.engine.testing import null_core
     from paceline.engine.types import EngineInfo
 

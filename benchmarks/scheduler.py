@@ -39,7 +39,7 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
-from paceline.engine.garbage import collected_seldom
+from paceline.engine.process.garbage import collected_seldom
 
 RUNNING = 256
 WAITING = (100, 1_000, 10_000, 100_000)

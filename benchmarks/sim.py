@@ -91,7 +91,7 @@ def simulate(
 def documentation() -> list[int]:
     """This project's documentation as tokens of the default model."""
     from paceline.cli.options import resolve_path
-    from paceline.engine.tokenizer import load_tokenizer
+    from paceline.engine.text.tokenizer import load_tokenizer
 
     root = Path(__file__).parent.parent
     text = "\n".join(path.read_text() for path in sorted(root.glob("docs/**/*.md")))

@@ -31,11 +31,11 @@ from tokenizers import Tokenizer as Backend
 from paceline.checkpoints.gguf_format import read_gguf
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer
 from paceline.checkpoints.resolve import default_cache_dir, find_local
-from paceline.engine.chat_template import ChatTemplate
-from paceline.engine.template_process import TemplateProcess
-from paceline.engine.tokenizer import HFTokenizer
+from paceline.engine.text.chat_template import ChatTemplate
+from paceline.engine.text.template_process import TemplateProcess
+from paceline.engine.text.tokenizer import HFTokenizer
+from paceline.server.bodies.protocol import TemplateOptions
 from paceline.server.prompts import PromptMaker
-from paceline.server.protocol import TemplateOptions
 
 QUICK = bool(os.environ.get("QUICK"))
 SAMPLES = 200 if QUICK else 1000

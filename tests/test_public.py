@@ -115,7 +115,8 @@ def test_layers_name_every_room() -> None:
 def test_documents_name_files_that_exist() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     named = re.findall(
-        r"`((?:core|checkpoints|backends|engine|server|sim|cli|tests)/[\w/]+\.py)", text
+        r"`((?:core|checkpoints|backends|engine|http|routing|server|sim|cli|tests)/[\w/]+\.py)",
+        text,
     )
     assert len(named) > 15
     for name in named:

@@ -26,10 +26,10 @@ from benchmarks.studies.common import GPU, Study
 from benchmarks.studies.switches import SWITCHES, Switch
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
+from paceline.routing.routers import LeastOutstanding
 from paceline.sim.decisions import DecisionLog
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report import Metrics, text_table
-from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.workload import open_workload
@@ -148,7 +148,9 @@ def _run(
     num_blocks = situation.num_blocks
     with switch.off():
         config = ReplicaConfig(
-            scheduler=SchedulerConfig(**(settings | dict(situation.settings) | switch.settings)),
+            scheduler=SchedulerConfig(
+                **(settings | dict(situation.settings) | dict(switch.settings))
+            ),
             cache=CacheConfig(
                 block_size=16,
                 num_blocks=num_blocks,

@@ -18,10 +18,10 @@ from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
+from paceline.routing.routers import LeastOutstanding
 from paceline.sim.arrival import Arrival
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.report import Metrics, StepWatcher
-from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Pool, ReplicaSpec, Simulator, Totals
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.step_times.models import ModelShape

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.common import BLOCK_SIZE, KV_BYTES, PLAIN, Machine, Study, replica, serve
+from paceline.routing.routers import LeastOutstanding
 from paceline.sim.plan import Target, estimate_split, highest_rate
 from paceline.sim.report import Summary, plot_curves, text_table
-from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import Disaggregation, KVTransfer, Pool
 from paceline.sim.workload import open_workload
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from paceline.checkpoints.private import make_private_folder, private_opener
 from paceline.core.errors import ConfigError
-from paceline.server.wire import encode
+from paceline.server.bodies.wire import encode
 
 __all__ = ["OutputFile"]
 

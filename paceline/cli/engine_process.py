@@ -14,7 +14,7 @@ from paceline.cli.settings import EngineSettings
 from paceline.cli.startup import Stages, process_age
 from paceline.cli.wiring import build_core
 from paceline.engine.core import EngineCore
-from paceline.engine.process import engine_main
+from paceline.engine.process.process import engine_main
 from paceline.engine.types import EngineInfo
 
 __all__ = ["build", "main"]

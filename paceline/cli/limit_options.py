@@ -9,7 +9,7 @@ from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_coun
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.server.rate_limits import Rate
+    from paceline.http.rate_limits import Rate
 
 __all__ = ["add_limit_options", "limit_settings"]
 
@@ -27,7 +27,7 @@ _BOUNDS: Final = {
 
 def rate(text: str) -> Rate:
     # here, as everywhere in this room: other commands need no server
-    from paceline.server.rate_limits import Rate
+    from paceline.http.rate_limits import Rate
 
     try:
         return Rate.parse(text)
@@ -139,8 +139,8 @@ def add_limit_options(parser: Parser) -> None:
 
 def limit_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of ServerConfig. Raises ConfigError."""
-    from paceline.server.bounds import Bounds
-    from paceline.server.rate_limits import KeyLimits
+    from paceline.http.bounds import Bounds
+    from paceline.http.rate_limits import KeyLimits
 
     given = {name: getattr(args, flag) for flag, name in _BOUNDS.items()}
     return {

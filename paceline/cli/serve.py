@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from paceline.cli.settings import EngineSettings
     from paceline.engine.types import EngineInfo
+    from paceline.http.keys import ApiKey
     from paceline.server.config import ServerConfig
-    from paceline.server.keys import ApiKey
 
     # ``server.lifecycle.serve``
     Serve = Callable[..., Awaitable[int]]
@@ -251,8 +251,8 @@ def slo_class(text: str) -> Slo:
 
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.logs import configure_logging
-    from paceline.server.listening import bind
-    from paceline.server.tls import check_tls_files
+    from paceline.http.listening import bind
+    from paceline.http.tls import check_tls_files
 
     configure_logging(args.log_level, args.log_format)
     if args.metrics_host is not None and args.metrics_port is None:
@@ -336,7 +336,7 @@ def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
     single = os.environ.get("PACELINE_API_KEY")
     if path is None and single is None:
         return ()
-    from paceline.server.keys import ApiKey, parse_key_file
+    from paceline.http.keys import ApiKey, parse_key_file
 
     keys: list[ApiKey] = []
     if path is not None:
@@ -365,9 +365,9 @@ async def _serve(
     from paceline.cli.settings import ENGINE_PROCESS
     from paceline.cli.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer
-    from paceline.engine.client import ProcessEngineClient
-    from paceline.engine.garbage import uncollected
-    from paceline.engine.supervisor import SupervisedEngineClient
+    from paceline.engine.process.client import ProcessEngineClient
+    from paceline.engine.process.garbage import uncollected
+    from paceline.engine.supervision.supervisor import SupervisedEngineClient
 
     async def engine(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
         wanted = settings if before is None else successor(settings, before.info, number)

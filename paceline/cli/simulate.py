@@ -307,7 +307,7 @@ def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:
 
 
 def _pool(point: _Point) -> Pool:
-    from paceline.sim.routing import make_router
+    from paceline.routing import make_router
     from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec
     from paceline.sim.step_times.models import ModelShape
     from paceline.sim.step_times.spec import open_step_times

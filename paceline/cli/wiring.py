@@ -166,9 +166,9 @@ def build_core(
     """
     from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
-    from paceline.engine.grammar import GrammarCompiler
-    from paceline.engine.loop import engine_info
+    from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder
+    from paceline.engine.text.grammar import GrammarCompiler
 
     # settings that contradict each other are refused before a model is loaded for them
     _scheduler_config(settings, settings.max_model_len or 1)
@@ -243,7 +243,7 @@ def build_tokenizer(settings: EngineSettings) -> Tokenizer:
         from paceline.engine.testing import ByteTokenizer
 
         return ByteTokenizer()
-    from paceline.engine.tokenizer import load_tokenizer
+    from paceline.engine.text.tokenizer import load_tokenizer
 
     return load_tokenizer(Path(settings.model_path))
 

@@ -17,7 +17,7 @@
         ├── EngineLostError       the engine ended; another is being started  -> 503 + Retry-After
         └── EngineDeadError       the engine process is gone                  -> 503
 
-The HTTP status codes are applied in one place: ``paceline/server/errors.py``.
+The HTTP status codes are applied in one place: ``paceline/http/errors.py``.
 """
 
 from typing import Final

@@ -13,8 +13,8 @@ from paceline.core.errors import EngineDeadError, InvalidRequestError, RequestEr
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
-from paceline.engine.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.protocol import Tokenizer
+from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 
 __all__ = ["LLM"]

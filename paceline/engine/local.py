@@ -14,9 +14,9 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 
 from paceline.engine.core import EngineCore
-from paceline.engine.frontend import EngineFrontend
-from paceline.engine.loop import EngineLoop, engine_stats
-from paceline.engine.messages import ClientMessage, Dead, EngineMessage, Shutdown
+from paceline.engine.process.frontend import EngineFrontend
+from paceline.engine.process.loop import EngineLoop, engine_stats
+from paceline.engine.process.messages import ClientMessage, Dead, EngineMessage, Shutdown
 from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.types import EngineInfo, GenerationOutput, GenerationRequest
 

@@ -19,10 +19,10 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.engine.core import EngineCore
-from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.local import LocalEngineClient
-from paceline.engine.loop import engine_info
+from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
+from paceline.engine.text.grammar import GrammarCompiler
 
 __all__ = ["ByteTokenizer", "null_client", "null_core"]
 

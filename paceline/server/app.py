@@ -18,17 +18,18 @@ from starlette.exceptions import HTTPException
 
 import paceline
 from paceline.engine.protocol import EngineClient
+from paceline.http.web import add_web_middleware
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.routes import batch_router
 from paceline.server.config import ServerConfig
-from paceline.server.http import ExchangeMiddleware
+from paceline.server.errors import refusal
+from paceline.server.exchange import ExchangeMiddleware
+from paceline.server.openai.routes import generate_router
 from paceline.server.openapi import openapi_document
+from paceline.server.other_apis.routes import other_apis_router
 from paceline.server.responding import http_exception
-from paceline.server.routes_generate import generate_router
 from paceline.server.routes_info import info_router
-from paceline.server.routes_other_apis import other_apis_router
 from paceline.server.service import Service, make_service
-from paceline.server.web import add_web_middleware
 
 __all__ = ["batches_of", "create_app", "service_of"]
 
@@ -57,7 +58,12 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
-    add_web_middleware(app, config)
+    add_web_middleware(
+        app,
+        cors_origins=config.cors_origins,
+        allowed_hosts=config.allowed_hosts,
+        refusal=refusal,
+    )
     return app
 
 

@@ -12,12 +12,12 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
+from paceline.http.bounds import DEFAULT_BOUNDS, Bounds
+from paceline.http.keys import ApiKey, KeyRing
+from paceline.http.rate_limits.rates import NO_LIMITS, KeyLimits
+from paceline.http.rate_limits.store import check_storage_url
+from paceline.http.tls import check_tls_files
 from paceline.server.batch_config import BatchConfig
-from paceline.server.bounds import DEFAULT_BOUNDS, Bounds
-from paceline.server.keys import ApiKey, KeyRing
-from paceline.server.rate_limits.rates import NO_LIMITS, KeyLimits
-from paceline.server.rate_limits.store import check_storage_url
-from paceline.server.tls import check_tls_files
 from paceline.server.tool_formats import TOOL_FORMATS
 from paceline.server.tracing import check_endpoint
 

@@ -27,11 +27,11 @@ import uvicorn
 
 from paceline.core.errors import EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
+from paceline.http.connections import Connection, allow_open_files
+from paceline.http.listening import bind
 from paceline.server.app import batches_of, create_app, service_of
 from paceline.server.batches.folder import Batches
 from paceline.server.config import ServerConfig
-from paceline.server.connections import Connection, allow_open_files
-from paceline.server.listening import bind
 from paceline.server.metrics.exporter import exporting
 from paceline.server.service import Service
 

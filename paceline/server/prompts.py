@@ -2,10 +2,10 @@
 
 Long texts are rendered and tokenised on a small thread pool, so that one long prompt does not hold
 up the tokens of everybody else; short ones are quicker done on the spot. A template is a program
-that runs in a process of its own (``engine.template_process``) unless it is known to end; threads
-of their own wait for that, so that a hostile one holds up no tokenising. Conversations in which the
-caller has a say in what the template does, by arguments or a template of its own, wait apart from
-plain ones.
+that runs in a process of its own (``engine.text.template_process``) unless it is known to end;
+threads of their own wait for that, so that a hostile one holds up no tokenising. Conversations in
+which the caller has a say in what the template does, by arguments or a template of its own, wait
+apart from plain ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
-from paceline.server.protocol import CompletionRequest, GenerationOptions, TemplateOptions
-from paceline.server.tool_calls import with_tools
+from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
+from paceline.server.bodies.tool_calls import with_tools
 
 __all__ = ["PromptMaker", "sampling_for", "truncated"]
 

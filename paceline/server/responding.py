@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from paceline.server.errors import HttpError, Reply, error_response, reply_to
-from paceline.server.http import request_id_of
+from paceline.http.errors import HttpError, Reply, error_response, reply_to
+from paceline.server.bodies.wire import encode
+from paceline.server.exchange import request_id_of
 from paceline.server.service import Service
-from paceline.server.wire import encode
 
 __all__ = ["Handler", "answering", "encoded", "http_exception", "json_response"]
 
@@ -71,7 +71,7 @@ async def http_exception(request: Request, error: Exception) -> Response:
         # the router names the methods of the path's first route alone
         allowed = [method for method in _METHODS if _is_served(request, method)]
         if "GET" in allowed:
-            # answered alike (``http.py``)
+            # answered alike (``exchange.py``)
             allowed.insert(allowed.index("GET") + 1, "HEAD")
         response.headers["Allow"] = ", ".join(allowed)
     return response

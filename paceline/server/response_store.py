@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
-from paceline.server.errors import HttpError
+from paceline.http.errors import HttpError
 
 __all__ = ["ResponseStore", "StoredResponse"]
 

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 import paceline
 from paceline.core.errors import InvalidRequestError
-from paceline.server.fields import Fields
-from paceline.server.http import read_object
+from paceline.http.fields import Fields
+from paceline.server.bodies.protocol import check_model, parse_template_options
+from paceline.server.bodies.unserved import note_unknown
+from paceline.server.exchange import read_object
 from paceline.server.metrics.exporter_process import CONTENT_TYPE
-from paceline.server.protocol import check_model, parse_template_options
+from paceline.server.openai.routes import JSON_BODY
 from paceline.server.responding import answering, encoded
-from paceline.server.routes_generate import JSON_BODY
 from paceline.server.service import Service
-from paceline.server.unserved import note_unknown
 
 __all__ = ["info_router"]
 

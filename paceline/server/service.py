@@ -21,21 +21,21 @@ from paceline.core.errors import (
     RequestError,
     RequestFailedError,
 )
-from paceline.engine.output_processor import merge_outputs
 from paceline.engine.protocol import EngineClient
+from paceline.engine.text.output_processor import merge_outputs
 from paceline.engine.types import TOO_AMBIGUOUS, EngineStats, GenerationOutput, GenerationRequest
+from paceline.http.keys import KeyRing
+from paceline.http.rate_limits import RateLimiter, Tally, current_ticket
+from paceline.http.rate_limits.store import RateStore
+from paceline.http.shortcut import Shortcut
+from paceline.http.slow_readers import SlowReaders
+from paceline.server.bodies.protocol import RequestRules
+from paceline.server.bodies.targets import CLASSES
 from paceline.server.config import ServerConfig
-from paceline.server.keys import KeyRing
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.metrics.faults import FaultCollector
 from paceline.server.prompts import PromptMaker
-from paceline.server.protocol import RequestRules
-from paceline.server.rate_limits import RateLimiter, Tally, current_ticket
-from paceline.server.rate_limits.store import RateStore
 from paceline.server.response_store import ResponseStore
-from paceline.server.shortcut import Shortcut
-from paceline.server.slow_readers import SlowReaders
-from paceline.server.targets import CLASSES
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 from paceline.server.tracing import Tracing
 
@@ -120,7 +120,9 @@ class Service:
             self.idle.set()
 
     def run(
-        self, requests: Sequence[GenerationRequest], shortcut: Shortcut | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        shortcut: Shortcut[GenerationOutput] | None = None,
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         """Deltas of all requests as they come, each with its request's place in ``requests``. Of a
         single request ``shortcut`` may take some.
@@ -143,10 +145,19 @@ class Service:
         ticket = current_ticket()
         if ticket is None or self.limiter is None:
             return outputs
-        return self.limiter.metered(ticket, requests, outputs, tally)
+        return self.limiter.metered(
+            ticket,
+            [len(request.prompt_token_ids) for request in requests],
+            sum(request.n * request.sampling.max_tokens for request in requests),
+            outputs,
+            tally,
+        )
 
     async def _run(
-        self, requests: Sequence[GenerationRequest], tally: Tally, shortcut: Shortcut | None
+        self,
+        requests: Sequence[GenerationRequest],
+        tally: Tally,
+        shortcut: Shortcut[GenerationOutput] | None,
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
         if len(requests) == 1:
             async with aclosing(self._run_one(requests[0], tally, 0, shortcut)) as outputs:
@@ -188,7 +199,7 @@ class Service:
         request: GenerationRequest,
         tally: Tally,
         index: int,
-        shortcut: Shortcut | None = None,
+        shortcut: Shortcut[GenerationOutput] | None = None,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Deltas of one request, of whose tokens ``tally`` hears under ``index`` at once."""
         observer = RequestObserver(self.metrics.requests, request)

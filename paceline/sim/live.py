@@ -14,8 +14,8 @@ from paceline.backends.simulated import SimulatedBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
-from paceline.engine.loop import EngineLoop
-from paceline.engine.messages import Add, ClientMessage, EngineMessage, Outputs, Shutdown
+from paceline.engine.process.loop import EngineLoop
+from paceline.engine.process.messages import Add, ClientMessage, EngineMessage, Outputs, Shutdown
 from paceline.engine.types import GenerationRequest
 from paceline.sim.arrival import Arrival
 from paceline.sim.decisions import DecisionLog

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.routing import LeastOutstanding, Router
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.replica import Job, Replica, ReplicaConfig
-from paceline.sim.routing import LeastOutstanding, Router
 from paceline.sim.step_times.base import StepTimes
 
 __all__ = [
@@ -268,7 +268,7 @@ class Simulator:
     def _submit(self, group: _Group, model: _Model, job: Job) -> None:
         index = 0
         if len(group.replicas) > 1:
-            index = group.router.choose(job.arrival, group.outstanding)
+            index = group.router.choose(job.arrival.prefix, group.outstanding)
         job.weight = job.arrival.prompt_tokens + model.mean_output
         group.outstanding[index] += job.weight
         replica = group.replicas[index]

@@ -28,8 +28,8 @@ from paceline.cli.serve import ready_line, successor
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.client import ProcessEngineClient
-from paceline.engine.supervisor import SupervisedEngineClient
+from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import GenerationRequest
 from tests.backends.machines import Machine

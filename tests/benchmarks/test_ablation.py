@@ -15,7 +15,7 @@ SHOWS = {
     "bypassing": "little-memory",
     "displacement": "little-memory",
     "adaptive budget": "gpu",
-    "the knee": "poisson",
+    "the knee": "bursts",
     "slack": "streams",
     "late quantile": "streams",
     "bound of gaps": "poisson",

@@ -33,7 +33,7 @@ from benchmarks.accuracy import (
 )
 from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.pieces import traits
-from paceline.engine.tokenizer import load_tokenizer
+from paceline.engine.text.tokenizer import load_tokenizer
 from tests.backends.torch.models import VOCAB, save_model
 
 SHAPE = (3, 40)
@@ -183,7 +183,7 @@ def test_one_format_that_fails_fails_the_command(
     ):  # fmt: skip
         monkeypatch.setattr(accuracy, name, lambda *arguments, value=value: value)
     monkeypatch.setattr(
-        "paceline.engine.tokenizer.load_tokenizer", lambda path: SimpleNamespace(encode=None)
+        "paceline.engine.text.tokenizer.load_tokenizer", lambda path: SimpleNamespace(encode=None)
     )
 
     def figures(windows: object, reference: object, others: list[str], size: int) -> object:

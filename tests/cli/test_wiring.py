@@ -218,7 +218,7 @@ assert "torch" not in sys.modules, "torch was loaded"
 {more}
 """
     for imports, more in (
-        ("import paceline.cli.serve, paceline.cli.wiring, paceline.engine.client", ""),
+        ("import paceline.cli.serve, paceline.cli.wiring, paceline.engine.process.client", ""),
         (
             "from paceline.cli.main import build_parser; build_parser().format_help()",
             "heavy = {'numpy', 'msgspec', 'zmq', 'fastapi', 'asyncio', 'tqdm'} & set(sys.modules)\n"

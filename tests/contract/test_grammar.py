@@ -17,7 +17,7 @@ from paceline.core.backend import ModelBackend
 from paceline.core.errors import RequestFailedError
 from paceline.core.grammar import ConstrainedBackend, Grammar
 from paceline.core.request import FinishReason
-from paceline.engine.grammar import GrammarCompiler
+from paceline.engine.text.grammar import GrammarCompiler
 from tests.contract.ascii import END, Ascii
 from tests.contract.test_backends import BACKENDS, GREEDY, SAMPLED, drive
 from tests.driving import Driver, make_request

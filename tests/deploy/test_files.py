@@ -18,7 +18,7 @@ import yaml
 from paceline.checkpoints.resolve import default_cache_dir
 from paceline.cli.batch_options import batch_config
 from paceline.cli.main import build_parser
-from paceline.server.keys import OPEN_PATHS
+from paceline.http.keys import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -18,8 +18,8 @@ from paceline.backends.null import NullBackend
 from paceline.core.errors import CheckpointError
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.core import EngineCore
-from paceline.engine.loop import engine_info
-from paceline.engine.process import engine_main
+from paceline.engine.process.loop import engine_info
+from paceline.engine.process.process import engine_main
 from paceline.engine.testing import null_core
 from paceline.engine.types import EngineInfo
 

@@ -17,7 +17,7 @@ import pytest
 
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.core.backend import ModelBackend
-from paceline.engine.tokenizer import load_tokenizer
+from paceline.engine.text.tokenizer import load_tokenizer
 from tests.driving import Driver, make_request
 from tests.parity.prompts import PROMPTS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.server.keys import ApiKey
+from paceline.http.keys import ApiKey
 
 USER, OTHER, ADMIN = "user-key-0123456789", "other-key-0123456789", "admin-key-0123456789"
 KEYS = (

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.server import keys as keys_module
-from paceline.server.errors import HttpError
-from paceline.server.keys import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS, KeyRing
+from paceline.http import keys as keys_module
+from paceline.http.errors import HttpError
+from paceline.http.keys import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS, KeyRing
 from tests.server.helpers import connect
 
 from .keys import ADMIN, KEYS, OTHER, USER, bearer

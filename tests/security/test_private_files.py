@@ -45,9 +45,9 @@ PLACES = {
     "server/batches/store.py": "",
     "sim/report/timeline.py": "",
     "sim/report/plots.py": "",
-    "engine/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
-    "engine/in_flight.py": "0600, in that folder",
-    "engine/template_worker.py": "/proc only",
+    "engine/process/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
+    "engine/process/in_flight.py": "0600, in that folder",
+    "engine/text/template_worker.py": "/proc only",
     "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
 }
 _CALLS = {

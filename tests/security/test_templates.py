@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.engine.chat_template import ChatTemplate
-from paceline.engine.template_process import TemplateLimits, TemplateProcess
 from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.engine.text.chat_template import ChatTemplate
+from paceline.engine.text.template_process import TemplateLimits, TemplateProcess
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, connect
 

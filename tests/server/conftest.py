@@ -12,8 +12,7 @@ from paceline.backends.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
-
-from .helpers import VOCAB, connect
+from tests.server.helpers import VOCAB, connect
 
 
 @pytest.fixture(scope="module")

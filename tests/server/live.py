@@ -21,17 +21,16 @@ import uvloop
 
 from paceline.backends.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.engine.client import ProcessEngineClient
+from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
-from paceline.engine.supervisor import SupervisedEngineClient
+from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.http.bounds import Bounds
 from paceline.server import ServerConfig, serve
 from paceline.server.batch_config import BatchConfig
-from paceline.server.bounds import Bounds
 from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
-
-from .helpers import VOCAB
+from tests.server.helpers import VOCAB
 
 
 class _DyingBackend(NullBackend):

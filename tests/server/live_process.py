@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from .helpers import metric
+from tests.server.helpers import metric
 
 _ROOT = Path(__file__).parents[2]
 

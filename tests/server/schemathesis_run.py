@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .live_process import live_server
+from tests.server.live_process import live_server
 
 __all__ = ["check_document", "null_server_settings"]
 

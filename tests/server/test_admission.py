@@ -13,8 +13,7 @@ from paceline.backends.null import NullBackend
 from paceline.core.slo import Slo
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
-
-from .helpers import VOCAB, chat_body, connect, events, metric, scrape
+from tests.server.helpers import VOCAB, chat_body, connect, events, metric, scrape
 
 pytestmark = pytest.mark.anyio
 

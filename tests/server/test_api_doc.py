@@ -12,19 +12,19 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.server import fields as fields_module
-from paceline.server import responses_request
-from paceline.server.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
-from paceline.server.anthropic import REFUSED as ANTHROPIC_REFUSED
-from paceline.server.anthropic import parse_messages_api
+from paceline.http import fields as fields_module
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
 from paceline.server.batches.routes import parse_batch
-from paceline.server.protocol import RequestRules, parse_chat, parse_completion
-from paceline.server.responses_request import parse_responses
-from paceline.server.structured import STRUCTURED_KINDS
-from paceline.server.token_generate import parse_token_generate
-from paceline.server.unserved import NO_EFFECT, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
+from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
+from paceline.server.bodies.structured import STRUCTURED_KINDS
+from paceline.server.bodies.unserved import NO_EFFECT, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
+from paceline.server.other_apis import responses_request
+from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.other_apis.anthropic import REFUSED as ANTHROPIC_REFUSED
+from paceline.server.other_apis.anthropic import parse_messages_api
+from paceline.server.other_apis.responses_request import parse_responses
+from paceline.server.other_apis.token_generate import parse_token_generate
 
 pytestmark = pytest.mark.anyio
 

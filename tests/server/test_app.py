@@ -19,8 +19,7 @@ from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app, sampling_defaults, serve
-
-from .helpers import VOCAB, chat_body, connect, say
+from tests.server.helpers import VOCAB, chat_body, connect, say
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .helpers import chat_body
+from tests.server.helpers import chat_body
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

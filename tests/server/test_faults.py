@@ -20,14 +20,13 @@ from paceline.core.errors import ConfigError, EngineLostError, PoisonedRequestEr
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.http.errors import error_response, reply_to
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.batches.answering import answer_line
 from paceline.server.batches.lines import BatchLine
-from paceline.server.errors import error_response, reply_to
-
-from .helpers import VOCAB, connect, expected_text, metric
-from .live_process import LiveServer, eventually, live_server, raw_request
+from tests.server.helpers import VOCAB, connect, expected_text, metric
+from tests.server.live_process import LiveServer, eventually, live_server, raw_request
 
 TEXT = "/v1/completions"
 DIE = 7

@@ -16,8 +16,7 @@ from paceline.engine.protocol import Sink
 from paceline.engine.testing import null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.server import ServerConfig, create_app
-
-from .helpers import VOCAB, chat_body, post_scope
+from tests.server.helpers import VOCAB, chat_body, post_scope
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError
 from paceline.engine.testing import null_client
+from paceline.http.keys import ApiKey, KeyRing, parse_key_file
 from paceline.server import ServerConfig, create_app
-from paceline.server.keys import ApiKey, KeyRing, parse_key_file
 from tests.server.helpers import VOCAB, chat_body, connect
 
 pytestmark = pytest.mark.anyio

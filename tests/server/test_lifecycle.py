@@ -18,9 +18,8 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.server.lifecycle import bind
-
-from .helpers import chat_body, events, metric, say
-from .live_process import LiveServer, eventually, live_server, raw_request
+from tests.server.helpers import chat_body, events, metric, say
+from tests.server.live_process import LiveServer, eventually, live_server, raw_request
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

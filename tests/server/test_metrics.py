@@ -19,13 +19,12 @@ from paceline.core.errors import NAN_LOGITS
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.testing import null_client
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+from paceline.http.exposition import Histogram, Registry
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.metrics.buckets import series_1_2_5
-from paceline.server.metrics.families import Histogram, Registry
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
-
-from .helpers import VOCAB, chat_body, connect, metric, say, scrape
+from tests.server.helpers import VOCAB, chat_body, connect, metric, say, scrape
 
 pytestmark = pytest.mark.anyio
 

@@ -12,12 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.backends.null import NullBackend
 from paceline.engine.testing import null_client
+from paceline.http.rate_limits.rates import KeyLimits
+from paceline.http.rate_limits.store import RateStore
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.rate_limits.rates import KeyLimits
-from paceline.server.rate_limits.store import RateStore
-
-from .helpers import VOCAB, scrape
+from tests.server.helpers import VOCAB, scrape
 
 pytestmark = pytest.mark.anyio
 

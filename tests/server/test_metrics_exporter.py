@@ -28,9 +28,8 @@ from paceline.server.metrics.exporter_process import (
     read_text,
 )
 from tests.cli.servers import start_server
-
-from .helpers import metric
-from .live_process import LiveServer, eventually, live_server
+from tests.server.helpers import metric
+from tests.server.live_process import LiveServer, eventually, live_server
 
 AGE = "paceline:metrics_age_seconds"
 

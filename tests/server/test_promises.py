@@ -17,7 +17,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
-from paceline.engine.loop import engine_info
+from paceline.engine.process.loop import engine_info
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import (
     ChoiceDelta,
@@ -26,15 +26,14 @@ from paceline.engine.types import (
     GenerationRequest,
     RequestTimes,
 )
+from paceline.http.errors import error_response, reply_to
+from paceline.http.exposition import Registry
 from paceline.server import ServerConfig, create_app
-from paceline.server.answers import UsageCount
 from paceline.server.app import service_of
-from paceline.server.errors import error_response, reply_to
-from paceline.server.metrics.families import Registry
+from paceline.server.bodies.wire import Explanation, encode
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
-from paceline.server.wire import Explanation, encode
-
-from .helpers import VOCAB, chat_body, connect, expected_text, metric, scrape
+from paceline.server.openai.answers import UsageCount
+from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, scrape
 
 pytestmark = pytest.mark.anyio
 

@@ -19,12 +19,11 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.http.connections import _BodyWriter
+from paceline.http.shortcut import BODY_WRITER
 from paceline.server import ServerConfig, create_app, serve
-from paceline.server.connections import _BodyWriter
-from paceline.server.shortcut import BODY_WRITER
-
-from .helpers import VOCAB, chat_body, events, metric, post_scope
-from .test_tools import TOOLS
+from tests.server.bodies.test_tools import TOOLS
+from tests.server.helpers import VOCAB, chat_body, events, metric, post_scope
 
 pytestmark = pytest.mark.anyio
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.http.tls import check_tls_files
 from paceline.server import ServerConfig
-from paceline.server.tls import check_tls_files
 from tests.cli.servers import start_server
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")

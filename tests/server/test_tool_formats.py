@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from paceline.server.tool_calls import CallCollector
+from paceline.server.bodies.tool_calls import CallCollector
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 
 # format, forced, text -> content, calls

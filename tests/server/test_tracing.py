@@ -21,10 +21,9 @@ from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.tracing import check_endpoint
-
-from .helpers import VOCAB, chat_body, connect, say
-from .live_process import live_server
-from .otlp_receiver import Receiver, attributes, receiving
+from tests.server.helpers import VOCAB, chat_body, connect, say
+from tests.server.live_process import live_server
+from tests.server.otlp_receiver import Receiver, attributes, receiving
 
 pytestmark = pytest.mark.anyio
 

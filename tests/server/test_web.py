@@ -9,11 +9,10 @@ import httpx
 import pytest
 
 from paceline.engine.local import LocalEngineClient
+from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.batch_config import BatchConfig
-from paceline.server.keys import ApiKey
-
-from .helpers import chat_body, connect
+from tests.server.helpers import chat_body, connect
 
 pytestmark = pytest.mark.anyio
 KEY = "alice-key-0123"

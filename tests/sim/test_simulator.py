@@ -12,9 +12,9 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.routing import LeastOutstanding, make_router
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.routing import LeastOutstanding, PrefixAffinity, RoundRobin, make_router
 from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec, Simulator, Totals
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from tests.sim.workloads import bursty
@@ -145,32 +145,6 @@ def test_models_have_pools_of_their_own() -> None:
     (slow, fast), _ = serve(workload, pools)
     assert (slow.ttft, fast.ttft) == (1.0, 0.1)
     assert slow.replica != fast.replica
-
-
-def test_routers() -> None:
-    plain = Arrival(0.0, 10, 1)
-    turn = RoundRobin()
-    assert [turn.choose(plain, [0.0] * 3) for _ in range(4)] == [0, 1, 2, 0]
-    assert LeastOutstanding().choose(plain, [5.0, 2.0, 2.0]) == 1
-    sticky = PrefixAffinity(spread=100.0, ratio=1.5)
-    chat = replace(plain, prefix=(1, 2, 3))
-    assert sticky.choose(chat, [9.0, 0.0, 9.0]) == 1
-    # a longer conversation follows, though that replica is no longer the least loaded
-    assert sticky.choose(replace(plain, prefix=(1, 2, 3, 4)), [0.0, 90.0, 0.0]) == 1
-    # until it is overloaded
-    assert sticky.choose(chat, [10.0, 500.0, 0.0]) == 2
-    # the same piece elsewhere in a prompt is another prefix
-    assert sticky.choose(replace(plain, prefix=(3,)), [0.0, 5.0, 0.0]) == 0
-    with pytest.raises(ConfigError, match="unknown router 'x'; known: least-outstanding"):
-        make_router("x")
-
-
-def test_a_router_forgets_the_prefixes_used_longest_ago() -> None:
-    sticky = PrefixAffinity(memory=2)
-    for piece in (1, 2, 3):
-        sticky.choose(Arrival(0.0, 10, 1, prefix=(piece,)), [1.0, 0.0])
-    assert sticky.choose(Arrival(0.0, 10, 1, prefix=(1,)), [0.0, 1.0]) == 0
-    assert sticky.choose(Arrival(0.0, 10, 1, prefix=(3,)), [0.0, 1.0]) == 1
 
 
 def test_affinity_finds_more_in_the_caches_than_taking_turns() -> None:

@@ -13,15 +13,15 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeAlias
 
 from paceline.core.errors import EngineDeadError, EngineDrainingError
+from paceline.http.errors import Reply, error_body, reply_to
 from paceline.server.batches.lines import Answer, BatchLine
-from paceline.server.chat import chat_answer
-from paceline.server.completions import completion_answer
-from paceline.server.errors import Reply, error_body, reply_to
-from paceline.server.protocol import RequestRules, parse_chat, parse_completion
-from paceline.server.responses import response_answer
-from paceline.server.responses_request import parse_responses, previous_id
+from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
+from paceline.server.openai.chat import chat_answer
+from paceline.server.openai.completions import completion_answer
+from paceline.server.other_apis.responses import response_answer
+from paceline.server.other_apis.responses_request import parse_responses, previous_id
+from paceline.server.other_apis.token_generate import parse_token_generate, token_answer
 from paceline.server.service import Service
-from paceline.server.token_generate import parse_token_generate, token_answer
 
 __all__ = ["URLS", "answer_line", "backoff"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from paceline.checkpoints.private import make_private_folder, private_opener, tighten
-from paceline.server.errors import HttpError
+from paceline.http.errors import HttpError
 
 __all__ = ["Contents", "Part", "StorageError", "told"]
 

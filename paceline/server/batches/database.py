@@ -11,9 +11,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from paceline.http.errors import HttpError
 from paceline.server.batches.contents import told
 from paceline.server.batches.schema import connect
-from paceline.server.errors import HttpError
 
 __all__ = ["Database"]
 

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from paceline.core.errors import ConfigError
+from paceline.http.errors import HttpError
 from paceline.server.batch_config import BatchConfig
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
-from paceline.server.errors import HttpError
 from paceline.server.service import Service
 
 __all__ = ["Batches"]

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.server.bounds import Bounds, check_json_depth, check_json_items
-from paceline.server.fields import decode_object, show
-from paceline.server.wire import encode
+from paceline.http.bounds import Bounds, check_json_depth, check_json_items
+from paceline.http.fields import decode_object, show
+from paceline.server.bodies.wire import encode
 
 __all__ = [
     "Answer",

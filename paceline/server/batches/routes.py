@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from paceline.core.errors import InvalidRequestError
+from paceline.http.fields import Fields, show
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import BatchStore
 from paceline.server.batches.upload import PURPOSES, upload_file
-from paceline.server.fields import Fields, show
-from paceline.server.http import principal_of, read_object
+from paceline.server.exchange import principal_of, read_object
+from paceline.server.openai.routes import JSON_BODY
 from paceline.server.responding import answering, encoded
-from paceline.server.routes_generate import JSON_BODY
 from paceline.server.service import Service
 
 __all__ = ["REFUSED", "batch_router", "parse_batch"]

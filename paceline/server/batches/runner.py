@@ -27,6 +27,7 @@ from functools import partial
 from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from paceline.core.errors import EngineDeadError, EngineLostError
+from paceline.http.errors import HttpError, Reply, error_body, reply_to
 from paceline.server.batches.answering import URLS, answer_line, backoff
 from paceline.server.batches.lines import (
     Answer,
@@ -39,9 +40,8 @@ from paceline.server.batches.lines import (
 )
 from paceline.server.batches.records import Batch, Result
 from paceline.server.batches.store import BatchStore
-from paceline.server.errors import HttpError, Reply, error_body, reply_to
+from paceline.server.bodies.wire import encode
 from paceline.server.service import Service
-from paceline.server.wire import encode
 
 __all__ = ["BatchRunner", "StoreCall"]
 

@@ -30,11 +30,11 @@ from typing import Any, BinaryIO, Final
 
 from paceline.checkpoints.private import tighten
 from paceline.core.errors import ConfigError
+from paceline.http.errors import HttpError
 from paceline.server.batches.contents import Contents, Part, StorageError, told
 from paceline.server.batches.database import Database
 from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
 from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS
-from paceline.server.errors import HttpError
 
 __all__ = ["BatchStore"]
 

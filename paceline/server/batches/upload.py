@@ -15,11 +15,11 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from paceline.core.errors import InvalidRequestError
+from paceline.http.errors import ClientDisconnectedError, HttpError
+from paceline.http.fields import show
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.records import StoredFile
 from paceline.server.batches.store import BatchStore
-from paceline.server.errors import ClientDisconnectedError, HttpError
-from paceline.server.fields import show
 
 __all__ = ["PURPOSES", "upload_file"]
 

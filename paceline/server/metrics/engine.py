@@ -6,8 +6,8 @@ from typing import Final
 
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.engine.types import EngineInfo, EngineStats
+from paceline.http.exposition import Registry
 from paceline.server.metrics.buckets import ITERATION_TOKEN_BUCKETS
-from paceline.server.metrics.families import Registry
 
 __all__ = ["EngineMetrics"]
 

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from paceline.engine.types import EngineFaults
-from paceline.server.slow_readers import SlowReaders
+from paceline.http.slow_readers import SlowReaders
 
 __all__ = ["FaultCollector"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.http.exposition import Registry
 from paceline.server.metrics.buckets import HTTP_BUCKETS, HTTP_FINE_BUCKETS
-from paceline.server.metrics.families import Registry
 
 __all__ = ["HttpMetrics"]
 

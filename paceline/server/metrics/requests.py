@@ -18,6 +18,7 @@ from paceline.engine.types import (
     Timeline,
     tokens_per_second,
 )
+from paceline.http.exposition import Histogram, Registry
 from paceline.server.metrics.buckets import (
     CHUNK_BUCKETS,
     LATENCY_BUCKETS,
@@ -27,7 +28,6 @@ from paceline.server.metrics.buckets import (
     TTFT_BUCKETS,
     series_1_2_5,
 )
-from paceline.server.metrics.families import Histogram, Registry
 
 __all__ = ["RequestMetrics", "RequestObserver", "Story"]
 

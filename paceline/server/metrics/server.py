@@ -9,8 +9,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from paceline.engine.types import EngineInfo, EngineStats
+from paceline.http.exposition import Description, Registry
 from paceline.server.metrics.engine import EngineMetrics
-from paceline.server.metrics.families import Description, Registry
 from paceline.server.metrics.http import HttpMetrics
 from paceline.server.metrics.requests import RequestMetrics
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.server.bodies.wire import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from paceline.server.openapi.schemas import (
     BOOLEAN,
     INTEGER,
@@ -20,8 +21,7 @@ from paceline.server.openapi.schemas import (
     ref,
     string,
 )
-from paceline.server.token_generate import TokenAnswer
-from paceline.server.wire import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from paceline.server.other_apis.token_generate import TokenAnswer
 
 __all__ = ["ANSWERS", "Answer", "answer_schemas"]
 

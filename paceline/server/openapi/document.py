@@ -14,11 +14,11 @@ from typing import Any, Final
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from paceline.server.keys import ADMIN_PATHS, OPEN_PATHS
+from paceline.http.keys import ADMIN_PATHS, OPEN_PATHS
+from paceline.server.bodies.rules import RequestRules
 from paceline.server.openapi.answers import ANSWERS, Answer, answer_schemas
 from paceline.server.openapi.requests import EXAMPLES, request_schemas, shared_schemas
 from paceline.server.openapi.schemas import STRING, Schema, record, ref
-from paceline.server.rules import RequestRules
 
 __all__ = ["openapi_document"]
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS
-from paceline.server.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.sampling_fields import INT32, INT64
+from paceline.server.bodies.structured import STRUCTURED_KINDS
+from paceline.server.bodies.unserved import NO_EFFECT
 from paceline.server.openapi.schemas import (
     ANYTHING,
     BOOLEAN,
@@ -28,11 +31,8 @@ from paceline.server.openapi.schemas import (
     ref,
     string,
 )
-from paceline.server.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
-from paceline.server.rules import RequestRules
-from paceline.server.sampling_fields import INT32, INT64
-from paceline.server.structured import STRUCTURED_KINDS
-from paceline.server.unserved import NO_EFFECT
+from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from paceline.server.json_schema import with_refs
+from paceline.server.json_schema.check import with_refs
 
 __all__ = [
     "CallDelta",

@@ -28,9 +28,9 @@ from pathlib import Path
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
+from paceline.routing import LeastOutstanding
 from paceline.sim.arrival import Served
 from paceline.sim.replica import Delays, ReplicaConfig
-from paceline.sim.routing import LeastOutstanding
 from paceline.sim.simulator import PlanObserver, Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.experts import ExpertGroup
 from paceline.sim.step_times.profile import ProfileStepTimes

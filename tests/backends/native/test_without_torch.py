@@ -19,7 +19,7 @@ from pathlib import Path
 
 from paceline.backends.load import load_backend
 from paceline.core.grammar import Grammar
-from paceline.engine.grammar import GrammarCompiler
+from paceline.engine.text.grammar import GrammarCompiler
 from tests.backends.plans import Plans
 from tests.contract.ascii import END, Ascii
 

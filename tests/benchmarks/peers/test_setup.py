@@ -138,7 +138,7 @@ def test_the_hugging_face_folder_holds_the_same_model(smollm2_path: Path, tmp_pa
     import numpy as np
 
     from paceline.checkpoints.base import open_checkpoint
-    from paceline.engine.tokenizer import load_tokenizer
+    from paceline.engine.text.tokenizer import load_tokenizer
 
     folder = tmp_path / "models" / "hf"
     write_hf_folder(smollm2_path, folder)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
+from paceline.http.bounds import Bounds
 from paceline.server import ServerConfig
 from paceline.server.batches import runner
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
-from paceline.server.bounds import Bounds
 from tests.server.batches.serving import (
     ALICE,
     BOB,

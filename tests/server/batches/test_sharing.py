@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from paceline.http.keys import ApiKey
+from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.server import ServerConfig
 from paceline.server.batches.store import BatchStore
-from paceline.server.keys import ApiKey
-from paceline.server.rate_limits import KeyLimits, Rate
 from tests.server.batches.serving import ALICE, BOB, KEYS, URL, Server, line, running
 from tests.server.batches.test_store import create, put
 from tests.server.helpers import connect

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.http.errors import HttpError
 from paceline.server.batches.contents import Part, StorageError
 from paceline.server.batches.records import Batch, Result
 from paceline.server.batches.store import BatchStore
-from paceline.server.errors import HttpError
 
 URL = "/v1/chat/completions"
 

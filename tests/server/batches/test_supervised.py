@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.server import ServerConfig
-from tests.engine.test_supervisor import DIE, supervised
+from tests.engine.supervision.test_supervisor import DIE, supervised
 from tests.server.batches.serving import Server, line, running
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +44,7 @@ async def test_an_engine_killed_under_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: float
 ) -> None:
     """Within the time that its client holds requests, and after it: the batch goes on."""
-    monkeypatch.setattr("paceline.engine.supervisor._HOLD_SECONDS", hold)
+    monkeypatch.setattr("paceline.engine.supervision.supervisor._HOLD_SECONDS", hold)
     async with serving(tmp_path) as (server, client):
         expected = await answers(server, await server.until(await server.submit(lines(40))))
         assert len(expected) == 40

@@ -1,0 +1,273 @@
+"""The engine's main loop, the same in a process of its own and on a thread.
+
+::
+
+    while not told to stop:
+        take every message that is there      (waits only when there is nothing to do)
+        core.step()                           (takes messages again before it plans ahead)
+        send the news of the step, in one message
+
+This module does not know sockets, processes or text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from paceline.core.errors import RequestError
+from paceline.core.outputs import RequestUpdate
+from paceline.core.request import FinishReason
+from paceline.core.stats import ClassUse
+from paceline.engine.core import EngineCore
+from paceline.engine.fanout import add_to_core, request_of
+from paceline.engine.process.in_flight import InFlightFile
+from paceline.engine.process.messages import (
+    Abort,
+    Add,
+    ClientMessage,
+    EngineMessage,
+    Outputs,
+    Refused,
+    Shutdown,
+)
+from paceline.engine.process.readiness import Readiness
+from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
+
+__all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
+
+# seconds between beats of an idle engine
+_BEAT: Final = 1.0
+# seconds between looks at requests that wait for their grammar, while nothing else is to be done
+_READINESS: Final = 0.002
+# seconds between counts of who runs and waits, while there is work; more for many requests, so that
+# counting takes a percent of the time at most
+_CENSUS: Final = 0.1
+_CENSUS_PER_REQUEST: Final = 2e-5
+# quiet seconds before an idle engine looks itself over, so that no request waits for that
+_QUIET: Final = 0.05
+
+
+class Inbox(Protocol):
+    """Where messages for the engine arrive."""
+
+    def receive(self, timeout: float) -> Sequence[ClientMessage]:
+        """Every message that is there. Waits up to ``timeout`` seconds for the first; 0 does not
+        wait. Empty when nothing came."""
+        ...
+
+
+class EngineLoop:
+    """Drives one core from one thread.
+
+    Args:
+        send: takes every message for the client, in order; must not block.
+        at_rest: called once whenever there has been nothing to do for a moment.
+        in_flight: told who is worked on.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: Inbox,
+        send: Callable[[EngineMessage], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        at_rest: Callable[[], object] = lambda: None,
+        in_flight: InFlightFile | None = None,
+    ) -> None:
+        self._core = core
+        self._in_flight = in_flight
+        if in_flight is not None:
+            core.on_plan = in_flight.step
+        self._inbox = inbox
+        self._send = send
+        self._clock = clock
+        self._at_rest = at_rest
+        self._readiness = Readiness(core.matchers)
+        self._shutdown: Shutdown | None = None
+        # news of aborts, sent with the next step's
+        self._updates: list[RequestUpdate] = []
+        # steps whose token counts were not sent yet
+        self._iteration_tokens: list[int] = []
+        self._classes: tuple[ClassUse, ...] = ()
+        self._next_census = 0.0
+
+    def run(self) -> Shutdown:
+        """Until a Shutdown arrives, which is returned.
+
+        Raises:
+            Exception: whatever ``core.step`` or ``core.check_integrity`` raised; the core cannot
+                go on.
+        """
+        self._flush()
+        checked = False
+        while True:
+            came = self._take(self._patience(self._core.has_work, checked))
+            if self._shutdown is not None:
+                return self._shutdown
+            if self._core.has_work:
+                checked = False
+                self._step()
+            elif self._readiness and not self._updates:
+                # soon something to do: neither a beat nor a look over
+                continue
+            elif came or checked:
+                self._flush()
+            else:
+                self._core.check_integrity()
+                self._at_rest()
+                checked = True
+
+    def _patience(self, busy: bool, checked: bool) -> float:
+        """Seconds to wait for a message: none while there is something to compute."""
+        if not busy:
+            if self._readiness:
+                return _READINESS
+            return _BEAT if checked else _QUIET
+        wake_at = self._core.wake_at
+        return 0.0 if wake_at is None else min(_BEAT, max(0.0, wake_at - self._clock()))
+
+    def _step(self) -> None:
+        steps = self._core.num_steps
+        self._updates += self._core.step(self._take)
+        for expired in self._core.take_expired():
+            self._send(Refused.of(request_of(expired.request_id), expired.error))
+        if self._core.num_steps > steps:
+            self._iteration_tokens.append(self._core.last_step_tokens)
+        self._flush()
+
+    def _take(self, patience: float = 0.0) -> bool:
+        """Handle every message that is there; wait up to ``patience`` seconds for one. Returns
+        whether any came."""
+        messages = self._inbox.receive(patience)
+        for message in messages:
+            if isinstance(message, Shutdown):
+                self._shutdown = message
+                break
+            self._handle(message)
+        if self._readiness:
+            self._admit_ready()
+        return bool(messages)
+
+    def _handle(self, message: Add | Abort) -> None:
+        if isinstance(message, Abort):
+            self._updates += self._readiness.abort(message.request_ids)
+            reason = FinishReason.STOP if message.stopped else FinishReason.ABORT
+            self._updates += self._core.abort(message.request_ids, reason)
+            return
+        with self._taking_in(message.request) as request:
+            if not self._hold(request):
+                add_to_core(self._core, request)
+
+    @contextmanager
+    def _taking_in(self, request: GenerationRequest) -> Iterator[GenerationRequest]:
+        """Who asked is told of a refusal; of anything else the engine ends, by this request."""
+        try:
+            yield request
+        except RequestError as error:
+            self._send(Refused.of(request.request_id, error))
+        except Exception:
+            if self._in_flight is not None:
+                self._in_flight.aside((request.request_id,))
+            raise
+
+    def _hold(self, request: GenerationRequest) -> bool:
+        """Whether it has to wait for its grammar."""
+        if self._in_flight is None or request.sampling.grammar is None:
+            return self._readiness.hold(request, self._clock())
+        # a compiler that breaks may take the process with it
+        self._in_flight.aside((*self._readiness.request_ids, request.request_id))
+        try:
+            return self._readiness.hold(request, self._clock())
+        finally:
+            self._in_flight.aside(self._readiness.request_ids)
+
+    def _admit_ready(self) -> None:
+        taken = self._readiness.take(self._clock())
+        if taken and self._in_flight is not None:
+            self._in_flight.aside(self._readiness.request_ids)
+        for ready, refusal in taken:
+            with self._taking_in(ready) as request:
+                if refusal is not None:
+                    raise refusal
+                add_to_core(self._core, request)
+
+    def _flush(self) -> None:
+        now = self._clock()
+        if now >= self._next_census or not self._core.has_work:
+            self._classes = self._core.scheduler.census()
+            counted = sum(use.num_running + use.num_waiting for use in self._classes)
+            self._next_census = now + max(_CENSUS, counted * _CENSUS_PER_REQUEST)
+        stats = engine_stats(self._core, now, self._iteration_tokens, self._classes)
+        self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
+        self._core.prompt_logprobs.clear()
+        self._updates.clear()
+        self._iteration_tokens.clear()
+
+
+def engine_stats(
+    core: EngineCore,
+    now: float,
+    iteration_tokens: Sequence[int],
+    classes: tuple[ClassUse, ...] = (),
+) -> EngineStats:
+    """A snapshot of ``core`` for the other side."""
+    stats = core.stats()
+    return EngineStats(
+        time=now,
+        num_steps=core.num_steps,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_waiting_capacity=stats.num_waiting_capacity,
+        num_waiting_deferred=stats.num_waiting_deferred,
+        num_blocks=stats.num_blocks,
+        num_free_blocks=stats.num_free_blocks,
+        num_preemptions=stats.num_preemptions,
+        prefix_cache_queries=stats.prefix_cache_queries,
+        prefix_cache_hits=stats.prefix_cache_hits,
+        num_recomputed_tokens=stats.num_recomputed_tokens,
+        num_swapped_out_blocks=stats.num_swapped_out_blocks,
+        num_swapped_in_blocks=stats.num_swapped_in_blocks,
+        num_relegated=stats.num_relegated,
+        num_discarded_tokens=stats.num_discarded_tokens,
+        refused=stats.refused,
+        waited=stats.waited,
+        pressure_level=stats.pressure_level,
+        predicted_step_seconds=stats.predicted_step_seconds,
+        actual_step_seconds=stats.actual_step_seconds,
+        num_prefill_tokens=stats.num_prefill_tokens,
+        num_decode_tokens=stats.num_decode_tokens,
+        num_cached_free_blocks=stats.num_cached_free_blocks,
+        num_host_blocks=stats.num_host_blocks,
+        num_free_host_blocks=stats.num_free_host_blocks,
+        held_by=stats.held_by,
+        classes=classes,
+        iteration_tokens=tuple(iteration_tokens),
+    )
+
+
+def engine_info(core: EngineCore, model: str) -> EngineInfo:
+    """What a core is, under the name it is served by."""
+    backend, config, cache = core.info, core.scheduler.config, core.scheduler.cache
+    return EngineInfo(
+        model=model,
+        backend=backend.name,
+        device=backend.device,
+        dtype=backend.dtype,
+        max_model_len=min(backend.max_model_len, config.max_model_len),
+        vocab_size=backend.vocab_size,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        policy=config.policy,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        kv_dtype=backend.kv_dtype or backend.dtype,
+        block_bytes=backend.block_bytes,
+        choice=backend.choice,
+        numa_nodes=backend.numa_nodes,
+        max_num_waiting=config.max_num_waiting,
+    )

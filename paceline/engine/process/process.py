@@ -1,0 +1,228 @@
+"""The engine in a process of its own: what the child runs.
+
+::
+
+    client                                   engine process
+      stdin: one line of JSON (Launch) ------->  build the core
+      inbox.sock   Add, Abort, Shutdown ------>  EngineLoop
+      outbox.sock  <------ Ready, Outputs, Refused, Dead
+
+Both sockets are Unix sockets in a directory that only this user can enter; nothing listens on a
+network. Stdin stays open as a sign of life: when it ends, the parent is gone and so is the engine.
+
+The entry module belongs to the composition root; it calls ``engine_main`` with a function that
+builds the core, and this module never learns what a model is.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from paceline.core.errors import EngineDeadError, PacelineError
+from paceline.engine.core import EngineCore
+from paceline.engine.process.contention import watch_contention
+from paceline.engine.process.garbage import collected_seldom, uncollected
+from paceline.engine.process.in_flight import InFlightFile
+from paceline.engine.process.loop import EngineLoop
+from paceline.engine.process.messages import (
+    IPC,
+    ClientMessage,
+    Dead,
+    EngineMessage,
+    Launch,
+    Ready,
+    Shutdown,
+    decode_client_message,
+    encode,
+)
+from paceline.engine.types import EngineInfo
+
+__all__ = ["EngineBuilder", "engine_main"]
+
+# makes the core from ``Launch.config``
+EngineBuilder = Callable[[bytes], tuple[EngineCore, EngineInfo]]
+
+# seconds a last message may take to leave, and a step to end once the parent is gone
+_LINGER: Final = 2.0
+_ORPHAN_GRACE: Final = 5.0
+_PARENT_GONE: Final = "the parent process is gone"
+
+_log = logging.getLogger(__name__)
+
+
+def engine_main(build: EngineBuilder) -> int:
+    """The whole life of an engine process; returns its exit code.
+
+    0 after an orderly end, 1 when building or running failed, 143 after SIGTERM. A failure has
+    been told to the client (``Dead``) and, with its traceback, to stderr.
+    """
+    # a terminal sends Ctrl-C to everybody; the parent decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = _read_line(sys.stdin.fileno())
+    if not line.endswith(b"\n"):
+        _log.error("no settings on stdin: an engine process is started by its client")
+        return 1
+    launch = msgspec.json.decode(line, type=Launch)
+    context = zmq.Context(io_threads=1)
+    outbox = context.socket(zmq.PUSH)
+    # a slow client must not stall a step; what can queue up is bounded by max_tokens
+    outbox.set_hwm(0)
+    outbox.setsockopt(zmq.LINGER, int(_LINGER * 1000))
+    outbox.connect(launch.outbox)
+    watch = _Watch(sys.stdin.fileno(), Path(launch.outbox.removeprefix(IPC)).parent)
+    try:
+        return _build_and_run(build, launch, context, outbox, watch)
+    finally:
+        outbox.close()
+        context.term()
+        watch.clean_up()
+
+
+def _build_and_run(
+    build: EngineBuilder,
+    launch: Launch,
+    context: zmq.Context[zmq.Socket[bytes]],
+    outbox: zmq.Socket[bytes],
+    watch: _Watch,
+) -> int:
+    def send(message: EngineMessage) -> None:
+        outbox.send(encode(message))
+
+    try:
+        with uncollected():
+            core, info = build(launch.config)
+    except Exception as error:
+        _report("the engine could not start", error)
+        send(Dead.of(error))
+        return 1
+    inbox = context.socket(zmq.PULL)
+    inbox.set_hwm(0)
+    inbox.bind(launch.inbox)
+    in_flight = InFlightFile(Path(launch.in_flight), core.pipeline_depth)
+    watch.catch_sigterm()
+    try:
+        send(Ready(info))
+        watch_contention()
+        with collected_seldom():
+            shutdown = EngineLoop(
+                core,
+                _SocketInbox(inbox, watch),
+                send,
+                at_rest=gc.collect,
+                in_flight=in_flight,
+            ).run()
+    except Exception as error:
+        _report("the engine failed", error)
+        send(Dead.of(error))
+        return 1
+    finally:
+        inbox.close()
+        core.close()
+        in_flight.close()
+    if not shutdown.reason:
+        return 0
+    send(Dead.of(EngineDeadError(f"the engine stopped: {shutdown.reason}")))
+    return 128 + signal.SIGTERM
+
+
+def _report(what: str, error: Exception) -> None:
+    """To stderr; a traceback only for what nobody foresaw."""
+    foreseen = isinstance(error, PacelineError) and not isinstance(error, EngineDeadError)
+    _log.error("%s: %s", what, error, exc_info=None if foreseen else error)
+
+
+def _read_line(fd: int) -> bytes:
+    """One line, unbuffered: what follows on the descriptor is left to the watch."""
+    chunks = bytearray()
+    while not chunks.endswith(b"\n"):
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            break
+        chunks += chunk
+    return bytes(chunks)
+
+
+class _Watch:
+    """Notices SIGTERM and the end of the parent, and wakes whoever waits for messages."""
+
+    def __init__(self, stdin_fd: int, directory: Path) -> None:
+        self.reason = ""
+        self._directory = directory
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        threading.Thread(
+            target=self._wait_for_parent, args=(stdin_fd,), name="parent-watch", daemon=True
+        ).start()
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable once ``reason`` is set."""
+        return self._reader.fileno()
+
+    def catch_sigterm(self) -> None:
+        """Until now SIGTERM simply kills; from here on it ends the loop."""
+        signal.signal(signal.SIGTERM, lambda *_: self._stop("it was told to (SIGTERM)"))
+        # the handler runs between bytecodes; this wakes a wait in C at once
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def clean_up(self) -> None:
+        """The client removes the socket directory, unless it is gone."""
+        if self.reason == _PARENT_GONE:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _stop(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            # full of earlier wake-ups, which do as well
+            return
+
+    def _wait_for_parent(self, stdin_fd: int) -> None:
+        while os.read(stdin_fd, 4096):
+            pass
+        self._stop(_PARENT_GONE)
+        time.sleep(_ORPHAN_GRACE)
+        # still here: loading, or stuck in a step that nobody waits for any more
+        self.clean_up()
+        os._exit(1)
+
+
+class _SocketInbox:
+    """An ``Inbox`` on a PULL socket; a watch's news arrives as a Shutdown."""
+
+    def __init__(self, inbox: zmq.Socket[bytes], watch: _Watch) -> None:
+        self._socket = inbox
+        self._watch = watch
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(watch.wake_fd, zmq.POLLIN)
+
+    def receive(self, timeout: float) -> Sequence[ClientMessage]:
+        messages: list[ClientMessage] = []
+        if timeout > 0:
+            self._poller.poll(int(timeout * 1000))
+        if self._watch.reason:
+            messages.append(Shutdown(self._watch.reason))
+            return messages
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(decode_client_message(data))

@@ -1,0 +1,89 @@
+"""What a supervisor keeps about engines and requests, and what it says in an engine's stead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.supervision.quarantine import Place, Suspect
+from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+
+__all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "fail_wait", "restarted_output"]
+
+
+class Aborted(Exception):
+    """Ended while it waited for an engine."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One process of the line."""
+
+    client: ProcessEngineClient
+    # whose fault its end was
+    guilty: Suspect | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One ``generate`` under way."""
+
+    request: GenerationRequest
+    # what it waits on while there is no engine, and for its turn
+    waiter: asyncio.Future[None] | None = None
+    place: Place | None = None
+    # where it runs
+    engine: Engine | None = None
+    # times the engine ended under it, by somebody else as far as is known
+    losses: int = 0
+    suspect: Suspect = field(default_factory=Suspect)
+    # a delta is out
+    begun: bool = False
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    losses: Counter[str] = field(default_factory=Counter)
+    resent: int = 0
+    lost: int = 0
+    poisoned: int = 0
+    recovery_seconds: float = 0.0
+
+
+def fail_wait(call: Call, error: Exception) -> None:
+    """End what a call waits for, if it does."""
+    waits_for = call.waiter
+    if waits_for is None and call.place is not None:
+        waits_for = call.place.turn
+    if waits_for is not None and not waits_for.done():
+        waits_for.set_exception(error)
+
+
+def restarted_output(request: GenerationRequest) -> GenerationOutput:
+    return GenerationOutput(
+        request_id=request.request_id,
+        choices=(),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        finished=False,
+        restarted=True,
+    )
+
+
+def aborted_output(request: GenerationRequest) -> GenerationOutput:
+    """The last word on a request that never got to an engine."""
+    return GenerationOutput(
+        request_id=request.request_id,
+        choices=tuple(
+            ChoiceDelta(index=index, text="", token_ids=(), finish_reason="abort")
+            for index in range(request.n)
+        ),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        finished=True,
+    )

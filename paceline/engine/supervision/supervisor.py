@@ -1,0 +1,449 @@
+"""An engine process that is replaced when it ends or hangs.
+
+::
+
+    generate() --> the engine of the moment --> deltas
+                        |  it ended, it stands still, it was stopped
+                        v
+         killed, another one started     nothing of the answer is out: sent there once more
+                                         something is out: EngineLostError
+                                         it ended by this request: PoisonedRequestError
+
+Requests that the engine was computing when it ended are suspects, and enter the next one by the
+rules of ``quarantine``: so that an engine that ends again has one of them to blame, and the others
+are tried on. Nobody else waits for that.
+
+Restarts are bounded: one more than ``max_restarts`` within ``window`` seconds, and the engine is
+dead for good. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Final
+
+from paceline.core.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineLostError,
+    InvalidRequestError,
+    PacelineError,
+    PoisonedRequestError,
+)
+from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.process.waiting import happens_within
+from paceline.engine.protocol import Sink, Tokenizer
+from paceline.engine.supervision.quarantine import Place, Quarantine, Suspect, find_guilty
+from paceline.engine.supervision.restarts import Restarts
+from paceline.engine.supervision.supervised import (
+    Aborted,
+    Call,
+    Counts,
+    Engine,
+    aborted_output,
+    fail_wait,
+    restarted_output,
+)
+from paceline.engine.supervision.totals import added, at_rest
+from paceline.engine.supervision.watchdog import watch
+from paceline.engine.types import (
+    EngineFaults,
+    EngineInfo,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+)
+
+__all__ = ["Starter", "SupervisedEngineClient"]
+
+_log = logging.getLogger(__name__)
+
+# starts an engine; given the one before it, if any, and how many there were
+Starter = Callable[[ProcessEngineClient | None, int], Awaitable[ProcessEngineClient]]
+
+# seconds an engine that failed has to exit by itself
+_EXIT_GRACE: Final = 1.0
+# seconds a request waits for another engine, and how many may
+_HOLD_SECONDS: Final = 60.0
+_MAX_HELD: Final = 2048
+# times the engine may end under one request without being its fault, as far as is known
+_MAX_LOSSES: Final = 4
+# seconds that a suspect has for itself, and that it waits for that: then it goes as it is
+_TURN_SECONDS: Final = 5.0
+_QUARANTINE_SECONDS: Final = 30.0
+# seconds aborted requests get to hand in their last delta
+_ABORT_GRACE: Final = 5.0
+
+
+class SupervisedEngineClient:
+    """An ``EngineClient`` that outlives its engine. Make one with ``start``.
+
+    Statistics add up over all engines. An engine's successor is asked to be like it; ``info`` is
+    the successor's.
+    """
+
+    # called once, on the event loop, when the engine is gone for good
+    on_dead: Callable[[EngineDeadError], None] | None = None
+    # called on the event loop for every snapshot
+    on_stats: Callable[[EngineStats], None] | None = None
+
+    def __init__(
+        self, first: ProcessEngineClient, starter: Starter, max_restarts: int, window: float
+    ) -> None:
+        self._starter = starter
+        self._restarts = Restarts(max_restarts, window)
+        self._engine: Engine | None = None
+        self._latest = first
+        # of all engines that ended
+        self._before: EngineStats | None = None
+        self._stats = first.stats
+        self._calls: dict[str, Call] = {}
+        self._quarantine = Quarantine()
+        self._num_engines = 1
+        self._replacing: asyncio.Task[None] | None = None
+        self._counts = Counts()
+        self._lost_why = ""
+        # why the engine is being ended from here
+        self._ending = ""
+        # requests that wait for an engine
+        self._num_held = 0
+        # about how long a start takes, for Retry-After
+        self._start_seconds = 5.0
+        self._dead: str | None = None
+        self._draining = False
+        # a drain's time is up
+        self._over = False
+        self._closing: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._adopt(first)
+        self._watching = asyncio.create_task(watch(self._current, self._end))
+
+    @classmethod
+    async def start(
+        cls, starter: Starter, *, max_restarts: int = 5, window: float = 300.0
+    ) -> SupervisedEngineClient:
+        """Start the first engine and wait until it is ready.
+
+        Args:
+            starter: called for every engine; the previous one has ended by then. What the first
+                call raises is passed on; a later failure counts as one more restart.
+            max_restarts: engines started after the first within ``window`` seconds; 0: the first
+                is the only one.
+        """
+        began = time.monotonic()
+        client = cls(await starter(None, 0), starter, max_restarts, window)
+        client._start_seconds = time.monotonic() - began
+        return client
+
+    # ------------------------------------------------------------------ EngineClient
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._latest.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._latest.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def pid(self) -> int:
+        """Of the latest engine process, for logs."""
+        return self._latest.pid
+
+    @property
+    def faults(self) -> EngineFaults:
+        counts = self._counts
+        return EngineFaults(
+            up=self._engine is not None,
+            losses=tuple(sorted(counts.losses.items())),
+            recovery_seconds=counts.recovery_seconds,
+            num_resent=counts.resent,
+            num_lost=counts.lost,
+            num_poisoned=counts.poisoned,
+        )
+
+    async def generate(
+        self, request: GenerationRequest, sink: Sink | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """See ``EngineClient.generate`` and the module. A ``whole`` request that begins anew
+        delivers an output with ``restarted`` first."""
+        self._raise_if_dead()
+        if self._draining:
+            raise EngineDrainingError("the server is shutting down and takes no new requests")
+        if request.request_id in self._calls:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        call = self._calls[request.request_id] = Call(request)
+        self._idle.clear()
+        try:
+            while True:
+                async with contextlib.aclosing(self._attempt(call, sink)) as outputs:
+                    async for output in outputs:
+                        call.begun = True
+                        yield output
+                        if output.finished:
+                            return
+                self._judge(call)
+                if call.begun:
+                    call.begun = False
+                    yield restarted_output(request)
+        except Aborted:
+            yield aborted_output(request)
+        finally:
+            del self._calls[request.request_id]
+            if not self._calls:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        call = self._calls.get(request_id)
+        if call is None:
+            return
+        call.aborted = True
+        if call.engine is not None:
+            await call.engine.client.abort(request_id)
+        else:
+            fail_wait(call, Aborted())
+
+    def check_health(self) -> None:
+        self._raise_if_dead()
+        if self._engine is None:
+            raise self._lost()
+        self._engine.client.check_health()
+
+    async def drain(self, timeout: float) -> None:
+        self._draining = True
+        if await happens_within(self._idle, timeout):
+            return
+        self._over = True
+        for request_id in tuple(self._calls):
+            await self.abort(request_id)
+        await happens_within(self._idle, _ABORT_GRACE)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _attempt(
+        self, call: Call, sink: Sink | None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Deltas from one engine; ends early when the engine does."""
+        request, suspect = call.request, call.suspect
+        place: Place | None = None
+        if suspect.level:
+            # at once: its place is among all those who were there
+            place = call.place = self._quarantine.join(
+                suspect, last=request.slo.best_effort, priority=request.priority
+            )
+        try:
+            engine = await self._ready_engine(call)
+            if place is not None:
+                has_turn = await place.has_turn(_QUARANTINE_SECONDS)
+                engine = await self._ready_engine(call)
+                suspect.on_trial = has_turn and place.alone
+                loop = asyncio.get_running_loop()
+                loop.call_later(_TURN_SECONDS, self._quarantine.leave, place)
+            call.place, call.engine = None, engine
+            if suspect.on_trial:
+                # every output is looked at here
+                sink = None
+            async with contextlib.aclosing(engine.client.generate(request, sink)) as outputs:
+                async for output in outputs:
+                    if suspect.on_trial and suspect.is_past(output.num_output_tokens):
+                        suspect.on_trial = False
+                        assert place is not None, "whoever is on trial has a place"
+                        self._quarantine.leave(place)
+                    yield output
+        except EngineDeadError:
+            # told of by _engine_gone before; what becomes of the request is _judge's
+            if call.engine is None:
+                raise
+        finally:
+            call.place, suspect.on_trial = None, False
+            if place is not None:
+                self._quarantine.leave(place)
+
+    def _judge(self, call: Call) -> None:
+        """The engine ended under a request: return if it may be tried once more."""
+        engine, call.engine = call.engine, None
+        assert engine is not None, "an attempt without an engine raises"
+        self._raise_if_dead()
+        if self._over:
+            raise EngineDrainingError("the request was aborted: the server is shutting down")
+        if engine.guilty is call.suspect:
+            losses = call.losses + 1
+            self._counts.poisoned += 1
+            _log.error("request_poisoned id=%s losses=%d", call.request.request_id, losses)
+            raise PoisonedRequestError(
+                f"the engine ended {losses} times under this request ({self._lost_why}); it "
+                "is not tried again"
+            )
+        if engine.guilty is None:
+            call.losses += 1
+        if call.losses >= _MAX_LOSSES or (call.begun and not call.request.whole):
+            self._counts.lost += 1
+            raise self._lost()
+        self._counts.resent += 1
+
+    async def _ready_engine(self, call: Call) -> Engine:
+        """Waits for one while there is none."""
+        began = time.monotonic()
+        while self._engine is None:
+            self._raise_if_dead()
+            if call.aborted:
+                raise Aborted
+            waited = time.monotonic() - began
+            if waited > _HOLD_SECONDS or self._num_held >= _MAX_HELD:
+                raise self._lost()
+            call.waiter = asyncio.get_running_loop().create_future()
+            self._num_held += 1
+            try:
+                async with asyncio.timeout(_HOLD_SECONDS - waited):
+                    await call.waiter
+            except TimeoutError:
+                raise self._lost() from None
+            finally:
+                self._num_held -= 1
+                call.waiter = None
+        if call.aborted:
+            raise Aborted
+        return self._engine
+
+    def _lost(self) -> EngineLostError:
+        return EngineLostError(
+            f"{self._lost_why}; another engine is being started: try again",
+            max(1.0, self._start_seconds),
+        )
+
+    def _wake(self, error: Exception | None = None) -> None:
+        """Let everybody who waits for an engine look again, or fail."""
+        for call in self._calls.values():
+            if error is not None:
+                fail_wait(call, error)
+            elif call.waiter is not None and not call.waiter.done():
+                call.waiter.set_result(None)
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    # ------------------------------------------------------------------ engines
+
+    def _adopt(self, client: ProcessEngineClient) -> None:
+        engine = self._engine = Engine(client)
+        self._latest = client
+        client.on_stats = self._note_stats
+        client.on_dead = lambda error: self._engine_gone(engine, str(error))
+        self._note_stats(client.stats)
+        self._wake()
+        self._quarantine.open()
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        self._stats = stats if self._before is None else added(self._before, stats)
+        if self.on_stats is not None:
+            self.on_stats(self._stats)
+
+    def _engine_gone(self, engine: Engine, why: str) -> None:
+        """Before any of its requests learns of it."""
+        if engine is not self._engine or self._closing is not None:
+            return
+        engine.guilty = find_guilty(self._started(engine))
+        self._engine = None
+        self._quarantine.close()
+        kind, self._ending = self._ending or "exit", ""
+        self._counts.losses[kind] += 1
+        self._lost_why = why
+        self._before = self._stats
+        self._note_stats(at_rest(engine.client.info))
+        _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
+        self._replacing = asyncio.create_task(self._replace(engine.client))
+
+    def _started(self, engine: Engine) -> list[tuple[Suspect, int]]:
+        """Who may have to do with its end, with the tokens that are out; all, if it did not say."""
+        ids = engine.client.requests_in_flight()
+        return [
+            (call.suspect, engine.client.num_output_tokens(request_id))
+            for request_id, call in self._calls.items()
+            if call.engine is engine and (ids is None or request_id in ids)
+        ]
+
+    async def _replace(self, old: ProcessEngineClient) -> None:
+        """Start engines until one is ready, or there were too many."""
+        began = time.monotonic()
+        # one that ends by itself may still have to write something
+        await old.wait_exit(_EXIT_GRACE)
+        try:
+            old.kill(self._lost_why)
+            await old.close()
+        except Exception:
+            # its successor does not need that
+            _log.exception("the engine that ended could not be cleaned up")
+        while True:
+            pause = self._restarts.take(time.monotonic())
+            if pause is None:
+                self._give_up()
+                return
+            if pause:
+                await asyncio.sleep(pause)
+            self._num_engines += 1
+            started = time.monotonic()
+            try:
+                client = await self._starter(old, self._num_engines - 1)
+            except Exception as error:
+                # whatever it is (no disk, no memory, no process): requests wait for the outcome
+                known = isinstance(error, PacelineError)
+                self._lost_why = str(error) if known else f"no engine: {type(error).__name__}"
+                _log.error(
+                    "engine_start_failed reason=%r",
+                    self._lost_why,
+                    exc_info=None if known else error,
+                )
+                continue
+            break
+        ended = time.monotonic()
+        self._start_seconds = ended - started
+        self._counts.recovery_seconds = ended - began
+        _log.warning(
+            "engine_replaced pid=%d seconds=%.2f restarts=%d of %d within %g s",
+            client.pid,
+            ended - began,
+            len(self._restarts),
+            self._restarts.most,
+            self._restarts.window,
+        )
+        self._adopt(client)
+
+    def _give_up(self) -> None:
+        self._dead = self._restarts.spent(self._lost_why)
+        _log.critical("engine_given_up reason=%r", self._dead)
+        self._wake(EngineDeadError(self._dead))
+        if self.on_dead is not None:
+            self.on_dead(EngineDeadError(self._dead))
+
+    def _current(self) -> ProcessEngineClient | None:
+        return None if self._engine is None else self._engine.client
+
+    def _end(self, client: ProcessEngineClient, kind: str, reason: str) -> None:
+        self._ending = kind
+        client.kill(f"{reason}; it was ended")
+
+    async def _close(self) -> None:
+        self.on_dead = None
+        self._draining = True
+        self._dead = self._dead or "the engine was closed"
+        for task in (self._watching, self._replacing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._wake(EngineDeadError(self._dead))
+        await self._latest.close()

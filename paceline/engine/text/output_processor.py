@@ -1,0 +1,355 @@
+"""Engine news to answers: text, stop strings, usage and times, request by request.
+
+::
+
+    RequestUpdate of r/0, r/1, ... --> OutputProcessor --> one GenerationOutput of r per batch
+                                                       --> ids the engine is to abort
+
+Runs where the caller is, never in the engine's loop, so that text work cannot stall a step. It does
+not know sockets, threads or who reads its outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
+from paceline.core.request import FinishReason
+from paceline.engine.fanout import choice_ids
+from paceline.engine.protocol import Tokenizer
+from paceline.engine.text.detokenizer import IncrementalDetokenizer, StopFound, StopStrings
+from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest, RequestTimes
+
+__all__ = ["OutputProcessor", "Processed", "merge_outputs"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """What one batch of updates came to."""
+
+    # at most one per request
+    outputs: tuple[GenerationOutput, ...]
+    # choices that ended here while the engine still works on them: by a stop string, and because no
+    # text could be made of them
+    stopped: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request and what its choices add up to."""
+
+    request: GenerationRequest
+    # ids of choices that have not ended
+    live: set[str]
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    # preemptions so far, choice by choice
+    num_preemptions: list[int] = field(default_factory=list)
+    # 0.0 until the engine tells
+    first_scheduled: float = 0.0
+    first_token: float | None = None
+    last_token: float = 0.0
+    longest_gap: float = 0.0
+    # waiting for the next output; None once told
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    told_prompt_logprobs: bool = False
+
+    def account(self, update: RequestUpdate, num_tokens: int, index: int, now: float) -> None:
+        """Take in the numbers of one update, of which ``num_tokens`` tokens count."""
+        self.num_output_tokens += num_tokens
+        self.num_preemptions[index] = update.num_preemptions
+        if index == 0:
+            # the others are forks: what they share is the first one's prompt
+            self.num_cached_tokens = update.num_cached_tokens
+        if not self.first_scheduled:
+            self.first_scheduled = update.first_scheduled_time
+        if num_tokens:
+            if self.first_token is None:
+                self.first_token = now
+            elif now - self.last_token > self.longest_gap:
+                self.longest_gap = now - self.last_token
+            self.last_token = now
+
+    def output(self, choices: tuple[ChoiceDelta, ...]) -> GenerationOutput:
+        times = None
+        request = self.request
+        if self.first_token is not None:
+            times = RequestTimes(
+                arrival=request.arrival_time,
+                first_scheduled=self.first_scheduled,
+                first_token=self.first_token,
+                last_token=self.last_token,
+                longest_gap=self.longest_gap,
+            )
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return GenerationOutput(
+            request_id=request.request_id,
+            choices=choices,
+            prompt_logprobs=prompt_logprobs,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            finished=not self.live,
+            times=times,
+            num_preemptions=sum(self.num_preemptions),
+        )
+
+
+class _Choice:
+    """One sequence on its way to text."""
+
+    __slots__ = ("detokenizer", "index", "num_tokens", "owner", "stops", "timeline")
+
+    def __init__(self, owner: _Request, index: int, tokenizer: Tokenizer) -> None:
+        request = owner.request
+        self.owner = owner
+        self.index = index
+        self.num_tokens = 0
+        # the latest
+        self.timeline: Timeline | None = None
+        self.detokenizer: IncrementalDetokenizer | None = None
+        self.stops: StopStrings | None = None
+        if request.detokenize:
+            self.detokenizer = IncrementalDetokenizer(
+                tokenizer, skip_special_tokens=request.skip_special_tokens
+            )
+        if request.stop:
+            self.stops = StopStrings(
+                request.stop, include_in_output=request.include_stop_str_in_output
+            )
+
+    def take(self, update: RequestUpdate) -> ChoiceDelta:
+        """The next delta. Its ``stop_reason`` is a string when a stop string ended the choice."""
+        token_ids = update.new_token_ids
+        reason = update.finish_reason
+        if update.timeline is not None:
+            self.timeline = update.timeline
+        if self.detokenizer is None:
+            self.num_tokens += len(token_ids)
+            return self._delta(update, "", len(token_ids), reason)
+        if self.stops is None and reason is None and update.logprobs is None:
+            # nearly all of them
+            self.num_tokens += len(token_ids)
+            return ChoiceDelta(
+                index=self.index,
+                text=self.detokenizer.push(token_ids),
+                token_ids=token_ids,
+                error=update.error,
+            )
+        text = ""
+        min_tokens = self.owner.request.sampling.min_tokens
+        spoken = len(token_ids)
+        if reason is FinishReason.STOP and not self.owner.request.include_stop_str_in_output:
+            # the engine ends with STOP on a stop token alone; it stays in the ids, not in the text
+            spoken -= 1
+        if self.stops is None:
+            self.num_tokens += len(token_ids)
+            text = self.detokenizer.push(token_ids[:spoken])
+            if reason is not None:
+                text += self.detokenizer.finish()
+            return self._delta(update, text, len(token_ids), reason)
+        for position in range(len(token_ids)):
+            self.num_tokens += 1
+            if position >= spoken:
+                break
+            found = self.stops.push(
+                self.detokenizer.push(token_ids[position : position + 1]),
+                may_stop=self.num_tokens > min_tokens,
+            )
+            if isinstance(found, StopFound):
+                return self._stopped(update, text, found, position + 1)
+            text += found
+        if reason is not None:
+            rest = self.stops.push(self.detokenizer.finish(), may_stop=self.num_tokens > min_tokens)
+            if isinstance(rest, StopFound):
+                return self._stopped(update, text, rest, len(token_ids))
+            text += rest + self.stops.flush()
+        return self._delta(update, text, len(token_ids), reason)
+
+    def _stopped(
+        self, update: RequestUpdate, text: str, found: StopFound, count: int
+    ) -> ChoiceDelta:
+        return self._delta(update, text + found.text, count, FinishReason.STOP, found.stop)
+
+    def _delta(
+        self,
+        update: RequestUpdate,
+        text: str,
+        count: int,
+        reason: FinishReason | None,
+        stop: str | None = None,
+    ) -> ChoiceDelta:
+        """A delta with the first ``count`` of the update's ids."""
+        logprobs = update.logprobs
+        return ChoiceDelta(
+            index=self.index,
+            text=text,
+            token_ids=update.new_token_ids[:count],
+            logprobs=None if logprobs is None else logprobs[:count],
+            finish_reason=None if reason is None else reason.value,
+            stop_reason=update.stop_reason if stop is None else stop,
+            error=update.error,
+            timeline=None if reason is None else self.timeline,
+        )
+
+
+class OutputProcessor:
+    """The answers under way. Used from one thread; holds a request from ``add`` until its last
+    choice has ended or it is discarded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+        self._choices: dict[str, _Choice] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests with a choice that has not ended."""
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of the unfinished requests."""
+        return tuple(self._requests)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Expect updates of a request's choices.
+
+        Raises:
+            InvalidRequestError: no choices, an id in use, or stop strings that cannot be matched.
+        """
+        if request.n < 1:
+            raise InvalidRequestError(f"n must be at least 1, got {request.n}", "n")
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if "" in request.stop:
+            raise InvalidRequestError("stop holds an empty string, which is everywhere", "stop")
+        if request.stop and not request.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True: no text is made", "stop")
+        ids = choice_ids(request)
+        owner = _Request(request, set(ids), num_preemptions=[0] * request.n)
+        self._requests[request.request_id] = owner
+        for index, choice in enumerate(ids):
+            self._choices[choice] = _Choice(owner, index, self._tokenizer)
+
+    def request(self, request_id: str) -> GenerationRequest:
+        """An unfinished request. KeyError if it is not one."""
+        return self._requests[request_id].request
+
+    def unfinished_choices(self, request_id: str) -> tuple[str, ...]:
+        """Ids of the choices that have not ended; () for an unknown request."""
+        owner = self._requests.get(request_id)
+        return () if owner is None else tuple(sorted(owner.live))
+
+    def discard(self, request_id: str) -> tuple[str, ...]:
+        """Forget a request; returns the choices the engine may still be working on."""
+        owner = self._requests.pop(request_id, None)
+        if owner is None:
+            return ()
+        for choice in owner.live:
+            del self._choices[choice]
+        return tuple(sorted(owner.live))
+
+    def note_prompt_logprobs(
+        self, entries: Iterable[tuple[str, tuple[TokenLogprobs, ...]]]
+    ) -> None:
+        """Take in what the first tokens of choices brought about prompts; told once, though a
+        preempted request computes its prompt again."""
+        for request_id, logprobs in entries:
+            choice = self._choices.get(request_id)
+            if choice is not None and not choice.owner.told_prompt_logprobs:
+                choice.owner.told_prompt_logprobs = True
+                choice.owner.prompt_logprobs = logprobs
+
+    def process(self, updates: Iterable[RequestUpdate], now: float) -> Processed:
+        """Turn one batch of news into outputs.
+
+        Args:
+            updates: in the engine's order. News of unknown choices (ended here, discarded) is
+                dropped.
+            now: when the tokens arrived, for ``RequestTimes``.
+        """
+        touched: dict[_Request, list[ChoiceDelta]] = {}
+        stopped: list[str] = []
+        failed: list[str] = []
+        for update in updates:
+            choice = self._choices.get(update.request_id)
+            if choice is None:
+                continue
+            try:
+                delta = choice.take(update)
+            except Exception as error:
+                # a tokenizer that fails on one answer must not end the others
+                _log.exception("making text of %s failed", update.request_id)
+                delta = _failed(choice, error)
+            owner = choice.owner
+            owner.account(update, len(delta.token_ids), choice.index, now)
+            if delta.finish_reason is not None:
+                del self._choices[update.request_id]
+                owner.live.remove(update.request_id)
+                if update.finish_reason is None:
+                    (stopped if delta.error is None else failed).append(update.request_id)
+                if not owner.live:
+                    del self._requests[owner.request.request_id]
+            deltas = touched.get(owner)
+            if deltas is None:
+                touched[owner] = [delta]
+            else:
+                _add(deltas, delta)
+        outputs = tuple([owner.output(tuple(deltas)) for owner, deltas in touched.items()])
+        return Processed(outputs, tuple(stopped), tuple(failed))
+
+
+def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    """Consecutive outputs of one request as one, as if nobody had looked in between."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    deltas: dict[int, list[ChoiceDelta]] = {}
+    for output in outputs:
+        for delta in output.choices:
+            deltas.setdefault(delta.index, []).append(delta)
+    choices = tuple(_merge_deltas(deltas[index]) for index in sorted(deltas))
+    told = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
+    return msgspec.structs.replace(last, choices=choices, prompt_logprobs=told)
+
+
+def _add(deltas: list[ChoiceDelta], delta: ChoiceDelta) -> None:
+    """Put ``delta`` behind what its choice had in the same batch, or else at the end."""
+    for place, known in enumerate(deltas):
+        if known.index == delta.index:
+            deltas[place] = _merge_deltas((known, delta))
+            return
+    deltas.append(delta)
+
+
+def _merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    return msgspec.structs.replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=tuple(logprobs) if any(d.logprobs is not None for d in deltas) else None,
+    )
+
+
+def _failed(choice: _Choice, error: Exception) -> ChoiceDelta:
+    return ChoiceDelta(
+        index=choice.index,
+        text="",
+        token_ids=(),
+        finish_reason=FinishReason.ERROR.value,
+        error=f"the output could not be turned into text: {type(error).__name__}: {error}",
+        timeline=choice.timeline,
+    )

@@ -1,0 +1,241 @@
+"""A Jinja sandbox from which a template cannot reach Python, and ``render_template``, its entry.
+
+Chat templates come with checkpoints, and callers may send their own, so a template is treated as
+hostile code. Jinja's immutable sandbox keeps it from attributes that lead to the interpreter; on
+top of that, methods of strings, lists and dicts, filters and globals are allow-lists here, and what
+a template gets prints without memory addresses (``template_values``).
+
+Time and memory are not bounded here: ``template_process`` runs this in a process that the kernel
+stops. Only templates that the package knows are rendered without it.
+
+This module does not know what a chat is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import lru_cache, wraps
+from typing import Any, Final, NoReturn
+
+from jinja2 import Template, nodes, pass_context
+from jinja2.environment import Environment
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from paceline.core.errors import InvalidRequestError
+from paceline.engine.text.template_values import NamedCallable, printable
+
+__all__ = ["MAX_PROMPT_CHARS", "MAX_TEMPLATE_CHARS", "RendersHere", "render_template"]
+
+# the longest published template has about 20,000 characters
+MAX_TEMPLATE_CHARS: Final = 200_000
+MAX_PROMPT_CHARS: Final = 32 << 20
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FILTERS: Final = _words(
+    "abs batch capitalize center count d default dictsort e escape first float forceescape format "
+    "groupby indent int items join last length list lower map max min pprint reject rejectattr "
+    "replace reverse round safe select selectattr slice sort string striptags sum title trim "
+    "truncate unique upper urlencode wordcount wordwrap"
+)
+_METHODS: Final[tuple[tuple[type, frozenset[str]], ...]] = (
+    (
+        str,
+        _words(
+            "capitalize casefold center count endswith expandtabs find format index isalnum "
+            "isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
+            "istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace "
+            "rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip "
+            "swapcase title upper zfill"
+        ),
+    ),
+    (list, _words("count index copy")),
+    (tuple, _words("count index")),
+    (dict, _words("get items keys values copy")),
+    (int, _words("bit_length")),
+    (float, _words("is_integer")),
+    (LoopContext, _words("cycle changed")),
+)
+
+
+class _RefusedError(Exception):
+    """The template called ``raise_exception``."""
+
+
+def _raise_exception(message: Any = "") -> NoReturn:
+    raise _RefusedError(str(message)[:1000])
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=(separators[0], separators[1]) if separators else None,
+        sort_keys=sort_keys,
+    )
+
+
+def _printing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return printable(function(*args, **kwargs))
+
+    return call
+
+
+@pass_context
+def _finalize(context: Context, value: Any) -> Any:
+    """Taking the context keeps the compiler from computing what looks constant."""
+    return value
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}...{% endgeneration %}`` marks an answer for training; here it is only its
+    body."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Dict:
+    """The global ``dict``, without the type's own attributes."""
+
+    def __repr__(self) -> str:
+        return "<function dict>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            # nothing is computed while a template is compiled: neither folded constants nor output
+            optimized=False,
+            finalize=_finalize,
+        )
+        self.filters = {
+            name: _printing(function) for name, function in self.filters.items() if name in _FILTERS
+        }
+        self.filters["tojson"] = _tojson
+        self.globals = {
+            "range": NamedCallable(range, "range"),
+            "dict": _Dict(),
+            "namespace": Namespace,
+            "raise_exception": NamedCallable(_raise_exception, "raise_exception"),
+            "strftime_now": NamedCallable(_strftime_now, "strftime_now"),
+        }
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return printable(super().getattr(obj, attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return printable(super().getitem(obj, argument))
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # the sandbox wraps str.format; the method itself is below the wrapper
+        method = getattr(function, "__wrapped__", function)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, (str, list, tuple, dict, int, float, LoopContext)):
+            name = getattr(method, "__name__", "")
+            allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)))
+            if name not in allowed:
+                raise SecurityError(f"method {name} of {type(owner).__name__} is not available")
+        elif not isinstance(function, (Macro, LoopContext, BlockReference, Undefined)) and not any(
+            function is known for known in self.globals.values()
+        ):
+            raise SecurityError(f"{type(function).__name__} may not be called")
+        return super().call(context, function, *args, **kwargs)
+
+
+_SANDBOX: Final = _Sandbox()
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise InvalidRequestError(
+            f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are "
+            "allowed",
+            "chat_template",
+        )
+    try:
+        return _SANDBOX.from_string(source)
+    except TemplateSyntaxError as error:
+        message = f"the chat template does not parse: line {error.lineno}: {error.message}"
+    except MemoryError:
+        raise
+    except Exception as error:
+        # nested too deeply, a number too long: whatever Jinja and Python's compiler object to in
+        # somebody's template is that template's fault
+        message = f"the chat template does not compile: {type(error).__name__}: {error!s:.200}"
+    raise InvalidRequestError(message, "chat_template")
+
+
+def render_template(source: str, variables: dict[str, Any]) -> str:
+    """What the template makes of the variables, which must be plain JSON values.
+
+    Raises:
+        InvalidRequestError: it does not compile, refuses, fails, or makes too long a text.
+        MemoryError: there is none left; only where the process's memory is bounded.
+    """
+    template = _compile(source)
+    try:
+        prompt = template.render(variables)
+    except _RefusedError as error:
+        message = f"the chat template refuses these messages: {error}"
+    except MemoryError:
+        raise
+    except RecursionError:
+        message = "the chat template was stopped: it recursed too deeply"
+    except TemplateError as error:
+        message = f"the chat template failed: {error.message!s:.500}"
+    except Exception as error:
+        # templates run other people's expressions on other people's messages: whatever those
+        # raise (TypeError, KeyError, ZeroDivisionError, ...) fails this request alone
+        message = f"the chat template failed: {type(error).__name__}: {error!s:.500}"
+    else:
+        if len(prompt) <= MAX_PROMPT_CHARS:
+            return prompt
+        message = (
+            f"the chat template made {len(prompt)} characters, "
+            f"at most {MAX_PROMPT_CHARS} are allowed"
+        )
+    raise InvalidRequestError(message, "messages")
+
+
+class RendersHere:
+    """A ``chat_template.Renderer`` in this process, for templates that are known to end."""
+
+    def render(self, source: str, variables: dict[str, Any]) -> str:
+        return render_template(source, variables)

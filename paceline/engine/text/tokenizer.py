@@ -1,0 +1,320 @@
+"""Text to token ids and back, from a Hugging Face folder or a GGUF file.
+
+Both end as a ``tokenizers.Tokenizer``; what differs is where the vocabulary, the special tokens and
+the chat template are written. torch is never imported: the API process tokenizes too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from paceline.checkpoints.gguf_format import read_gguf
+from paceline.checkpoints.gguf_tokenizer import build_tokenizer
+from paceline.checkpoints.hf_config import token_ids
+from paceline.checkpoints.json_file import read_json_object
+from paceline.core.errors import CheckpointError, InvalidRequestError
+from paceline.engine.text.chat_template import ChatTemplate
+from paceline.engine.text.template_process import TemplateProcess
+
+__all__ = ["HFTokenizer", "load_tokenizer"]
+
+# control tokens that end a turn in some model family, whatever the file calls its eos
+_END_OF_TURN: Final = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+_NAMED_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+
+
+class HFTokenizer:
+    """A ``tokenizers.Tokenizer`` with its chat template; implements ``protocol.Tokenizer``.
+
+    Says the same for ever after construction, so any number of threads may use one.
+    """
+
+    def __init__(
+        self, backend: Tokenizer, eos_token_ids: frozenset[int], template: ChatTemplate
+    ) -> None:
+        # a tokenizer.json may ask for both; a request must never be cut or filled up in silence
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._eos_token_ids = eos_token_ids
+        self._template = template
+        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._steps = _decoder_steps(backend)
+        # what token_bytes and token_text have said before
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
+        # bytes in a row and nothing else: no id changes what another one says
+        self._is_plain = self._steps - {"Sequence"} == {"ByteLevel"}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos_token_ids
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special
+
+    @property
+    def chat_template_source(self) -> str | None:
+        return self._template.source(has_tools=True)
+
+    @property
+    def renders_quickly(self) -> bool:
+        return self._template.is_known
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; special tokens written out in it become their ids.
+
+        Raises:
+            InvalidRequestError: ``text`` holds half of a surrogate pair, which is no character.
+        """
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequestError(f"the text is not valid Unicode: {error!s:.200}") from None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``; incomplete characters become U+FFFD, unknown ids nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one id, by itself; empty for an id without a token.
+
+        Whatever ``decode`` does to a whole text (dropping the first space of SentencePiece) is not
+        done here.
+        """
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._spell(token_id)
+            if 0 <= token_id < self._vocab_size:
+                # asked for with every token of every answer; no more entries than the vocabulary
+                self._bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str | None:
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._plain_text(token_id) if self._is_plain else None
+            if 0 <= token_id < self._vocab_size:
+                self._texts[token_id] = text
+            return text
+
+    def _plain_text(self, token_id: int) -> str | None:
+        if token_id < 0:
+            return None
+        text = self.decode((token_id,), skip_special_tokens=False)
+        # part of a character is U+FFFD by itself
+        return text if text.encode() == self.token_bytes(token_id) else None
+
+    def _spell(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:
+            return b""
+        if "ByteLevel" in self._steps:
+            table = _byte_of_character()
+            return b"".join(table.get(char, char.encode()) for char in token)
+        if "ByteFallback" in self._steps and len(token) == 6 and token.startswith("<0x"):
+            try:
+                return bytes.fromhex(token[3:5])
+            except ValueError:
+                pass
+        if self._steps & {"Metaspace", "Replace"}:
+            token = token.replace("\u2581", " ")
+        return token.encode()
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+        )
+
+
+def load_tokenizer(path: Path) -> HFTokenizer:
+    """The tokenizer of a checkpoint: a Hugging Face folder or a ``.gguf`` file.
+
+    Raises:
+        CheckpointError: missing, malformed, or of a kind that is not supported.
+    """
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file():
+        return _from_gguf(path)
+    raise CheckpointError(f"{path}: no such file or folder")
+
+
+def _from_gguf(path: Path) -> HFTokenizer:
+    metadata = read_gguf(path).metadata
+    try:
+        backend = build_tokenizer(metadata)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+
+    def named(key: str) -> int | None:
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(tokens):
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{key}_token_id is {token_id!r:.40} of {len(tokens)} tokens"
+            )
+        return token_id
+
+    eos = {token_id for key in ("eos", "eot", "eom") if (token_id := named(key)) is not None}
+    added = backend.get_added_tokens_decoder()
+    eos |= {i for i, token in added.items() if token.content in _END_OF_TURN and token.special}
+    special = {
+        f"{name}_token": tokens[token_id]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (token_id := named(key)) is not None
+    }
+    templates: dict[str, str] = {}
+    prefix = "tokenizer.chat_template"
+    for key, value in metadata.items():
+        if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}.")):
+            templates[key[len(prefix) + 1 :] or "default"] = value
+    return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
+
+
+def _from_folder(folder: Path) -> HFTokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json. If it has a tokenizer.model or vocab.json, make one "
+            "with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:
+        # the library raises bare Exception for whatever it does not understand in the file
+        raise CheckpointError(f"{path} is not a tokenizer: {error!s:.300}") from None
+    config = read_json_object(folder / "tokenizer_config.json") or {}
+    special_map = read_json_object(folder / "special_tokens_map.json") or {}
+    special: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        key = f"{name}_token"
+        text = _token_text(config.get(key)) or _token_text(special_map.get(key))
+        if text is not None:
+            special[key] = text
+
+    eos: set[int] = set()
+    for file_name in ("config.json", "generation_config.json"):
+        values = read_json_object(folder / file_name) or {}
+        try:
+            eos |= token_ids(values.get("eos_token_id"), "eos_token_id")
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / file_name}: {error}") from None
+    if "eos_token" in special:
+        token_id = backend.token_to_id(special["eos_token"])
+        if token_id is not None:
+            eos.add(token_id)
+    templates = _folder_templates(folder, config)
+    return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
+
+
+def _chat_template(templates: Mapping[str, str], special: Mapping[str, str]) -> ChatTemplate:
+    """No process is started before a template needs one."""
+    return ChatTemplate(templates, special, renderer=TemplateProcess(), callers=TemplateProcess())
+
+
+def _token_text(value: Any) -> str | None:
+    """A token written as a string or as the fields of an AddedToken."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; the file of its own wins over the ones inside JSON."""
+    templates: dict[str, str] = {}
+    listed = config.get("chat_template")
+    if isinstance(listed, str):
+        templates["default"] = listed
+    elif isinstance(listed, list):
+        for entry in listed:
+            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
+                templates[str(entry.get("name", "default"))] = entry["template"]
+    older = (read_json_object(folder / "chat_template.json") or {}).get("chat_template")
+    if isinstance(older, str):
+        templates["default"] = older
+    files = {"default": folder / "chat_template.jinja"}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        files[path.stem] = path
+    for name, path in files.items():
+        if path.is_file():
+            templates[name] = _read_text(path)
+    return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if (size := path.stat().st_size) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+
+
+def _decoder_steps(backend: Tokenizer) -> frozenset[str]:
+    """The types of the decoder's steps, e.g. {"Sequence", "Replace", "ByteFallback"}."""
+    if backend.decoder is None:
+        return frozenset()
+    found: set[str] = set()
+    pending = [json.loads(backend.decoder.__getstate__())]
+    while pending:
+        step = pending.pop()
+        found.add(step["type"])
+        pending.extend(step.get("decoders", ()))
+    return frozenset(found)
+
+
+@cache
+def _byte_of_character() -> dict[str, bytes]:
+    """GPT-2's spelling of bytes as characters, reversed.
+
+    Printable bytes of Latin-1 stand for themselves, the others, in order, for the characters from
+    U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    table = {chr(byte): bytes((byte,)) for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    table.update((chr(0x100 + index), bytes((byte,))) for index, byte in enumerate(others))
+    return table

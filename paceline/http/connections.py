@@ -1,0 +1,230 @@
+"""The HTTP protocol with bounds: on connections, on what a request's head holds, and on how long
+a request may take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from http import HTTPStatus
+from typing import Any, Final
+from uuid import uuid4
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from paceline.http.bounds import Bounds
+from paceline.http.errors import Reply, error_body
+from paceline.http.shortcut import BODY_WRITER
+from paceline.http.slow_readers import WatchedProtocol
+
+__all__ = ["Connection", "allow_open_files"]
+
+_log = logging.getLogger("paceline.server")
+
+# for the engine's socket, log files, the event loop, and the connections that are being refused
+_OTHER_FILES: Final = 256
+
+# bytes a second; slower is nobody who wants an answer
+_MIN_RATE: Final = 4096
+# seconds that a caller is told to wait for a connection of somebody else to end
+_RETRY_SECONDS: Final = 1
+
+
+class Connection(WatchedProtocol):
+    """uvicorn's protocol, held to ``bounds``: refuses what goes on for ever; the parser would keep
+    it all.
+
+    A clock runs from a connection's start, and again from the first byte of every further
+    request, until that request is whole: ``receive_timeout``, and a second more for every
+    ``_MIN_RATE`` bytes that came, so that a large file may take its time and a byte now and then
+    buys none.
+    """
+
+    def __init__(self, *arguments: Any, bounds: Bounds, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._bounds = bounds
+        # between the last byte of an answer and the first of the next request
+        # (uvicorn declares whole seconds, and hands it to call_later)
+        self.timeout_keep_alive = bounds.keep_alive_timeout  # type: ignore[assignment]
+        self._in_head = True
+        self._head_bytes = 0
+        # nothing of a request has come that is not whole
+        self._between = True
+        # requests that began in the data at hand
+        self._num_begun = 0
+        self._refused = False
+        self._late: asyncio.TimerHandle | None = None
+        self._clock_from = 0.0
+        self._received = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        if len(self.connections) > self._bounds.max_connections:
+            _log.warning("connection_refused open=%d", len(self.connections) - 1)
+            most = self._bounds.max_connections
+            self._refuse(503, f"the server has as many connections as it takes: {most}")
+            return
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._between = False
+        self._num_begun += 1
+        self._head_bytes = 0
+        self._start_clock()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if len(self.headers) > self._bounds.max_headers:
+            # nothing was started for it yet, and nothing will be
+            most = self._bounds.max_headers
+            self._refuse(431, f"a request may have {most} headers, got {len(self.headers)}")
+            raise _RefusedError
+        super().on_headers_complete()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            # ASGI would have a dict for each; this one is between us
+            ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
+            self.scope["extensions"] = ours
+
+    def on_message_complete(self) -> None:
+        self._between = True
+        self._arrived()
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        between, self._num_begun = self._between, 0
+        super().data_received(data)
+        # after it, as the clock starts anew in the middle of it
+        self._received += len(data)
+        # where a head behind another request begins in the data nobody says; its rest counts
+        all_of_it = not self._num_begun or (between and self._num_begun == 1)
+        if self._in_head and all_of_it and not self._refused:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._bounds.max_head_bytes:
+                most = self._bounds.max_head_bytes
+                self._refuse(431, f"request line and headers may have {most} bytes together")
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            self._refuse(400, "this is no HTTP request")
+
+    def _start_clock(self) -> None:
+        self._arrived()
+        self._clock_from = self.loop.time()
+        self._received = 0
+        if self._bounds.receive_timeout:
+            self._late = self.loop.call_later(self._bounds.receive_timeout, self._time_is_up)
+
+    def _arrived(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _time_is_up(self) -> None:
+        cycle: RequestResponseCycle | None = self.cycle
+        if self.pipeline or (
+            cycle is not None and not cycle.more_body and not cycle.response_complete
+        ):
+            # what is late was sent ahead, and is read when the answer before it is through
+            self._start_clock()
+            return
+        earned = self._clock_from + self._received / _MIN_RATE - self.loop.time()
+        if earned + self._bounds.receive_timeout > 0:
+            self._late = self.loop.call_later(
+                earned + self._bounds.receive_timeout, self._time_is_up
+            )
+            return
+        self._late = None
+        if not self._received or (cycle is not None and cycle.more_body and cycle.response_started):
+            # it never said a word; or it was answered before it was through
+            self.transport.close()
+            return
+        self._refuse(
+            408,
+            f"the request did not arrive within {self._bounds.receive_timeout:g} s, and one more "
+            f"for every {_MIN_RATE} bytes",
+        )
+
+    def _refuse(self, status: int, message: str) -> None:
+        """The last answer of this connection, to what never becomes a request."""
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        cycle: RequestResponseCycle | None = self.cycle
+        if self.pipeline or (
+            cycle is not None and cycle.response_started and not cycle.response_complete
+        ):
+            # in the middle of another answer there is no place for this one
+            self.transport.close()
+            return
+        request_id = uuid4().hex
+        client = self.client[0] if self.client else ""
+        _log.info("refused id=%s status=%d client=%s", request_id, status, client)
+        body = error_body(Reply(status, message))
+        head = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: {request_id}",
+            "connection: close",
+        ]
+        if status == 503:
+            head.append(f"retry-after: {_RETRY_SECONDS}")
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+        self.transport.close()
+
+
+class _BodyWriter:
+    """See ``shortcut.BodyWriter``: what ``cycle.send`` does with a part of a chunked body, without
+    its being awaited. ``num_bytes`` is how much went this way."""
+
+    __slots__ = ("_cycle", "num_bytes")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.num_bytes = 0
+
+    @property
+    def is_ready(self) -> bool:
+        cycle = self._cycle
+        return not (
+            cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not cycle.response_started
+            or not cycle.chunked_encoding
+        )
+
+    def write(self, body: bytes) -> None:
+        self.num_bytes += len(body)
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class _RefusedError(Exception):
+    """Makes the parser stop."""
+
+
+def allow_open_files(bounds: Bounds) -> int:
+    """Let this process open as many files as ``bounds.max_connections`` needs, as far as the
+    system allows; how many connections there is room for."""
+    wanted = bounds.max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited: Any = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        soft = wanted if hard == unlimited else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == unlimited or soft >= wanted:
+        return bounds.max_connections
+    room = max(1, soft - _OTHER_FILES)
+    _log.warning(
+        "max_connections_lowered from=%d to=%d open_files=%d", bounds.max_connections, room, soft
+    )
+    return room

@@ -1,0 +1,151 @@
+"""Reading a JSON object field by field, each with its type and range.
+
+JSON null counts as absent, as in vLLM's optional fields. Booleans are not numbers, strings are not
+integers, and a float is an integer nowhere. Every fault is an InvalidRequestError that names the
+field and shows the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from paceline.core.errors import InvalidRequestError
+from paceline.http.bounds import check_json_depth
+
+__all__ = ["Fields", "decode_object", "show"]
+
+# containers inside containers; the deepest sensible tool schema is well below
+_MAX_DEPTH: Final = 64
+_SHOWN: Final = 64
+
+
+def show(value: object) -> str:
+    """A value as an error message quotes it: short, and on one line."""
+    if isinstance(value, (list, dict)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]!r}... ({len(value)} characters)"
+    return repr(value)
+
+
+def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]:
+    """A request body, or what ``what`` calls it, as a JSON object of bounded depth.
+
+    Raises InvalidRequestError for anything else; NaN, Infinity and numbers beyond a double are not
+    JSON, nor are unpaired surrogates.
+    """
+    if not body:
+        raise InvalidRequestError(f"{what} is empty; expected a JSON object")
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequestError(f"{what} is nested deeper than {_MAX_DEPTH} levels") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")
+    check_json_depth(value, _MAX_DEPTH, what)
+    return value
+
+
+class Fields:
+    """One JSON object being read; remembers what was asked for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self._asked: set[str] = set()
+
+    def raw(self, name: str) -> Any:
+        """The value as it came, None when absent or null."""
+        self._asked.add(name)
+        return self._values.get(name)
+
+    def unknown(self) -> list[str]:
+        """Names nobody asked for, shortened for a log."""
+        return [show(name) for name in self._values if name not in self._asked][:16]
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.raw(name)
+        return None if value is None else check_integer(value, name, low, high)
+
+    def number(self, name: str) -> float | None:
+        """Any finite number; whoever uses it checks the range."""
+        value = self.raw(name)
+        return None if value is None else check_number(value, name)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise InvalidRequestError(f"{name} must be true or false, got {show(value)}", name)
+        return value
+
+    def string(self, name: str, low: int = 0, high: int | None = None) -> str | None:
+        """A string of ``low`` to ``high`` characters."""
+        value = self.raw(name)
+        return None if value is None else check_string(value, name, low, high)
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        value = self.raw(name)
+        if value is not None and type(value) is not dict:
+            raise InvalidRequestError(f"{name} must be an object, got {show(value)}", name)
+        return value
+
+    def array(self, name: str) -> list[Any] | None:
+        value = self.raw(name)
+        if value is not None and type(value) is not list:
+            raise InvalidRequestError(f"{name} must be a list, got {show(value)}", name)
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> list[int] | None:
+        value = self.array(name)
+        return None if value is None else check_token_ids(value, name, vocab_size)
+
+
+def check_integer(value: object, name: str, low: int, high: int) -> int:
+    if type(value) is not int:
+        raise InvalidRequestError(f"{name} must be an integer, got {show(value)}", name)
+    if not low <= value <= high:
+        raise InvalidRequestError(
+            f"{name} must be between {low} and {high}, got {show(value)}", name
+        )
+    return value
+
+
+def check_number(value: object, name: str) -> float:
+    if type(value) is int:
+        # an integer too large for a double is out of every range there is
+        if value.bit_length() > 1000:
+            raise InvalidRequestError(f"{name} is out of range: {show(value)}", name)
+        return float(value)
+    if type(value) is not float:
+        raise InvalidRequestError(f"{name} must be a number, got {show(value)}", name)
+    return value
+
+
+def check_string(value: object, name: str, low: int, high: int | None) -> str:
+    if type(value) is not str:
+        raise InvalidRequestError(f"{name} must be a string, got {show(value)}", name)
+    if len(value) < low or (high is not None and len(value) > high):
+        wanted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise InvalidRequestError(f"{name} must have {wanted} characters, got {len(value)}", name)
+    return value
+
+
+def check_token_ids(value: list[Any], name: str, vocab_size: int) -> list[int]:
+    """``value`` itself, if it holds ids of the vocabulary only."""
+    if value and set(map(type, value)) != {int}:
+        wrong = next(item for item in value if type(item) is not int)
+        raise InvalidRequestError(f"{name} must hold token ids, got {show(wrong)}", name)
+    if value and not (min(value) >= 0 and max(value) < vocab_size):
+        wrong = next(item for item in value if not 0 <= item < vocab_size)
+        raise InvalidRequestError(
+            f"{name} holds token id {show(wrong)}; ids of this model are 0 to {vocab_size - 1}",
+            name,
+        )
+    return value

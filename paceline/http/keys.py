@@ -1,0 +1,157 @@
+"""API keys: who may ask what. Only digests are kept, here and in files.
+
+A key file has a line per key, ``NAME SCOPE SHA256``, blank lines and ``#`` comments; the digest is
+of the key's bytes, in hex (``printf %s "$KEY" | sha256sum``). Keys are to be random: a digest
+protects them from whoever reads the file, not from guessing. A line may go on with limits of that
+key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
+
+::
+
+    /health... /ping         nobody is asked
+    /metrics                 scope admin
+    /admin/...               scope admin, also where there are no keys: then nobody may
+    everything else          scope user or admin
+
+Without any keys everybody may do everything but what is under ``/admin/``: what changes the server
+never opens because somebody left a file out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError
+from paceline.http.errors import HttpError
+from paceline.http.rate_limits.rates import parse_override
+
+__all__ = ["ADMIN_PATHS", "ADMIN_PREFIX", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
+
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+# they tell about everybody's requests
+ADMIN_PATHS: Final = frozenset({"/metrics"})
+# they change the server
+ADMIN_PREFIX: Final = "/admin/"
+_SCOPES: Final = ("user", "admin")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+_DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
+_MAX_KEYS: Final = 10_000
+_MAX_KEY_CHARS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key. Raises ConfigError for a bad name, scope or digest."""
+
+    # who it is: in logs, and the tenant of its requests
+    name: str
+    # "user" or "admin", which may do all that "user" may
+    scope: str
+    # of SHA-256, 32 bytes
+    digest: bytes
+    # fields of KeyLimits in which it differs from the server's
+    limits: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                "the name of an API key has 1 to 64 letters, digits and _.@-, got "
+                f"{self.name[:80]!r}"
+            )
+        if self.scope not in _SCOPES:
+            raise ConfigError(
+                f"the scope of API key {self.name} must be user or admin, got {self.scope[:40]!r}"
+            )
+        if len(self.digest) != 32:
+            raise ConfigError(f"the digest of API key {self.name} has {len(self.digest)} bytes")
+
+    @classmethod
+    def of(cls, name: str, scope: str, key: str) -> ApiKey:
+        """From the key itself, which is not kept."""
+        if not 8 <= len(key) <= _MAX_KEY_CHARS:
+            raise ConfigError(
+                f"API key {name} must have 8 to {_MAX_KEY_CHARS} characters, got {len(key)}"
+            )
+        return cls(name, scope, hashlib.sha256(key.encode()).digest())
+
+
+def parse_key_file(text: str, name: str) -> list[ApiKey]:
+    """The keys of a file; ``name`` is for errors, which never quote a digest."""
+    keys = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) < 3 or not _DIGEST.fullmatch(words[2]):
+            raise ConfigError(
+                f"{name}, line {number}: expected NAME SCOPE SHA256 (64 hex digits), and limits "
+                f"if any, got {len(words)} words"
+            )
+        try:
+            limits = dict(map(parse_override, words[3:]))
+        except ConfigError as error:
+            raise ConfigError(f"{name}, line {number}: {error}") from None
+        keys.append(ApiKey(words[0], words[1], bytes.fromhex(words[2]), limits))
+    return keys
+
+
+class KeyRing:
+    """The keys of a server; without any, everybody may do everything.
+
+    Raises:
+        ConfigError: two keys of one name, or too many.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._keys: Sequence[ApiKey] = tuple(keys)
+        names = [key.name for key in self._keys]
+        if len(set(names)) < len(names) or len(names) > _MAX_KEYS:
+            twice = next((name for name in names if names.count(name) > 1), "")
+            raise ConfigError(
+                f"{len(names)} API keys: at most {_MAX_KEYS}, each with a name of its own"
+                + (f", and {twice} is there twice" if twice else "")
+            )
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def check(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
+        """The key a request came with; None where none is needed.
+
+        Raises HttpError: 401 without a key that is known, 403 where its scope does not reach.
+        """
+        if not self._keys and path.startswith(ADMIN_PREFIX):
+            raise HttpError(
+                403, f"{ADMIN_PREFIX} is for keys of scope admin, and this server was given no keys"
+            )
+        if not self._keys or path in OPEN_PATHS:
+            return None
+        key = self._find(_presented(headers))
+        if key is None:
+            raise HttpError(
+                401, "this server wants an API key: Authorization: Bearer KEY, or x-api-key: KEY"
+            )
+        wants_admin = path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
+        if wants_admin and key.scope != "admin":
+            raise HttpError(403, f"{path} wants a key of scope admin; this one has {key.scope}")
+        return key
+
+    def _find(self, presented: str) -> ApiKey | None:
+        """In time that tells nothing: every digest is compared, whole."""
+        digest = hashlib.sha256(presented[:_MAX_KEY_CHARS].encode("utf-8", "replace")).digest()
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found if len(presented) <= _MAX_KEY_CHARS else None
+
+
+def _presented(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return headers.get("x-api-key", "")

@@ -1,0 +1,80 @@
+"""The short way of a streamed token: from the message that brought it onto the connection at once.
+
+::
+
+    the usual way   message -> stream -> (its task's turn) -> generators -> send() -> connection
+    the short way   message -> Shortcut -> BodyWriter -> connection
+
+Both carry the same bytes in the same order; the short one costs no turn of the event loop, and few
+calls, which is what there is to save: all of it happens for every token of every stream. It is
+open between a stream's first event and its last, while the server's own protocol writes and the
+connection takes more. The first output, the last, whatever ends a choice, and what comes while a
+reader is slow go the usual way, so waiting, errors and disconnects are nobody's business here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Generic, Protocol, TypeVar
+
+__all__ = ["BODY_WRITER", "BodyWriter", "Shortcut"]
+
+_Output = TypeVar("_Output")
+
+# extension of a scope: its BodyWriter
+BODY_WRITER: Final = "paceline.body_writer"
+
+
+class BodyWriter(Protocol):
+    """Writes parts of one answer's body past ``send``, and counts them."""
+
+    # bytes of the body that went this way
+    num_bytes: int
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part can go out now: the answer has begun and is not over, somebody listens,
+        and what was written before is not waiting for a slow reader."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """One part, not empty, while ``is_ready``."""
+        ...
+
+
+class Shortcut(Generic[_Output]):
+    """Of one answer, which is made of outputs of any one type. The endpoint says what an output
+    reads as, the response where that goes; until both have, and once the response has closed it,
+    nothing is taken."""
+
+    __slots__ = ("_render", "_writer", "written_at")
+
+    def __init__(self) -> None:
+        self._render: Callable[[_Output], bytes] | None = None
+        self._writer: BodyWriter | None = None
+        # of the last part, seconds of ``time.monotonic()``; 0.0: there was none
+        self.written_at = 0.0
+
+    def render_with(self, render: Callable[[_Output], bytes]) -> None:
+        """``render``: the events of an output that is neither the first nor ends a choice; empty
+        where there is nothing to tell yet."""
+        self._render = render
+
+    def open(self, writer: BodyWriter) -> None:
+        """From now on."""
+        self._writer = writer
+
+    def close(self) -> None:
+        self._writer = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None and self._render is not None and self._writer.is_ready
+
+    def take(self, output: _Output, now: float) -> None:
+        """Write what ``output`` adds to the answer. Only while open; ``now`` as ``written_at``."""
+        assert self._render is not None and self._writer is not None, "the shortcut is closed"
+        data = self._render(output)
+        if data:
+            self.written_at = now
+            self._writer.write(data)

@@ -1,0 +1,126 @@
+"""What browsers may do. By default, no answer says that a page of another origin may read it.
+
+A page can still *send* without asking (a form, ``no-cors``), so what may change something is
+refused where the browser says that a page of another origin sends it (``Sec-Fetch-Site``,
+``Origin``); other programs send neither. A page whose own name is made to point at this server (DNS
+rebinding) is of the same origin for the browser; that is what the list of allowed hosts is for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline.http.errors import HttpError
+from paceline.http.keys import OPEN_PATHS
+
+__all__ = ["add_web_middleware", "refuse_other_origins"]
+
+_log = logging.getLogger("paceline.server")
+
+_EXPOSED = (
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{n}-{k}"
+        for n in ("limit", "remaining", "reset")
+        for k in ("requests", "tokens")
+    ),
+)
+
+# the answer to what is refused, of the error, the path and the request's id
+Refusal: TypeAlias = Callable[[HttpError, str, str], Response]
+
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
+    """Raises HttpError 403 for what a web page of an origin that is neither this server's nor among
+    ``allowed`` sends, where it may change something."""
+    if scope["method"] in _SAFE_METHODS or scope["path"] in OPEN_PATHS or "*" in allowed:
+        return
+    headers = Headers(scope=scope)
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if origin in allowed:
+        return
+    if site is not None:
+        # "same-site" is another port or a sister of the name; "none" is the person at the browser
+        own = site in ("same-origin", "none")
+    elif origin is not None:
+        # "null" has no name
+        own = _netloc(origin) == headers.get("host", "").lower() != ""
+    else:
+        own = True
+    if not own:
+        raise HttpError(
+            403,
+            f"a web page of {'another origin' if origin is None else ascii(origin[:80])} may send "
+            "nothing here; --cors-origin lets the pages of an origin",
+        )
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def add_web_middleware(
+    app: Starlette,
+    *,
+    cors_origins: Sequence[str],
+    allowed_hosts: tuple[str, ...],
+    refusal: Refusal,
+) -> None:
+    """Around everything that the app has so far: a preflight carries no key."""
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            # keys come in headers, which pages set themselves: never cookies
+            allow_credentials=False,
+            expose_headers=_EXPOSED,
+        )
+    if allowed_hosts:
+        app.add_middleware(_AllowedHosts, hosts=allowed_hosts, refusal=refusal)
+
+
+class _AllowedHosts:
+    """Answers 421 to a Host that is none of ``hosts``; ``*.name`` is any name below it."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], refusal: Refusal) -> None:
+        self._app = app
+        self._refusal = refusal
+        self._names = frozenset(host.lower() for host in hosts if not host.startswith("*."))
+        self._ends = tuple(host[1:].lower() for host in hosts if host.startswith("*."))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            # probes go by address
+            await self._app(scope, receive, send)
+            return
+        host = Headers(scope=scope).get("host", "").lower()
+        # a port, but not the colons of an IPv6 address
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if name in self._names or (self._ends and name.endswith(self._ends)):
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid4().hex
+        client = (scope.get("client") or ("",))[0]
+        _log.info("refused id=%s status=421 client=%s", request_id, client)
+        error = HttpError(421, "this server does not answer to the name that was asked for")
+        answer = self._refusal(error, scope["path"], request_id)
+        answer.headers["x-request-id"] = request_id
+        await answer(scope, receive, send)

@@ -1,0 +1,131 @@
+"""Ways to choose an engine for a request: one small class each.
+
+A router sees, for each engine, the tokens of its unfinished requests: prompts, and for each request
+the mean output length seen so far (nobody knows how long an output will be). Of the request it sees
+its prefix, as identities of the prompt's leading pieces.
+
+This module does not know time, schedulers or what engines run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paceline.core.errors import ConfigError
+
+__all__ = [
+    "ROUTERS",
+    "LeastOutstanding",
+    "PrefixAffinity",
+    "RoundRobin",
+    "Router",
+    "make_router",
+]
+
+
+class Router(Protocol):
+    """Picks an engine for each request, in order of arrival."""
+
+    def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
+        """An index into ``outstanding``, the tokens outstanding at each engine.
+
+        Args:
+            prefix: pieces of the prompt, the first one first; equal pieces have equal numbers.
+        """
+        ...
+
+
+class RoundRobin:
+    """One after the other. Wins: no state. Loses: long requests pile up somewhere."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
+        index = self._next % len(outstanding)
+        self._next = index + 1
+        return index
+
+
+class LeastOutstanding:
+    """The engine with the fewest tokens outstanding; the first of equals."""
+
+    def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
+        return min(range(len(outstanding)), key=outstanding.__getitem__)
+
+
+class PrefixAffinity:
+    """The engine that holds the longest known prefix, unless it is overloaded.
+
+    Cache-aware routing with a load guard, as in SGLang's router: where the loads differ by more
+    than ``spread`` tokens and by the factor ``ratio``, the least loaded engine wins; else the one
+    that saw the longest leading run of the prompt's pieces. Without any match the least loaded one
+    gets it, and the prefix with it.
+
+    Args:
+        memory: prefix pieces remembered per engine, least recently used forgotten first.
+    """
+
+    def __init__(
+        self, *, spread: float = 20_000.0, ratio: float = 1.5, memory: int = 100_000
+    ) -> None:
+        self._spread = spread
+        self._ratio = ratio
+        self._memory = memory
+        self._seen: list[OrderedDict[int, None]] = []
+
+    def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
+        while len(self._seen) < len(outstanding):
+            self._seen.append(OrderedDict())
+        least = min(range(len(outstanding)), key=outstanding.__getitem__)
+        chain = _chain(prefix)
+        index = least
+        most, fewest = max(outstanding), outstanding[least]
+        if chain and (most - fewest <= self._spread or most <= self._ratio * fewest):
+            matches = [_matched(chain, seen) for seen in self._seen[: len(outstanding)]]
+            longest = max(matches)
+            if longest:
+                index = min(
+                    (i for i, match in enumerate(matches) if match == longest),
+                    key=outstanding.__getitem__,
+                )
+        seen = self._seen[index]
+        for piece in chain:
+            seen[piece] = None
+            seen.move_to_end(piece)
+        while len(seen) > self._memory:
+            seen.popitem(last=False)
+        return index
+
+
+def _chain(prefix: Sequence[int]) -> list[int]:
+    """An identity for each leading run of pieces."""
+    chain = []
+    parent = 0
+    for piece in prefix:
+        parent = hash((parent, piece))
+        chain.append(parent)
+    return chain
+
+
+def _matched(chain: Sequence[int], seen: OrderedDict[int, None]) -> int:
+    for count, piece in enumerate(chain):
+        if piece not in seen:
+            return count
+    return len(chain)
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "least-outstanding": LeastOutstanding,
+    "prefix-affinity": PrefixAffinity,
+}
+
+
+def make_router(name: str) -> Router:
+    """Raises ConfigError, listing what there is, for an unknown name."""
+    if name not in ROUTERS:
+        raise ConfigError(f"unknown router {name!r}; known: {', '.join(sorted(ROUTERS))}")
+    return ROUTERS[name]()

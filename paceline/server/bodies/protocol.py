@@ -1,0 +1,398 @@
+"""Request bodies, parsed and checked: what the two generation endpoints understand.
+
+::
+
+    bytes --decode_object--> dict --parse_chat / parse_completion--> ChatRequest / CompletionRequest
+
+Field names and meanings are vLLM's. A field that is known but not served is refused with a message
+that says so; an unknown one is ignored and, at debug level, logged.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError, UnknownModelError
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from paceline.core.slo import Slo
+from paceline.http.fields import Fields, check_integer, check_string, check_token_ids, show
+from paceline.server.bodies.messages import parse_messages
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.sampling_fields import (
+    INT32,
+    INT64,
+    or_else,
+    parse_bad_words,
+    parse_sampling,
+)
+from paceline.server.bodies.targets import parse_slo
+from paceline.server.bodies.tool_calls import ToolPlan, parse_tools
+from paceline.server.bodies.unserved import (
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    note_unknown,
+    refuse_unserved,
+)
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "GenerationOptions",
+    "RequestRules",
+    "TemplateOptions",
+    "check_model",
+    "parse_chat",
+    "parse_completion",
+    "parse_template_options",
+]
+
+_MAX_STOPS: Final = 16
+_MAX_STOP_CHARS: Final = 1024
+_MAX_SALT_CHARS: Final = 1024
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+# what render_chat passes itself; the template must not get a second opinion
+_RESERVED_KWARGS: Final = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"chat_template"}
+)
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """What both endpoints have in common."""
+
+    # max_tokens in it is only a stand-in until the prompt's length is known
+    sampling: SamplingParams
+    # None: not asked for
+    max_tokens: int | None
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    priority: int
+    cache_salt: str | None
+    slo: Slo
+    # who asks, said by a header; "" when none did
+    tenant: str
+    # the caller's own id, part of the answer's
+    request_id: str | None
+    add_special_tokens: bool
+    # keep this many prompt tokens; -1: as many as fit beside the output
+    truncate_prompt_tokens: int | None
+    truncation_side: str
+    return_token_ids: bool
+    # tell in the usage what became of each choice and why
+    explain: bool
+    return_tokens_as_token_ids: bool
+    # not to be said; tokenised with the prompt
+    bad_words: tuple[str, ...]
+    # False: no text is made
+    detokenize: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """A conversation and how to write it down."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    template_kwargs: dict[str, Any]
+    tools: ToolPlan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    options: GenerationOptions
+    template: TemplateOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    options: GenerationOptions
+    # text or token ids, at least one
+    prompts: tuple[str | list[int], ...]
+    # put the prompt's text before the output, and its log-probabilities if there are any
+    echo: bool
+    # log-probabilities of the prompt were asked for by their own field
+    tells_prompt_logprobs: bool
+
+
+def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
+    """Raises InvalidRequestError or UnknownModelError."""
+    fields = Fields(body)
+    check_model(fields, rules)
+    refuse_unserved(fields, REFUSED_IN_CHAT)
+    template = parse_template_options(fields, rules)
+    wanted = fields.boolean("logprobs", False)
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    # 0 asks for nothing: some clients write every default out
+    if top and not wanted:
+        raise InvalidRequestError(f"top_logprobs={top} needs logprobs=true", "top_logprobs")
+    limit = fields.integer("max_completion_tokens", 1, INT32)
+    limit_name = "max_completion_tokens"
+    if limit is None:
+        limit, limit_name = fields.integer("max_tokens", 1, INT32), "max_tokens"
+    else:
+        fields.integer("max_tokens", 1, INT32)
+    options = _options(
+        fields,
+        rules,
+        max_tokens=limit,
+        max_tokens_name=limit_name,
+        logprobs=(top or 0) if wanted else None,
+        tools=template.tools,
+        # the template writes them itself
+        add_special_tokens=False,
+        tenant=tenant,
+    )
+    note_unknown(fields)
+    return ChatRequest(options=options, template=template)
+
+
+def parse_completion(
+    body: dict[str, Any], rules: RequestRules, tenant: str = ""
+) -> CompletionRequest:
+    """Raises InvalidRequestError or UnknownModelError."""
+    fields = Fields(body)
+    check_model(fields, rules)
+    refuse_unserved(fields, REFUSED_IN_COMPLETIONS)
+    prompts = _prompts(fields.raw("prompt"), rules)
+    echo = fields.boolean("echo", False)
+    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    if echo and logprobs is not None and fields.boolean("stream", False):
+        raise InvalidRequestError("echo with logprobs is not served with stream=true", "echo")
+    options = _options(
+        fields,
+        rules,
+        max_tokens=fields.integer("max_tokens", 1, INT32),
+        max_tokens_name="max_tokens",
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        tools=None,
+        add_special_tokens=True,
+        tenant=tenant,
+    )
+    sequences = len(prompts) * options.n
+    if rules.max_sequences is not None and sequences > rules.max_sequences:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts of {options.n} choices each are {sequences} sequences, and "
+            f"{rules.max_sequences} can run and wait here at once: send fewer",
+            "prompt",
+        )
+    note_unknown(fields)
+    return CompletionRequest(
+        options=options,
+        prompts=prompts,
+        echo=echo,
+        tells_prompt_logprobs=fields.raw("prompt_logprobs") is not None,
+    )
+
+
+def check_model(fields: Fields, rules: RequestRules) -> None:
+    """Raises UnknownModelError for a name that is not served; absent means the one that is."""
+    name = fields.string("model")
+    if name is not None and name not in rules.served_model_names:
+        raise UnknownModelError(
+            f"The model {show(name)} does not exist here; served: "
+            f"{', '.join(rules.served_model_names)}",
+            "model",
+        )
+
+
+def parse_template_options(fields: Fields, rules: RequestRules) -> TemplateOptions:
+    """The conversation of a chat or tokenize request."""
+    values = fields.array("messages")
+    if values is None:
+        raise InvalidRequestError("messages is missing", "messages")
+    messages = parse_messages(values)
+    continue_final = fields.boolean("continue_final_message", False)
+    add_prompt = fields.boolean("add_generation_prompt", not continue_final)
+    if continue_final and add_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            "continue_final_message",
+        )
+    template = fields.string("chat_template")
+    if template is not None and not rules.trust_request_chat_template:
+        raise InvalidRequestError(
+            "chat_template in a request is not accepted: this server renders its own only "
+            "(--trust-request-chat-template allows it)",
+            "chat_template",
+        )
+    kwargs = dict(fields.object("chat_template_kwargs") or {})
+    reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs must not set {', '.join(reserved)}", "chat_template_kwargs"
+        )
+    effort = fields.string("reasoning_effort")
+    if effort is not None:
+        if effort not in _EFFORTS:
+            raise InvalidRequestError(
+                f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {show(effort)}",
+                "reasoning_effort",
+            )
+        kwargs.setdefault("reasoning_effort", effort)
+    return TemplateOptions(
+        messages=messages,
+        add_generation_prompt=add_prompt,
+        continue_final_message=continue_final,
+        chat_template=template,
+        template_kwargs=kwargs,
+        tools=parse_tools(fields, rules.tool_format),
+    )
+
+
+def _prompts(value: Any, rules: RequestRules) -> tuple[str | list[int], ...]:
+    """A string, a list of strings, token ids, or a list of token id lists."""
+    if value is None:
+        raise InvalidRequestError("prompt is missing", "prompt")
+    if type(value) is str:
+        return (value,)
+    if type(value) is not list:
+        raise InvalidRequestError(
+            f"prompt must be a string, a list of strings, a list of token ids or a list of such "
+            f"lists, got {show(value)}",
+            "prompt",
+        )
+    if not value:
+        raise InvalidRequestError("prompt is an empty list", "prompt")
+    if type(value[0]) not in (str, list):
+        return (check_token_ids(value, "prompt", rules.vocab_size),)
+    if len(value) > rules.max_prompts:
+        raise InvalidRequestError(
+            f"prompt holds {len(value)} prompts; at most {rules.max_prompts} in one request",
+            "prompt",
+        )
+    kind = type(value[0])
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            raise InvalidRequestError(
+                f"prompt[{index}] is {show(item)}: all prompts of a request must be strings, or "
+                "all lists of token ids",
+                "prompt",
+            )
+        if type(item) is list:
+            check_token_ids(item, "prompt", rules.vocab_size)
+    return tuple(value)
+
+
+def _options(
+    fields: Fields,
+    rules: RequestRules,
+    *,
+    max_tokens: int | None,
+    max_tokens_name: str,
+    logprobs: int | None,
+    tools: ToolPlan | None,
+    add_special_tokens: bool,
+    tenant: str,
+    prompt_logprobs: int | None = None,
+) -> GenerationOptions:
+    if max_tokens is not None and max_tokens >= rules.max_model_len:
+        raise InvalidRequestError(
+            f"{max_tokens_name}={max_tokens} leaves no room for a prompt: this model's maximum "
+            f"context length is {rules.max_model_len} tokens",
+            max_tokens_name,
+        )
+    stream = fields.boolean("stream", False)
+    stream_options = fields.object("stream_options")
+    if stream_options is not None and not stream:
+        raise InvalidRequestError("stream_options needs stream=true", "stream_options")
+    asked = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if asked is not None and stream:
+        raise InvalidRequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
+    if asked is None:
+        asked = prompt_logprobs
+    include_usage, continuous = _usage_options(stream_options or {})
+    explain = fields.boolean("explain", False)
+    return GenerationOptions(
+        sampling=replace(
+            parse_sampling(fields, rules, max_tokens, logprobs, tools), prompt_logprobs=asked
+        ),
+        max_tokens=max_tokens,
+        n=or_else(fields.integer("n", 1, rules.max_choices), 1),
+        stream=stream,
+        # the explanation is part of the usage
+        include_usage=include_usage or explain,
+        continuous_usage=include_usage and continuous,
+        stop=_stop(fields.raw("stop")),
+        include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
+        # special tokens may be what marks a call
+        skip_special_tokens=fields.boolean("skip_special_tokens", not (tools and tools.calls)),
+        priority=or_else(fields.integer("priority", -INT64, INT64 - 1), 0),
+        cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
+        slo=parse_slo(fields.raw("slo"), rules.slo_classes),
+        tenant=tenant,
+        request_id=_request_id(fields),
+        add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
+        truncate_prompt_tokens=_truncation(fields),
+        truncation_side=_truncation_side(fields),
+        explain=explain,
+        return_token_ids=fields.boolean("return_token_ids", False),
+        return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
+        bad_words=parse_bad_words(fields.array("bad_words") or []),
+    )
+
+
+def _usage_options(stream_options: dict[str, Any]) -> tuple[bool, bool]:
+    """``include_usage`` and ``continuous_usage_stats``."""
+    fields = Fields(stream_options)
+    try:
+        usage = fields.boolean("include_usage", False)
+        return usage, fields.boolean("continuous_usage_stats", False)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"stream_options.{error}", "stream_options") from None
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    values = [value] if type(value) is str else value
+    if type(values) is not list:
+        raise InvalidRequestError(
+            f"stop must be a string or a list of strings, got {show(value)}", "stop"
+        )
+    if len(values) > _MAX_STOPS:
+        raise InvalidRequestError(f"stop may hold {_MAX_STOPS} strings, got {len(values)}", "stop")
+    return tuple(check_string(item, "stop", 1, _MAX_STOP_CHARS) for item in values)
+
+
+def _request_id(fields: Fields) -> str | None:
+    value = fields.string("request_id")
+    if value is not None and not _REQUEST_ID.fullmatch(value):
+        raise InvalidRequestError(
+            f"request_id must be 1 to 128 printable ASCII characters, got {show(value)}",
+            "request_id",
+        )
+    return value
+
+
+def _truncation(fields: Fields) -> int | None:
+    value = fields.raw("truncate_prompt_tokens")
+    if value is None:
+        return None
+    count = check_integer(value, "truncate_prompt_tokens", -1, INT32)
+    if count == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be -1 (as many as fit) or at least 1, got 0",
+            "truncate_prompt_tokens",
+        )
+    return count
+
+
+def _truncation_side(fields: Fields) -> str:
+    side = fields.string("truncation_side") or "left"
+    if side not in ("left", "right"):
+        raise InvalidRequestError(
+            f"truncation_side must be left or right, got {show(side)}", "truncation_side"
+        )
+    return side

@@ -1,0 +1,33 @@
+"""What a server holds requests against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.core.slo import Slo
+from paceline.server.bodies.targets import CLASSES
+from paceline.server.tool_formats import ToolFormat, detect_format
+
+__all__ = ["RequestRules"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRules:
+    """What a server holds requests against; fixed while it runs."""
+
+    served_model_names: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    max_choices: int
+    max_prompts: int
+    # choices of all prompts of a request together; None: any number
+    max_sequences: int | None = None
+    eos_token_ids: frozenset[int]
+    # see ServerConfig
+    default_sampling: Mapping[str, float]
+    trust_request_chat_template: bool
+    # targets by name
+    slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
+    # how the model writes tool calls
+    tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))

@@ -1,0 +1,164 @@
+"""``response_format`` and ``structured_outputs``: what the caller wants the output to look like.
+
+::
+
+    response_format     {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema"}}
+    structured_outputs  one of {"json"} {"regex"} {"choice"} {"grammar"} {"json_object": true}
+
+Both name the same thing, so a request may use one of them. Meanings are vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import Grammar
+from paceline.http.fields import Fields, show
+from paceline.server.json_schema.check import check_schema
+
+__all__ = [
+    "STRUCTURED_KINDS",
+    "json_grammar",
+    "parse_grammar",
+    "parse_structured",
+    "schema_text",
+]
+
+_MAX_CHOICES: Final = 1024
+# characters of EBNF; the translator is slower than the compiler
+_MAX_EBNF: Final = 1 << 14
+STRUCTURED_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
+# between the parts of JSON: enough to indent, not enough to fill an answer with
+_WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_NO_WHITESPACE: Final = {"whitespace_flexible": False}
+_OBJECT: Final = {"type": "object"}
+
+
+def parse_structured(fields: Fields) -> Grammar | None:
+    """What the request asks for; None: anything goes. Raises InvalidRequestError."""
+    wanted = _response_format(fields.object("response_format"))
+    options = fields.object("structured_outputs")
+    if options is None:
+        return wanted
+    given = _structured_outputs(Fields(options))
+    if given is not None and wanted is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs both say what the output must look like: "
+            "give one of them",
+            "structured_outputs",
+        )
+    return given or wanted
+
+
+def json_grammar(schema: Any, field: str, *, compact: bool = False) -> Grammar:
+    """The grammar of a schema that is checked first."""
+    check_schema(schema, field)
+    return Grammar("json_schema", schema_text(schema, compact=compact), field)
+
+
+def schema_text(schema: Any, *, compact: bool = False) -> str:
+    """A checked schema as the compiler reads it, properties in the order given."""
+    if schema is True:
+        schema = {}
+    schema = {**schema, "x-guidance": _NO_WHITESPACE if compact else _WHITESPACE}
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+def _response_format(value: dict[str, Any] | None) -> Grammar | None:
+    if value is None:
+        return None
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json_grammar(_OBJECT, "response_format")
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            f"response_format.type must be text, json_object or json_schema, got {show(kind)}",
+            "response_format",
+        )
+    spec = value.get("json_schema")
+    if type(spec) is not dict or "schema" not in spec:
+        raise InvalidRequestError(
+            "response_format.json_schema must be an object with a schema", "response_format"
+        )
+    return json_grammar(spec["schema"], "response_format.json_schema.schema")
+
+
+def _structured_outputs(fields: Fields) -> Grammar | None:
+    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) is not None]
+    if not fields.boolean("json_object", False):
+        given = [kind for kind in given if kind != "json_object"]
+    compact = fields.boolean("disable_any_whitespace", False)
+    # vLLM's switches between its own backends
+    fields.raw("disable_fallback")
+    unknown = fields.unknown()
+    if unknown:
+        raise InvalidRequestError(
+            f"structured_outputs has {', '.join(unknown)}, which is not served; it may hold one "
+            f"of {', '.join(STRUCTURED_KINDS)}, and disable_any_whitespace",
+            "structured_outputs",
+        )
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"structured_outputs holds {' and '.join(given)}: give one of them",
+            "structured_outputs",
+        )
+    if compact and given not in (["json"], ["json_object"]):
+        raise InvalidRequestError(
+            "structured_outputs.disable_any_whitespace goes with json or json_object",
+            "structured_outputs",
+        )
+    if not given:
+        return None
+    kind, field = given[0], f"structured_outputs.{given[0]}"
+    if kind == "json":
+        return json_grammar(_schema(fields.raw("json"), field), field, compact=compact)
+    if kind == "json_object":
+        return json_grammar(_OBJECT, field, compact=compact)
+    if kind == "regex":
+        return Grammar("regex", fields.string("regex", 1) or "", field)
+    if kind == "choice":
+        return _choice(fields.array("choice") or [], field)
+    return parse_grammar(fields.string("grammar", 1) or "", field)
+
+
+def _schema(value: Any, field: str) -> Any:
+    """A schema given as JSON or as its text."""
+    if type(value) is not str:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{field} is not valid JSON: {error}", field) from None
+
+
+def _choice(values: list[Any], field: str) -> Grammar:
+    if not values or any(type(value) is not str or not value for value in values):
+        raise InvalidRequestError(f"{field} must be a list of non-empty strings", field)
+    if len(values) > _MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{field} may hold {_MAX_CHOICES} strings, got {len(values)}", field
+        )
+    return Grammar("lark", "start: " + " | ".join(json.dumps(v) for v in values), field)
+
+
+def parse_grammar(text: str, field: str) -> Grammar:
+    """Lark as it is; EBNF with ``::=``, as llama.cpp and xgrammar read it, translated."""
+    if "::=" not in text:
+        return Grammar("lark", text, field)
+    if len(text) > _MAX_EBNF:
+        raise InvalidRequestError(
+            f"{field}: EBNF may have {_MAX_EBNF} characters, got {len(text)}", field
+        )
+    # only here: few servers ever see one
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        lark = gbnf_to_lark(text)
+    except Exception as error:
+        # the translator raises bare exceptions, and recurses
+        raise InvalidRequestError(f"{field} is not valid EBNF: {error!s:.200}", field) from None
+    return Grammar("lark", lark, field)

@@ -1,0 +1,144 @@
+"""What a caller needs: ``slo`` in the body, or llm-d's headers.
+
+::
+
+    "slo": "interactive"                                    a class
+    "slo": {"ttft_ms": 500, "tpot_ms": 50}                  targets
+    "slo": {"class": "batch", "deadline_ms": 600000}        a class with one target changed
+    "slo": {"queue_ttl_ms": 30000}                          drop it if not started by then
+
+    x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets, where the body sets none
+    x-llm-d-inference-ttl                                   drop it if not started by then: "30s"
+    x-llm-d-inference-fairness-id                           who asks, for the fair policy
+
+The older header names ``x-slo-ttft-ms``, ``x-slo-tpot-ms`` and ``x-gateway-inference-fairness-id``
+mean the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.slo import Slo
+from paceline.http.fields import check_number, check_string, show
+
+__all__ = ["CLASSES", "parse_slo", "parse_tenant", "with_headers"]
+
+# what a class means when the request says no more
+CLASSES: Final[Mapping[str, Slo]] = {
+    "interactive": Slo(slo_class="interactive", ttft=1.0, tpot=0.1),
+    "standard": Slo(slo_class="standard"),
+    "batch": Slo(slo_class="batch", best_effort=True),
+}
+
+_TARGETS: Final = ("ttft_ms", "tpot_ms", "itl_ms", "deadline_ms", "queue_ttl_ms")
+_TTL_HEADER: Final = "x-llm-d-inference-ttl"
+# of a Go duration such as "1m30s", in milliseconds
+_UNITS: Final = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4, "h": 3.6e6}
+_PART: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_MAX_TENANT_CHARS: Final = 128
+_HEADERS: Final = {
+    "ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+    "tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+}
+_TENANT_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+
+
+def with_headers(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """The body with targets from headers put where it has none."""
+    found: dict[str, Any] = {}
+    for target, names in _HEADERS.items():
+        value = next((headers[name] for name in names if name in headers), None)
+        if value is not None:
+            found[target] = _milliseconds(value, names[0])
+    if _TTL_HEADER in headers:
+        found["queue_ttl_ms"] = _duration(headers[_TTL_HEADER])
+    if not found:
+        return body
+    slo = body.get("slo")
+    if slo is None:
+        slo = {}
+    elif type(slo) is str:
+        slo = {"class": slo}
+    elif type(slo) is not dict:
+        # refused, with its own message, where the body is parsed
+        return body
+    # a null in the body is as good as nothing there
+    own = {name: value for name, value in slo.items() if value is not None}
+    return body | {"slo": found | own}
+
+
+def _milliseconds(value: str, name: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise InvalidRequestError(
+            f"header {name} must be a number of milliseconds, got {show(value)}", name
+        ) from None
+
+
+def _duration(value: str) -> float:
+    """Milliseconds of a Go duration."""
+    parts = _PART.findall(value) if len(value) <= 64 else []
+    if not parts or "".join(number + unit for number, unit in parts) != value:
+        raise InvalidRequestError(
+            f"header {_TTL_HEADER} must be a duration such as 30s or 1m30s, got {show(value)}",
+            _TTL_HEADER,
+        )
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
+    """The targets of one request, given what classes there are. Raises InvalidRequestError."""
+    if value is None:
+        return classes["standard"]
+    if type(value) is str:
+        value = {"class": value}
+    if type(value) is not dict:
+        raise InvalidRequestError(
+            f"slo must be a class name or an object, got {show(value)}", "slo"
+        )
+    unknown = sorted(set(value) - {"class", *_TARGETS})
+    if unknown:
+        raise InvalidRequestError(
+            f"slo has unknown fields {', '.join(map(show, unknown[:4]))}; it knows class, "
+            f"{', '.join(_TARGETS)}",
+            "slo",
+        )
+    name = value.get("class")
+    name = "standard" if name is None else check_string(name, "slo.class", 1, 64)
+    if name not in classes:
+        raise InvalidRequestError(
+            f"slo.class must be one of {', '.join(classes)}, got {show(name)}", "slo.class"
+        )
+    base = classes[name]
+    seconds = {
+        target: None
+        if value.get(target) is None
+        else check_number(value[target], f"slo.{target}") / 1e3
+        for target in _TARGETS
+    }
+    return Slo(
+        slo_class=name,
+        best_effort=base.best_effort,
+        ttft=base.ttft if seconds["ttft_ms"] is None else seconds["ttft_ms"],
+        tpot=base.tpot if seconds["tpot_ms"] is None else seconds["tpot_ms"],
+        itl=base.itl if seconds["itl_ms"] is None else seconds["itl_ms"],
+        deadline=base.deadline if seconds["deadline_ms"] is None else seconds["deadline_ms"],
+        queue_ttl=base.queue_ttl if seconds["queue_ttl_ms"] is None else seconds["queue_ttl_ms"],
+    )
+
+
+def parse_tenant(headers: Mapping[str, str]) -> str:
+    """Who asks; "" when no header says. Raises InvalidRequestError."""
+    value = next((headers[name] for name in _TENANT_HEADERS if name in headers), "")
+    if len(value) > _MAX_TENANT_CHARS:
+        raise InvalidRequestError(
+            f"header {_TENANT_HEADERS[0]} may have {_MAX_TENANT_CHARS} characters, "
+            f"got {len(value)}",
+            _TENANT_HEADERS[0],
+        )
+    return value

@@ -1,0 +1,237 @@
+"""``tools`` and ``tool_choice``: what is asked for, and the calls in what comes back.
+
+::
+
+    none       tools are shown to the model, its text is text
+    auto       text is searched for calls in the model's format
+    required   the output is held to one or more calls, by a grammar
+    named      the output is held to one call of that tool
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from secrets import token_hex
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import Grammar
+from paceline.http.fields import Fields, show
+from paceline.server.bodies.structured import schema_text
+from paceline.server.json_schema.check import check_schema
+from paceline.server.tool_formats import CallDelta, Piece, ToolFormat, ToolParser, call_schema
+
+__all__ = ["CallCollector", "ToolPlan", "parse_tools", "tools_message", "with_tools"]
+
+_MAX_TOOLS: Final = 128
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolPlan:
+    """What a request does about tools."""
+
+    tools: list[dict[str, Any]]
+    # "none", "auto", "required" or "named"
+    choice: str
+    parallel: bool
+    format: ToolFormat
+    # with "named"
+    name: str | None = None
+
+    @property
+    def forced(self) -> bool:
+        return self.choice in ("required", "named")
+
+    @property
+    def calls(self) -> bool:
+        """Calls may come."""
+        return self.choice != "none"
+
+    def grammar(self, answer: Grammar | None) -> Grammar | None:
+        """What the output is held to. ``answer``: the grammar of an answer in text, if there is
+        one. Raises InvalidRequestError where both cannot be had."""
+        if not self.calls or (answer is None and not self.forced):
+            return answer
+        if answer is not None and (self.forced or answer.kind != "json_schema"):
+            raise InvalidRequestError(
+                f"{answer.field} cannot go with tool_choice {self.name or self.choice!r}: both say "
+                "what the whole output is",
+                "tool_choice",
+            )
+        tools = [t for t in self.tools if self.name in (None, t["function"]["name"])]
+        for index, tool in enumerate(tools):
+            parameters = tool["function"].get("parameters")
+            if parameters is not None:
+                check_schema(parameters, f"tools[{index}].function.parameters")
+        key = self.format.arguments_key
+        schemas = [call_schema(t, key, f"#/anyOf/{i}") for i, t in enumerate(tools)]
+        parallel = self.parallel and self.choice != "named"
+        start = "calls" if answer is None else "calls | answer"
+        source = (
+            f"start: {start}\n{self.format.rule(parallel=parallel)}"
+            f"call: %json {schema_text({'anyOf': schemas}, compact=True)}\n"
+        )
+        if answer is not None:
+            source += f"answer: %json {answer.source}\n"
+        return Grammar("lark", source, "tools")
+
+    def collector(self) -> CallCollector:
+        return CallCollector(
+            self.format.parser(forced=self.forced), parallel=self.parallel, forced=self.forced
+        )
+
+    def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
+        """OpenAI's: a named call ends with "stop", as the caller knew that it would come."""
+        return "tool_calls" if called and reason == "stop" and self.choice != "named" else reason
+
+
+def parse_tools(fields: Fields, tool_format: ToolFormat) -> ToolPlan | None:
+    """None without tools. Raises InvalidRequestError."""
+    tools = _checked(fields.array("tools") or [])
+    choice = fields.raw("tool_choice")
+    parallel = fields.boolean("parallel_tool_calls", True)
+    if not tools:
+        if choice not in (None, "none"):
+            raise InvalidRequestError(f"tool_choice={show(choice)} needs tools", "tool_choice")
+        return None
+    plan = ToolPlan(tools=tools, choice="auto", parallel=parallel, format=tool_format)
+    if choice is None:
+        return plan
+    if choice in ("none", "auto", "required"):
+        return replace(plan, choice=choice)
+    function = choice.get("function") if type(choice) is dict else None
+    name = function.get("name") if type(function) is dict else None
+    if type(name) is not str or choice.get("type") != "function":
+        raise InvalidRequestError(
+            "tool_choice must be none, auto, required or an object with type 'function' and "
+            f"function.name, got {show(choice)}",
+            "tool_choice",
+        )
+    names = [tool["function"]["name"] for tool in tools]
+    if name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {show(name)}; the tools are {', '.join(names[:16])}",
+            "tool_choice",
+        )
+    return replace(plan, choice="named", name=name)
+
+
+def _checked(tools: list[Any]) -> list[dict[str, Any]]:
+    """Tool definitions as templates print them. Schemas are checked where they are enforced."""
+    if len(tools) > _MAX_TOOLS:
+        raise InvalidRequestError(f"tools may hold {_MAX_TOOLS} tools, got {len(tools)}", "tools")
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if type(tool) is dict else None
+        if (
+            type(function) is not dict
+            or type(function.get("name")) is not str
+            or tool.get("type", "function") != "function"
+        ):
+            raise InvalidRequestError(
+                f"tools[{index}] must be an object with type 'function' and function.name, "
+                f"got {show(tool)}",
+                "tools",
+            )
+        name = function["name"]
+        if not _NAME.fullmatch(name) or name in seen:
+            raise InvalidRequestError(
+                f"tools[{index}].function.name must be 1 to 128 letters, digits and _.:/- and its "
+                f"own, got {show(name)}",
+                "tools",
+            )
+        seen.add(name)
+        description = function.get("description")
+        if description is not None and type(description) is not str:
+            raise InvalidRequestError(
+                f"tools[{index}].function.description must be a string, got {show(description)}",
+                "tools",
+            )
+        parameters = function.get("parameters")
+        if parameters is not None and type(parameters) is not dict:
+            raise InvalidRequestError(
+                f"tools[{index}].function.parameters must be a schema, got {show(parameters)}",
+                "tools",
+            )
+    return tools
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, complete when the output is."""
+
+    name: str
+    id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
+    arguments: str = ""
+
+
+class CallCollector:
+    """The calls of one choice as its text comes.
+
+    Args:
+        forced: the output was held to calls, so whatever is none is the beginning of one that was
+            cut off (``max_tokens``), and nothing for the caller.
+    """
+
+    def __init__(self, parser: ToolParser, *, parallel: bool, forced: bool = False) -> None:
+        self._parser = parser
+        self._parallel = parallel
+        self._forced = forced
+        self.calls: list[Call] = []
+
+    def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
+        """Text for the caller and pieces of calls, from more output; ``last``: all of it came."""
+        pieces: list[Piece] = self._parser.push(text) if text else []
+        if last:
+            pieces += self._parser.finish()
+        content: list[str] = []
+        deltas: list[CallDelta] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                if not self._forced:
+                    content.append(piece)
+            elif self._parallel or piece.index == 0:
+                if piece.name is not None:
+                    self.calls.append(Call(piece.name))
+                self.calls[piece.index].arguments += piece.arguments
+                deltas.append(piece)
+        return "".join(content), deltas
+
+
+def tools_message(tools: list[dict[str, Any]]) -> str:
+    """Tools in words, for a chat template that has no place for them."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        "You may call functions to help with the request. They are, one JSON object a line, in "
+        f"<tools></tools>:\n<tools>\n{listed}\n</tools>\nTo call one, write a JSON object with its "
+        'name and arguments:\n<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
+    )
+
+
+def with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for such a template: tools in the system message, calls and results in words
+    of the same form."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            message = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        elif message.get("tool_calls"):
+            calls = [
+                "<tool_call>\n"
+                + json.dumps(
+                    {k: call["function"][k] for k in ("name", "arguments")}, ensure_ascii=False
+                )
+                + "\n</tool_call>"
+                for call in message["tool_calls"]
+            ]
+            message = {"role": "assistant", "content": "\n".join([content, *calls]).strip()}
+        written.append(message)
+    said = tools_message(tools)
+    if written[0]["role"] in ("system", "developer"):
+        first = written[0]
+        return [{**first, "content": f"{first['content']}\n\n{said}"}, *written[1:]]
+    return [{"role": "system", "content": said}, *written]

@@ -1,0 +1,113 @@
+"""Fields that exist elsewhere and are not served here: refused out loud, never dropped.
+
+A caller who asks for JSON and gets prose would blame the model. A field moves out of these tables
+when it is served.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError
+from paceline.http.fields import Fields, show
+
+__all__ = [
+    "NO_EFFECT",
+    "REFUSED_IN_CHAT",
+    "REFUSED_IN_COMPLETIONS",
+    "RefusedFields",
+    "note_unknown",
+    "refuse_unserved",
+]
+
+_log = logging.getLogger("paceline.server")
+
+# field -> (whether a value asks for it, what it would be)
+RefusedFields = dict[str, tuple[Callable[[Any], bool], str]]
+
+
+def _given(value: Any) -> bool:
+    return value not in (None, False, [], {}, "")
+
+
+_EVERYWHERE: Final[RefusedFields] = {
+    "guided_json": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_regex": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_choice": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_grammar": (_given, "guided decoding by its older names; structured_outputs does it"),
+    "guided_decoding_backend": (
+        _given,
+        "guided decoding by its older names; structured_outputs does it",
+    ),
+    "use_beam_search": (_given, "beam search"),
+    "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
+    "prompt_embeds": (_given, "a prompt of embeddings"),
+    "logprob_token_ids": (_given, "log-probabilities of chosen ids"),
+    "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
+    "spaces_between_special_tokens": (lambda v: v is False, "joining special tokens"),
+    "kv_transfer_params": (_given, "KV transfer"),
+    "ec_transfer_params": (_given, "encoder transfer"),
+    "vllm_xargs": (_given, "engine-specific arguments"),
+    "repetition_detection": (_given, "repetition detection"),
+    "stream_interval": (lambda v: v not in (None, 1), "several tokens per event"),
+    "return_prompt_text": (_given, "returning the prompt's text"),
+    "return_token_offsets": (_given, "token offsets"),
+    "routed_experts_prompt_start": (lambda v: v is not None, "telling routed experts"),
+    "moderation": (_given, "moderation"),
+}
+REFUSED_IN_CHAT: Final[RefusedFields] = {
+    **_EVERYWHERE,
+    "functions": (_given, "calling by its older name; tools does it"),
+    "function_call": (
+        lambda v: v not in (None, "none"),
+        "calling by its older name; tool_choice does it",
+    ),
+    "echo": (_given, "echo in chat"),
+    "documents": (_given, "documents"),
+    "mm_processor_kwargs": (_given, "multimodal input"),
+    "media_io_kwargs": (_given, "multimodal input"),
+    "audio": (_given, "audio output"),
+    "modalities": (lambda v: v not in (None, ["text"]), "output other than text"),
+    "web_search_options": (lambda v: v is not None, "web search"),
+}
+REFUSED_IN_COMPLETIONS: Final[RefusedFields] = {
+    **_EVERYWHERE,
+    "suffix": (_given, "inserting before a suffix"),
+    "best_of": (lambda v: v not in (None, 1), "best_of above 1"),
+}
+# accepted for compatibility; they describe the caller, not the answer
+NO_EFFECT: Final = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "session_id",
+    "include_reasoning",
+    "verbosity",
+    "prediction",
+)
+
+
+def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
+    """Raises InvalidRequestError if the request asks for one of ``refused``."""
+    for name, (asks, what) in refused.items():
+        value = fields.raw(name)
+        if value is not None and asks(value):
+            raise InvalidRequestError(
+                f"{name}={show(value)} is not served yet: this server does not do {what}", name
+            )
+    for name in NO_EFFECT:
+        fields.raw(name)
+
+
+def note_unknown(fields: Fields) -> None:
+    """Log the names nobody read, at debug level: a misspelt field looks like this."""
+    unknown = fields.unknown()
+    if unknown:
+        _log.debug("unknown_fields names=%s", ",".join(unknown))

@@ -1,0 +1,219 @@
+"""Around every exchange: request ids, keys, limits and metrics."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Awaitable
+from typing import Any, Final
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.http import body
+from paceline.http.errors import HttpError
+from paceline.http.keys import OPEN_PATHS
+from paceline.http.rate_limits import Ticket, caller_of
+from paceline.http.shortcut import BODY_WRITER, BodyWriter
+from paceline.http.web import refuse_other_origins
+from paceline.server.bodies.targets import parse_tenant
+from paceline.server.config import ServerConfig
+from paceline.server.errors import refusal
+from paceline.server.service import Service
+
+__all__ = [
+    "GENERATE_PATHS",
+    "ExchangeMiddleware",
+    "principal_of",
+    "read_object",
+    "request_id_of",
+    "tenant_of",
+]
+
+_log = logging.getLogger("paceline.server")
+
+# where requests are in flight until their last byte is sent
+GENERATE_PATHS: Final = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/inference/v1/generate",
+    }
+)
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+# asked for by machines, all the time
+_UNCOUNTED: Final = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
+)
+_STATUS_GONE: Final = 499
+# of the time that an idle connection has, what its caller is told
+_ANNOUNCED: Final = 0.95
+
+
+class ExchangeMiddleware:
+    """Gives every HTTP exchange an id, echoed as ``X-Request-Id``, and counts it.
+
+    Plain ASGI, so that a streamed chunk passes through one extra function and no queue.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        seconds = service.config.bounds.keep_alive_timeout
+        # a little less, so that whoever heeds it is never late
+        announced = b"timeout=%d" % int(seconds * _ANNOUNCED)
+        self._closing = (b"connection", b"close")
+        self._keeping = (b"keep-alive", announced) if seconds else self._closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method = scope["method"]
+        if method == "HEAD":
+            # as GET: no route has it by itself, and what writes to the connection leaves bodies out
+            scope = {**scope, "method": "GET"}
+        request_id = _caller_id(scope) or uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        generates = scope["path"] in GENERATE_PATHS
+        if generates:
+            self._service.enter()
+            if self._service.tracing is not None:
+                self._service.tracing.arrive(scope)
+        status = _STATUS_GONE
+        sent = 0
+        started = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                ticket: Ticket | None = scope["state"].get("ticket")
+                limits = () if ticket is None else ticket.headers()
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id),
+                    self._closing if self._service.is_ending else self._keeping,
+                    *limits,
+                ]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            refusal = await self._refusal(scope)
+            if refusal is not None:
+                await refusal(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        finally:
+            if generates:
+                self._service.leave()
+            handler = _handler(scope)
+            if handler not in _UNCOUNTED:
+                method = method if method in _METHODS else "OTHER"
+                seconds = time.monotonic() - started
+                self._service.metrics.observe_http(
+                    handler,
+                    method,
+                    status,
+                    seconds,
+                    request_bytes=_declared_bytes(scope),
+                    response_bytes=sent + _written_directly(scope),
+                )
+            # it leads back to this scope: without it the exchange is freed at once, and not by
+            # the garbage collector some time
+            scope.get("extensions", {}).pop(BODY_WRITER, None)
+
+    async def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a caller without a key that will do, too soon, or in a page of another
+        origin; notes who asks otherwise."""
+        try:
+            refuse_other_origins(scope, self._service.config.cors_origins)
+            key = self._service.keys.check(scope["path"], Headers(scope=scope))
+            await self._count(scope, "" if key is None else key.name)
+        except HttpError as error:
+            _log.info(
+                "refused id=%s status=%d client=%s",
+                scope["state"]["request_id"],
+                error.status,
+                (scope.get("client") or ("",))[0],
+            )
+            return refusal(error, scope["path"], scope["state"]["request_id"])
+        if key is not None:
+            scope["state"]["principal"] = key.name
+            scope["state"]["speaks_for_others"] = key.scope == "admin"
+        return None
+
+    async def _count(self, scope: Scope, principal: str) -> None:
+        """Every POST but a probe's counts. Raises HttpError 429."""
+        limiter = self._service.limiter
+        if limiter is None or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
+            return
+        ticket = limiter.ticket(caller_of(principal, scope.get("client")))
+        if ticket is not None:
+            scope["state"]["ticket"] = ticket
+            await limiter.enter(ticket)
+
+
+def tenant_of(request: Request) -> str:
+    """Who is served, for fairness: the key, or whom a header names where there are no keys or the
+    key is an admin's (a gateway's)."""
+    state = request.scope["state"]
+    principal: str = state.get("principal", "")
+    if principal and not state["speaks_for_others"]:
+        return principal
+    return parse_tenant(request.headers) or principal
+
+
+def _caller_id(scope: Scope) -> bytes | None:
+    """The caller's own id if it is fit to be echoed: printable ASCII, at most 128."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given: bytes = value
+            return given if _REQUEST_ID.fullmatch(given) else None
+    return None
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """What Content-Length says; 0 without one that a body could have."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() and len(value) <= 18 else 0
+    return 0
+
+
+def _written_directly(scope: Scope) -> int:
+    """Bytes of the answer that nobody's ``send`` has seen."""
+    writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
+    return 0 if writer is None else writer.num_bytes
+
+
+def _handler(scope: Scope) -> str:
+    """The route's template. Paths that callers made up must not become labels."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "none"
+
+
+def request_id_of(request: Request) -> str:
+    """The id that ``ExchangeMiddleware`` gave."""
+    request_id: str = request.state.request_id
+    return request_id
+
+
+def principal_of(request: Request) -> str:
+    """Who asks: the name of the API key, "" where no keys are asked for."""
+    principal: str = request.scope["state"].get("principal", "")
+    return principal
+
+
+def read_object(request: Request, config: ServerConfig) -> Awaitable[dict[str, Any]]:
+    """See ``http.body.read_object``; within the bounds of ``config``."""
+    return body.read_object(request, config.max_body_bytes, config.bounds)

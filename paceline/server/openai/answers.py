@@ -1,0 +1,159 @@
+"""What chat and completions answers have in common."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from secrets import token_hex
+
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.types import (
+    ChoiceDelta,
+    GenerationOutput,
+    GenerationRequest,
+    TokenLogprobs,
+    tokens_per_second,
+)
+from paceline.server.bodies.protocol import GenerationOptions
+from paceline.server.bodies.wire import UNSET, Explanation, UnsetType, Usage
+
+__all__ = ["AnswerHead", "Choice", "Collected", "UsageCount", "collect", "generation_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of an answer repeats."""
+
+    id: str
+    # unix time
+    created: int
+    model: str
+    # two callers may use the same X-Request-Id; the engine tells requests apart by this
+    nonce: str
+
+    @classmethod
+    def of(cls, prefix: str, request_id: str, model: str) -> AnswerHead:
+        return cls(f"{prefix}-{request_id}", int(time.time()), model, token_hex(8))
+
+    def engine_id(self, index: int) -> str:
+        """The engine's id for prompt number ``index``; unique, and found by the caller's id."""
+        return f"{self.id}-{self.nonce}-{index}"
+
+
+class UsageCount:
+    """Token counts of an answer, over all its prompts; and what became of its choices, if
+    ``explain`` is set."""
+
+    def __init__(self, num_prompts: int, *, explain: bool = False) -> None:
+        self._rows = [(0, 0, 0)] * num_prompts
+        self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
+        self._demoted = False
+        # of each choice so far; only where its speed is to be told
+        self._tokens: Counter[tuple[int, int]] = Counter()
+
+    def update(self, index: int, output: GenerationOutput) -> None:
+        self._rows[index] = (
+            output.num_prompt_tokens,
+            output.num_output_tokens,
+            output.num_cached_tokens,
+        )
+        self._demoted |= any(
+            d.timeline is not None and d.timeline.relegated for d in output.choices
+        )
+        if self._timelines is None:
+            return
+        times = output.times
+        ttft = None if times is None else times.first_token - times.arrival
+        for delta in output.choices:
+            self._tokens[index, delta.index] += len(delta.token_ids)
+            if delta.timeline is not None:
+                seconds = 0.0 if times is None else times.last_token - times.first_token
+                speed = tokens_per_second(self._tokens[index, delta.index], 1, seconds)
+                gap = None if times is None or not times.longest_gap else times.longest_gap
+                explained = Explanation.of(delta.timeline, ttft, gap, speed)
+                self._timelines[index, delta.index] = explained
+
+    def usage(self) -> Usage:
+        prompt, completion, cached = (sum(column) for column in zip(*self._rows, strict=True))
+        timeline: list[Explanation] | UnsetType = UNSET
+        if self._timelines is not None:
+            timeline = [self._timelines[key] for key in sorted(self._timelines)]
+        return Usage.of(prompt, completion, cached, timeline, demoted=self._demoted)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice of an answer that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A whole answer."""
+
+    # choice c of prompt p is at p * n + c
+    choices: list[Choice]
+    usage: Usage
+    # prompt by prompt; None where they were not asked for
+    prompt_logprobs: list[tuple[TokenLogprobs, ...] | None]
+
+
+async def collect(
+    outputs: AsyncIterator[tuple[int, GenerationOutput]],
+    num_prompts: int,
+    n: int,
+    *,
+    explain: bool,
+) -> Collected:
+    """Everything to the end."""
+    choices = [Choice() for _ in range(num_prompts * n)]
+    count = UsageCount(num_prompts, explain=explain)
+    prompt_logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * num_prompts
+    async for index, output in outputs:
+        count.update(index, output)
+        if output.prompt_logprobs is not None:
+            prompt_logprobs[index] = output.prompt_logprobs
+        for delta in output.choices:
+            choices[index * n + delta.index].add(delta)
+    return Collected(choices, count.usage(), prompt_logprobs)
+
+
+def generation_request(
+    request_id: str,
+    prompt: list[int],
+    sampling: SamplingParams,
+    options: GenerationOptions,
+    arrival_time: float,
+) -> GenerationRequest:
+    """``request_id`` must be unique in the engine; arrival in seconds of ``time.monotonic()``."""
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        n=options.n,
+        stop=options.stop,
+        include_stop_str_in_output=options.include_stop_str_in_output,
+        skip_special_tokens=options.skip_special_tokens,
+        detokenize=options.detokenize,
+        arrival_time=arrival_time,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        slo=options.slo,
+        tenant=options.tenant,
+        whole=not options.stream,
+    )

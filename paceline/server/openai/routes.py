@@ -1,0 +1,124 @@
+"""The endpoints that generate text, and how every endpoint that generates is answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.engine.types import GenerationOutput
+from paceline.http.errors import Reply, error_body, reply_to
+from paceline.http.shortcut import Shortcut
+from paceline.http.sse import DONE, EventStream, event, first_event, unless_disconnected
+from paceline.server.bodies.protocol import (
+    GenerationOptions,
+    RequestRules,
+    parse_chat,
+    parse_completion,
+)
+from paceline.server.bodies.targets import with_headers
+from paceline.server.exchange import read_object, request_id_of, tenant_of
+from paceline.server.openai.chat import chat_answer, chat_events
+from paceline.server.openai.completions import completion_answer, completion_events
+from paceline.server.responding import answering, json_response
+from paceline.server.service import Service
+
+__all__ = ["JSON_BODY", "Events", "generate", "generate_router", "respond"]
+
+# bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
+JSON_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+
+
+class _Parsed(Protocol):
+    @property
+    def options(self) -> GenerationOptions: ...
+
+
+_R = TypeVar("_R", bound=_Parsed)
+_P = TypeVar("_P")
+# a streamed answer: of the service, a parsed request, its id, when it arrived, and what may take
+# some of the events once the first is out
+Events: TypeAlias = Callable[
+    [Service, _P, str, float, Shortcut[GenerationOutput]], AsyncGenerator[bytes, None]
+]
+
+
+def generate_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def chat_completions(request: Request) -> Response:
+        return await generate(service, request, parse_chat, chat_events, chat_answer)
+
+    async def completions(request: Request) -> Response:
+        return await generate(
+            service, request, parse_completion, completion_events, completion_answer
+        )
+
+    for path, handler in (
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/completions", completions),
+    ):
+        router.add_api_route(
+            path,
+            answering(service, handler),
+            methods=["POST"],
+            response_model=None,
+            openapi_extra=JSON_BODY,
+        )
+    return router
+
+
+async def generate(
+    service: Service,
+    request: Request,
+    parse: Callable[[dict[str, Any], RequestRules, str], _R],
+    events: Events[_R],
+    answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
+    failed: Callable[[Reply], bytes] = lambda reply: event(error_body(reply)) + DONE,
+) -> Response:
+    """Read, check, run and answer a request of one body shape; see ``respond``."""
+    arrival = time.monotonic()
+    service.refuse_if_draining()
+    body = await read_object(request, service.config)
+    body = with_headers(body, request.headers)
+    parsed = parse(body, service.rules, tenant_of(request))
+    return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    parsed: _P,
+    options: GenerationOptions,
+    arrival: float,
+    events: Events[_P],
+    answer: Callable[[Service, _P, str, float], Awaitable[bytes]],
+    failed: Callable[[Reply], bytes],
+) -> Response:
+    """Run a parsed request and answer it, whole or as a stream.
+
+    Args:
+        failed: the last bytes of a stream that breaks.
+    """
+    request_id = options.request_id or request_id_of(request)
+    if not options.stream:
+        whole = answer(service, parsed, request_id, arrival)
+        return json_response(await unless_disconnected(request.receive, whole))
+    keep_alive = service.config.sse_keep_alive
+    shortcut: Shortcut[GenerationOutput] = Shortcut()
+    source = events(service, parsed, request_id, arrival, shortcut)
+    first, rest = await first_event(source, request.receive, keep_alive)
+
+    def describe(error: Exception) -> bytes:
+        return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
+
+    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut)

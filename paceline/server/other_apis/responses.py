@@ -1,0 +1,310 @@
+"""``/v1/responses``: OpenAI's response objects and typed events over the chat machinery."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from secrets import token_hex
+from typing import Any
+
+from paceline.http.errors import Reply, reply_to
+from paceline.server.bodies.wire import Usage, encode
+from paceline.server.openai.answers import AnswerHead
+from paceline.server.openai.chat_pieces import ChatPiece, chat_pieces
+from paceline.server.openai.logprobs import TokenWriter, chat_logprobs
+from paceline.server.other_apis.responses_request import ResponsesRequest
+from paceline.server.response_store import StoredResponse
+from paceline.server.service import Service
+
+__all__ = ["cancel_response", "failed_event", "response_answer", "response_events"]
+
+
+class ResponseBuilder:
+    """A response object as it grows, and the events that tell of it."""
+
+    def __init__(self, service: Service, request: ResponsesRequest, request_id: str) -> None:
+        self.head = AnswerHead.of("resp", request_id, service.model_name)
+        # stored by this id, so it must be nobody else's
+        self.id = f"resp_{self.head.nonce}{token_hex(16)}"
+        self._request = request
+        self._writer = TokenWriter(service.client.tokenizer, as_ids=False)
+        self._number = 0
+        self._text: list[str] = []
+        self._logprobs: list[Any] = []
+        # of tokens whose text is not out yet, such as a part of a character
+        self._untold: list[Any] = []
+        self._output: list[dict[str, Any]] = []
+        # the output item that is open: None, "text" or the number of a call
+        self._open: str | int | None = None
+        self.body: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.head.created,
+            "status": "queued" if request.background else "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": self.head.model,
+            "output": [],
+            "usage": None,
+            **request.shown,
+        }
+
+    def begin(self) -> bytes:
+        self.body["status"] = "in_progress"
+        return self._event("response.created", response=self.body) + self._event(
+            "response.in_progress", response=self.body
+        )
+
+    def take(self, piece: ChatPiece) -> bytes:
+        """The events of one piece."""
+        data = b""
+        if self._request.chat.options.sampling.logprobs is not None:
+            self._untold += chat_logprobs(piece.logprobs, self._writer).content
+        if piece.text:
+            if self._open != "text":
+                data += self._close(piece) + self._open_text()
+            self._text.append(piece.text)
+            data += self._text_event(
+                "response.output_text.delta", delta=piece.text, logprobs=self._tell()
+            )
+        if piece.call_deltas:
+            # what a call is written in is no text
+            self._untold = []
+        for part in piece.call_deltas:
+            if self._open != part.index:
+                data += self._close(piece) + self._open_call(piece, part.index)
+            if part.arguments:
+                data += self._item_event(
+                    "response.function_call_arguments.delta", delta=part.arguments
+                )
+        if piece.finish_reason is not None:
+            if not self._output:
+                data += self._open_text()
+            data += self._close(piece) + self._end(piece)
+        return data
+
+    def failed(self, reply: Reply) -> bytes:
+        """The event that ends the stream instead of the response."""
+        return self._event("error", **_failure(reply))
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The answer as chat messages."""
+        text = "".join(part["text"] for item in self._output for part in item.get("content", []))
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            for item in self._output
+            if item["type"] == "function_call"
+        ]
+        if calls:
+            message["tool_calls"] = calls
+        return [message]
+
+    def _tell(self) -> list[Any]:
+        told, self._untold = self._untold, []
+        self._logprobs += told
+        return told
+
+    def _open_text(self) -> bytes:
+        self._open = "text"
+        item = {
+            "id": f"msg_{token_hex(16)}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        self._output.append(item)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._event(
+            "response.output_item.added", output_index=len(self._output) - 1, item=item
+        ) + self._text_event("response.content_part.added", part=part)
+
+    def _open_call(self, piece: ChatPiece, index: int) -> bytes:
+        self._open = index
+        call = piece.calls[index]
+        item = {
+            "id": f"fc_{token_hex(16)}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self._output.append(item)
+        return self._event(
+            "response.output_item.added", output_index=len(self._output) - 1, item=item
+        )
+
+    def _close(self, piece: ChatPiece) -> bytes:
+        """End the open item."""
+        if self._open is None:
+            return b""
+        item = self._output[-1]
+        cut = piece.finish_reason == "length"
+        item["status"] = "incomplete" if cut else "completed"
+        if self._open == "text":
+            self._tell()
+            text = "".join(self._text)
+            part = {
+                "type": "output_text",
+                "text": text,
+                "annotations": [],
+                "logprobs": list(self._logprobs),
+            }
+            item["content"] = [part]
+            self._text, self._logprobs = [], []
+            data = self._text_event(
+                "response.output_text.done", text=text, logprobs=part["logprobs"]
+            ) + self._text_event("response.content_part.done", part=part)
+        else:
+            assert isinstance(self._open, int)
+            item["arguments"] = piece.calls[self._open].arguments
+            data = self._item_event(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        self._open = None
+        return data + self._event(
+            "response.output_item.done", output_index=len(self._output) - 1, item=item
+        )
+
+    def _end(self, piece: ChatPiece) -> bytes:
+        cut = piece.finish_reason == "length"
+        self.body |= {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output,
+            "usage": _usage(piece.usage),
+        }
+        return self._event(f"response.{self.body['status']}", response=self.body)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        index = len(self._output) - 1
+        return self._event(kind, item_id=self._output[-1]["id"], output_index=index, **fields)
+
+    def _text_event(self, kind: str, **fields: Any) -> bytes:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        payload = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(payload))
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _failure(reply: Reply) -> dict[str, Any]:
+    return {
+        "code": "server_error" if reply.status >= 500 else "invalid_request_error",
+        "message": reply.message,
+        "param": reply.param,
+    }
+
+
+def failed_event(reply: Reply) -> bytes:
+    """The event of a stream that breaks before its first one."""
+    payload = {"type": "error", "sequence_number": 0, **_failure(reply)}
+    return b"event: error\ndata: %b\n\n" % encode(payload)
+
+
+async def response_events(
+    service: Service, request: ResponsesRequest, request_id: str, arrival: float
+) -> AsyncGenerator[bytes, None]:
+    """Typed events from ``response.created`` to ``response.completed`` or ``.incomplete``."""
+    builder = ResponseBuilder(service, request, request_id)
+    begun = False
+    try:
+        async with aclosing(chat_pieces(service, request.chat, builder.head, arrival)) as pieces:
+            async for piece in pieces:
+                data = b""
+                if not begun:
+                    begun = True
+                    data = builder.begin()
+                data += builder.take(piece)
+                if piece.finish_reason is not None:
+                    _store(service, request, builder)
+                if data:
+                    yield data
+    except Exception as error:
+        if not begun:
+            raise
+        # here, as only the builder knows how many events went before
+        yield builder.failed(reply_to(error, drain_timeout=service.config.drain_timeout))
+
+
+async def response_answer(
+    service: Service, request: ResponsesRequest, request_id: str, arrival: float
+) -> bytes:
+    """The body of an answer that is not streamed; with ``background``, of one that began."""
+    builder = ResponseBuilder(service, request, request_id)
+    if not request.background:
+        async with aclosing(chat_pieces(service, request.chat, builder.head, arrival)) as pieces:
+            async for piece in pieces:
+                builder.take(piece)
+        _store(service, request, builder)
+        return encode(builder.body)
+    stored = StoredResponse(builder.body, [], request.owner)
+    stored.task = asyncio.ensure_future(_in_background(service, request, builder, stored))
+    service.responses.put(stored)
+    return encode(builder.body)
+
+
+def _store(service: Service, request: ResponsesRequest, builder: ResponseBuilder) -> None:
+    if request.store:
+        messages = [*request.messages, *builder.messages()]
+        service.responses.put(StoredResponse(builder.body, messages, request.owner))
+
+
+async def _in_background(
+    service: Service, request: ResponsesRequest, builder: ResponseBuilder, stored: StoredResponse
+) -> None:
+    # drains wait for it, as for any request under way
+    service.enter()
+    try:
+        builder.begin()
+        pieces = chat_pieces(service, request.chat, builder.head, time.monotonic())
+        async with aclosing(pieces):
+            async for piece in pieces:
+                builder.take(piece)
+        stored.messages = [*request.messages, *builder.messages()]
+    except asyncio.CancelledError:
+        builder.body["status"] = "cancelled"
+    except Exception as error:
+        reply = reply_to(error, drain_timeout=service.config.drain_timeout)
+        builder.body |= {
+            "status": "failed",
+            "error": {"code": "server_error", "message": reply.message},
+        }
+    finally:
+        service.leave()
+        stored.task = None
+        service.responses.update(stored)
+
+
+async def cancel_response(stored: StoredResponse) -> dict[str, Any]:
+    """End a background response that runs; others are as they are."""
+    task = stored.task
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        # a task that had not begun was never told
+        if stored.body["status"] in ("queued", "in_progress"):
+            stored.body["status"] = "cancelled"
+        stored.task = None
+    return stored.body

@@ -1,0 +1,188 @@
+"""``POST /inference/v1/generate``: token ids in, token ids out, no text made.
+
+The body has ``token_ids``, ``sampling_params`` (the fields of a completion request that are about
+sampling) and, beside them, ``model``, ``stream``, ``request_id``, ``priority``, ``cache_salt``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from paceline.core.errors import InvalidRequestError
+from paceline.engine.types import GenerationOutput, GenerationRequest, TokenLogprobs
+from paceline.http.fields import Fields
+from paceline.http.shortcut import Shortcut
+from paceline.http.sse import DONE, event
+from paceline.server.bodies.protocol import CompletionRequest, RequestRules, parse_completion
+from paceline.server.bodies.wire import ChatLogprobs, PromptLogprob, Usage, encode
+from paceline.server.openai.answers import AnswerHead, UsageCount, collect, generation_request
+from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
+from paceline.server.prompts import sampling_for, truncated
+from paceline.server.service import Service
+
+__all__ = ["parse_token_generate", "token_answer", "token_events"]
+
+_BESIDE: Final[tuple[str, ...]] = (
+    "model",
+    "stream",
+    "stream_options",
+    "request_id",
+    "priority",
+    "cache_salt",
+    "slo",
+)
+# OpenAI's default for completions
+_DEFAULT_MAX_TOKENS: Final = 16
+
+
+class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+class TokenAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    model: str
+    choices: list[TokenChoice]
+    usage: Usage | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
+
+
+def parse_token_generate(
+    body: dict[str, Any], rules: RequestRules, tenant: str = ""
+) -> CompletionRequest:
+    """Raises InvalidRequestError or UnknownModelError."""
+    fields = Fields(body)
+    token_ids = fields.token_ids("token_ids", rules.vocab_size)
+    if token_ids is None:
+        raise InvalidRequestError("token_ids is missing", "token_ids")
+    sampling = dict(fields.object("sampling_params") or {})
+    for name in _BESIDE:
+        fields.raw(name)
+    unknown = fields.unknown()
+    if unknown:
+        raise InvalidRequestError(
+            f"{', '.join(unknown)}: unknown here; sampling fields go into sampling_params",
+            unknown[0].strip("'"),
+        )
+    clash = sorted(sampling.keys() & {*_BESIDE, "prompt", "echo", "stop"})
+    if clash:
+        raise InvalidRequestError(
+            f"sampling_params must not hold {', '.join(clash)}", "sampling_params"
+        )
+    beside = {name: body[name] for name in _BESIDE if name in body}
+    request = parse_completion({**sampling, **beside, "prompt": token_ids}, rules, tenant)
+    return replace(request, options=replace(request.options, detokenize=False))
+
+
+async def token_answer(
+    service: Service, request: CompletionRequest, request_id: str, arrival: float
+) -> bytes:
+    """The body of an answer that is not streamed."""
+    head = AnswerHead.of("gen", request_id, service.model_name)
+    writer = TokenWriter(service.client.tokenizer, as_ids=True)
+    asked = await _request(service, request, head, arrival)
+    outputs = service.run((asked,))
+    async with aclosing(outputs):
+        whole = await collect(outputs, 1, request.options.n, explain=request.options.explain)
+    choices = [
+        TokenChoice(
+            index=index,
+            token_ids=tuple(choice.token_ids),
+            logprobs=_logprobs(request, choice.logprobs, writer),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        for index, choice in enumerate(whole.choices)
+    ]
+    return encode(
+        TokenAnswer(
+            request_id=head.id,
+            model=head.model,
+            choices=choices,
+            usage=whole.usage,
+            prompt_logprobs=prompt_logprobs_json(
+                asked.prompt_token_ids, whole.prompt_logprobs[0], writer
+            ),
+        )
+    )
+
+
+async def token_events(
+    service: Service,
+    request: CompletionRequest,
+    request_id: str,
+    arrival: float,
+    shortcut: Shortcut[GenerationOutput],
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer, usage on the last, or on all if they are asked for; then
+    ``DONE``."""
+    head = AnswerHead.of("gen", request_id, service.model_name)
+    writer = TokenWriter(service.client.tokenizer, as_ids=True)
+    options = request.options
+    count = UsageCount(1, explain=options.explain)
+
+    def told(output: GenerationOutput) -> bytes:
+        count.update(0, output)
+        choices = [
+            TokenChoice(
+                index=delta.index,
+                token_ids=delta.token_ids,
+                logprobs=_logprobs(request, delta.logprobs or (), writer),
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+            )
+            for delta in output.choices
+        ]
+        answer = TokenAnswer(
+            request_id=head.id,
+            model=head.model,
+            choices=choices,
+            usage=count.usage() if output.finished or options.continuous_usage else None,
+            prompt_logprobs=None,
+        )
+        return event(encode(answer))
+
+    shortcut.render_with(told)
+    outputs = service.run((await _request(service, request, head, arrival),), shortcut)
+    async with aclosing(outputs):
+        async for _, output in outputs:
+            yield told(output)
+    yield DONE
+
+
+def _prompt(request: CompletionRequest) -> list[int]:
+    (prompt,) = request.prompts
+    assert isinstance(prompt, list), "parse_token_generate() lets ids through alone"
+    return prompt
+
+
+async def _request(
+    service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
+) -> GenerationRequest:
+    options = request.options
+    prompt = truncated(_prompt(request), options, service.rules.max_model_len)
+    sampling = sampling_for(
+        prompt,
+        options,
+        max_model_len=service.rules.max_model_len,
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        bad_words=await service.prompts.bad_words(options.bad_words),
+    )
+    return generation_request(head.engine_id(0), prompt, sampling, options, arrival)
+
+
+def _logprobs(
+    request: CompletionRequest, entries: Sequence[TokenLogprobs], writer: TokenWriter
+) -> ChatLogprobs | None:
+    if request.options.sampling.logprobs is None:
+        return None
+    return chat_logprobs(entries, writer)

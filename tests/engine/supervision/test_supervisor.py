@@ -1,0 +1,379 @@
+"""Engines that end, hang or are stopped, and what becomes of the requests they had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from paceline.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineDrainingError,
+    EngineLostError,
+    PoisonedRequestError,
+)
+from paceline.engine.process.client import ProcessEngineClient
+from paceline.engine.supervision.supervisor import SupervisedEngineClient
+from paceline.engine.supervision.totals import added
+from paceline.engine.testing import ByteTokenizer
+from paceline.engine.text.output_processor import merge_outputs
+from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
+from tests.engine.null_engine import ARGV
+from tests.engine.process.test_client import BACKEND, make, until
+from tests.engine.process.test_process import is_alive
+
+pytestmark = pytest.mark.anyio
+DIE, HANG = 200, 201
+
+
+@asynccontextmanager
+async def supervised(
+    *,
+    max_restarts: int = 5,
+    stall_timeout: float = 60.0,
+    later: Callable[[int], dict[str, Any]] = lambda _: {},
+    **backend: Any,
+) -> AsyncIterator[SupervisedEngineClient]:
+    """A supervised null engine. ``later`` changes the settings of engine 1, 2..."""
+
+    async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+        settings = {**BACKEND, "step_time": 0.002, **backend}
+        if before is not None:
+            assert not is_alive(before.pid), "two engines at once"
+            settings |= later(number)
+        return await ProcessEngineClient.start(
+            ARGV,
+            json.dumps(settings).encode(),
+            ByteTokenizer,
+            ready_timeout=20.0,
+            stall_timeout=stall_timeout,
+        )
+
+    client = await SupervisedEngineClient.start(start, max_restarts=max_restarts)
+    try:
+        yield client
+    finally:
+        await client.close()
+        assert not is_alive(client.pid)
+
+
+async def whole(client: SupervisedEngineClient, request: GenerationRequest) -> GenerationOutput:
+    """The answer as a server puts it together."""
+    held: list[GenerationOutput] = []
+    async with aclosing(client.generate(request)) as outputs:
+        async for output in outputs:
+            if output.restarted:
+                held.clear()
+            else:
+                held.append(output)
+    return merge_outputs(held)
+
+
+def tokens(output: GenerationOutput) -> tuple[int, ...]:
+    return output.choices[0].token_ids
+
+
+def spawn(client: SupervisedEngineClient, *requests: GenerationRequest) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(whole(client, request)) for request in requests]
+
+
+async def running(client: SupervisedEngineClient, number: int) -> None:
+    await until(lambda: client.stats.num_running == number)
+
+
+async def first(client: SupervisedEngineClient, request: GenerationRequest) -> Any:
+    """A stream whose first delta was read, and that delta."""
+    stream = client.generate(request)
+    return stream, await anext(stream)
+
+
+class TestReplacing:
+    async def test_killed_under_requests(self) -> None:
+        async with supervised() as client:
+            unfaulted = tokens(await whole(client, make("before", max_tokens=300)))
+            tasks = spawn(client, *(make(f"r{i}", max_tokens=300, whole=True) for i in range(20)))
+            stream, begun = await first(client, make("stream", max_tokens=1900))
+            got = list(tokens(begun))
+            await running(client, 21)
+            pid, steps = client.pid, client.stats.num_steps
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(
+                EngineLostError, match=r"SIGKILL; another engine.*try again"
+            ) as lost:
+                async for output in stream:
+                    got += tokens(output)
+            assert lost.value.retry_after >= 1.0
+            assert tuple(got[:300]) == unfaulted[: len(got)]
+            with pytest.raises(EngineLostError):
+                client.check_health()
+            assert not client.faults.up
+            # one that comes meanwhile waits
+            tasks += spawn(client, make("late", max_tokens=300))
+            for answer in await asyncio.gather(*tasks):
+                assert tokens(answer) == unfaulted
+            client.check_health()
+            assert client.pid != pid
+            # counters go on where they were, gauges do not
+            assert client.stats.num_steps >= steps + 300
+            await running(client, 0)
+            assert client.stats.num_free_blocks == client.stats.num_blocks
+            faults = client.faults
+            assert faults.up and faults.losses == (("exit", 1),)
+            assert (faults.num_resent, faults.num_lost, faults.num_poisoned) == (20, 1, 0)
+            assert faults.recovery_seconds > 0
+
+    async def test_stopped_while_idle(self) -> None:
+        async with supervised() as client:
+            os.kill(client.pid, signal.SIGSTOP)
+            await until(lambda: not client.faults.up)
+            assert tokens(await whole(client, make()))
+            assert client.faults.losses == (("stopped", 1),)
+
+    async def test_a_short_stop_is_none(self) -> None:
+        async with supervised() as client:
+            pid = client.pid
+            for _ in range(3):
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(0.4)
+                os.kill(pid, signal.SIGCONT)
+                await asyncio.sleep(0.3)
+            assert client.pid == pid and client.faults.losses == ()
+
+    async def test_an_unstreamed_first_token(self) -> None:
+        # the first step takes longer than anything here: nothing is out when the engine ends
+        async with supervised(step_time=30.0, later=lambda _: {"step_time": 0.002}) as client:
+            tasks = spawn(client, make(max_tokens=2))
+            await until(lambda: bool(client._latest.requests_in_flight()))
+            os.kill(client.pid, signal.SIGKILL)
+            (answer,) = await asyncio.gather(*tasks)
+            assert len(tokens(answer)) == 2
+            assert client.faults.num_resent == 1
+
+    @pytest.mark.parametrize("stall_timeout", [0.5, 60.0])
+    async def test_stall_timeout_ends_a_hanging_step(self, stall_timeout: float) -> None:
+        async with supervised(stall_timeout=stall_timeout, hang_on=HANG) as client:
+            tasks = spawn(client, make("hangs", (HANG, 1)))
+            await asyncio.sleep(1.5)
+            if stall_timeout > 1:
+                assert client.faults.losses == ()
+                tasks[0].cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                os.kill(client.pid, signal.SIGKILL)
+                return
+            with pytest.raises(PoisonedRequestError, match=r"limit 0\.5 s.*it was ended"):
+                await tasks[0]
+            assert client.faults.losses == (("stalled", 2),)
+            assert tokens(await whole(client, make()))
+
+
+class TestPoison:
+    async def test_the_one_to_blame_fails_alone(self) -> None:
+        async with supervised(die_on=DIE) as client:
+            unfaulted = tokens(await whole(client, make("before", max_tokens=100)))
+            good = spawn(client, *(make(f"r{i}", max_tokens=100, whole=True) for i in range(10)))
+            await running(client, 10)
+            (bad,) = spawn(client, make("bad", (DIE, 1)))
+            answers = await asyncio.gather(*good)
+            assert [tokens(answer) for answer in answers] == [unfaulted] * 10
+            with pytest.raises(PoisonedRequestError, match="ended 2 times under this request"):
+                await bad
+            assert client.faults.losses == (("exit", 2),)
+            assert client.faults.num_poisoned == 1
+            assert tokens(await whole(client, make("after", max_tokens=100))) == unfaulted
+
+    async def test_not_to_blame_for_a_suspect(self) -> None:
+        """The first request of the second engine ends it; whoever came fresh is tried on."""
+        async with supervised(die_on=DIE, later=lambda n: {"step_time": 0.05}) as client:
+            (bad,) = spawn(client, make("bad", (DIE, 1)))
+            await until(lambda: not client.faults.up)
+            fresh = spawn(client, make("fresh", max_tokens=3))
+            with pytest.raises(PoisonedRequestError):
+                await bad
+            assert len(tokens((await asyncio.gather(*fresh))[0])) == 3
+
+
+class TestGivingUp:
+    @pytest.mark.parametrize("max_restarts", [0, 2])
+    async def test_after_so_many_restarts(self, max_restarts: int) -> None:
+        async with supervised(max_restarts=max_restarts) as client:
+            deaths: list[EngineDeadError] = []
+            client.on_dead = deaths.append
+            for number in range(max_restarts + 1):
+                await until(lambda: client.faults.up)
+                assert tokens(await whole(client, make(f"r{number}")))
+                assert not deaths
+                os.kill(client.pid, signal.SIGKILL)
+                await until(lambda: not client.faults.up)
+            await until(lambda: bool(deaths))
+            assert "SIGKILL" in str(deaths[0])
+            if max_restarts:
+                assert "2 restarts within 300 s" in str(deaths[0])
+            for ask in (client.check_health, lambda: asyncio.create_task(whole(client, make()))):
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    asked = ask()
+                    if asked is not None:
+                        await asked
+
+    async def test_a_start_that_fails_is_a_restart(self) -> None:
+        def later(number: int) -> dict[str, Any]:
+            if number == 1:
+                raise OSError("no space left for a socket")
+            return {"on_load": "bad checkpoint"} if number == 2 else {}
+
+        async with supervised(later=later) as client:
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.faults.up)
+            assert tokens(await whole(client, make()))
+            # engine 1 did not start, engine 2 did not load
+            assert client.faults.losses == (("exit", 1),)
+
+    async def test_an_engine_without_sockets_leaves_nothing_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+        def bind(*_: object) -> None:
+            raise zmq.ZMQError(24)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Socket, "bind", bind)
+            with pytest.raises(EngineDeadError, match="could not be started"):
+                await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer)
+        assert not list(tmp_path.iterdir())
+        tmp_path.rmdir()
+        with pytest.raises(EngineDeadError, match="no directory"):
+            await ProcessEngineClient.start(ARGV, b"{}", ByteTokenizer)
+
+    async def test_the_first_start_fails_as_it_is(self) -> None:
+        async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+            raise ConfigError("--num-blocks 7 is odd")
+
+        with pytest.raises(ConfigError, match="7 is odd"):
+            await SupervisedEngineClient.start(start)
+
+    async def test_requests_that_wait_are_told(self) -> None:
+        async with supervised(max_restarts=1, later=lambda _: {"on_load": "exit"}) as client:
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.faults.up)
+            with pytest.raises(EngineDeadError, match="exit code 7"):
+                await whole(client, make())
+
+
+class TestEnding:
+    async def test_a_drain_lets_requests_end_on_the_next_engine(self) -> None:
+        async with supervised() as client:
+            tasks = spawn(client, make(max_tokens=50, whole=True))
+            await running(client, 1)
+            draining = asyncio.create_task(client.drain(20.0))
+            os.kill(client.pid, signal.SIGKILL)
+            await draining
+            assert len(tokens(await tasks[0])) == 50
+            with pytest.raises(EngineDrainingError):
+                await whole(client, make("late"))
+
+    async def test_a_drain_that_runs_out_of_time(self) -> None:
+        async with supervised(later=lambda _: {"on_load": "hang"}) as client:
+            tasks = spawn(client, make("runs", max_tokens=1900, whole=True))
+            await running(client, 1)
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.faults.up)
+            tasks += spawn(client, make("waits", n=2))
+            await asyncio.sleep(0.05)
+            await client.drain(0.2)
+            for task in tasks:
+                answer = await task
+                assert {choice.finish_reason for choice in answer.choices} == {"abort"}
+            # and closing does not wait for the engine that never gets ready
+            await asyncio.wait_for(client.close(), timeout=10.0)
+
+    async def test_an_engine_that_ends_during_the_close_has_no_successor(self) -> None:
+        started: list[ProcessEngineClient] = []
+
+        async def start(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+            made = await ProcessEngineClient.start(
+                ARGV, json.dumps(BACKEND).encode(), ByteTokenizer, ready_timeout=20.0
+            )
+            started.append(made)
+            return made
+
+        client = await SupervisedEngineClient.start(start)
+
+        async def ended_while_awaited() -> None:
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                started[0].kill("just now")
+
+        client._watching.cancel()
+        client._watching = asyncio.create_task(ended_while_awaited())
+        await asyncio.sleep(0)
+        before = set(asyncio.all_tasks())
+        await client.close()
+        assert not {task for task in asyncio.all_tasks() - before if not task.done()}
+        assert len(started) == 1 and not is_alive(started[0].pid)
+
+    async def test_hanging_up_while_there_is_no_engine(self) -> None:
+        async with supervised() as client:
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.faults.up)
+            (task,) = spawn(client, make())
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await client.drain(0.0)
+
+
+# how things are now; everything else in a snapshot must go on from engine to engine
+MOMENTARY = {
+    "time", "num_running", "num_waiting", "num_waiting_capacity", "num_waiting_deferred",
+    "num_blocks", "num_free_blocks", "pressure_level", "num_cached_free_blocks", "num_host_blocks",
+    "num_free_host_blocks", "held_by", "classes", "iteration_tokens",
+}  # fmt: skip
+
+
+def test_every_counter_of_a_snapshot_continues() -> None:
+    empty: dict[str, Any] = {"refused": (), "waited": ()}
+    counters = {field.name for field in msgspec.structs.fields(EngineStats)} - MOMENTARY
+    values: dict[str, Any] = {name: empty.get(name, 1) for name in counters} | {"time": 0.0}
+    once = EngineStats(**values)
+    for name in counters - empty.keys():
+        assert getattr(added(once, once), name) == 2, name
+
+
+def test_sums_of_statistics_never_fall() -> None:
+    before = EngineStats(
+        time=9.0,
+        num_steps=5,
+        num_running=3,
+        num_preemptions=2,
+        actual_step_seconds=1.5,
+        refused=(("queue-full", 1), ("pressure", 2)),
+        waited=(("memory", 0.5),),
+    )
+    now = EngineStats(
+        time=1.0,
+        num_steps=1,
+        num_running=1,
+        num_preemptions=1,
+        actual_step_seconds=0.25,
+        refused=(("pressure", 3),),
+        waited=(("slots", 1.0), ("memory", 0.25)),
+        iteration_tokens=(4,),
+    )
+    total = added(before, now)
+    assert (total.num_steps, total.num_preemptions, total.actual_step_seconds) == (6, 3, 1.75)
+    assert dict(total.refused) == {"queue-full": 1, "pressure": 5}
+    assert dict(total.waited) == {"memory": 0.75, "slots": 1.0}
+    # the rest is as it is
+    assert (total.time, total.num_running, total.iteration_tokens) == (1.0, 1, (4,))
