@@ -27,6 +27,8 @@ _SCHEDULER: Final = {
     "max_model_len": Range(1),
     "plan_lead_s": Range(0),
     "max_token_gap_s": Range(0, above=True),
+    "default_ttft_s": Range(0, above=True),
+    "default_tpot_s": Range(0, above=True),
     "best_effort_step_s": Range(0, above=True),
     "priority_ageing_s": Range(0, above=True),
     "coalesce_window_s": Range(0),
@@ -91,6 +93,10 @@ class SchedulerConfig:
     # policies "deadline" and "fair": beside streams a step is planned to take at most so long, or
     # their callers would see them stop; None: as long as their mean pace allows
     max_token_gap_s: float | None = 0.25
+    # policy "deadline": targets of a request that asks for none, so that it gets what chats want
+    # without asking; and none that asks for less time yields before so long. None: no such target
+    default_ttft_s: float | None = None
+    default_tpot_s: float | None = None
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
     best_effort_step_s: float = 0.03
     # a name in paceline.core.policies.POLICIES

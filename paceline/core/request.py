@@ -13,6 +13,7 @@ This module does not know how requests are ordered, where blocks come from, or w
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 
 from paceline.core.sampling_params import SamplingParams
@@ -151,13 +152,15 @@ class Request:
     # host blocks that hold the first num_swapped_tokens tokens' keys and values
     host_block_ids: list[int] = field(default_factory=list)
     num_swapped_tokens: int = 0
-    # of its blocks, those brought back from the host ahead of its turn; and whether that was tried
-    # since it was moved there
 
     # pacing
     tier: Tier = field(init=False)
-    # what the scheduler still aims at: as asked, until the request has aged
+    # what was asked, or what the policy assumes where nothing was
+    slo: Slo = field(init=False)
+    # what the scheduler still aims at of it
     targets: Slo = field(init=False)
+    # seconds after which the first token is late enough for the request to yield
+    late_after: float = field(init=False)
     # its tenant had far less than an equal share when it arrived
     favoured: bool = False
     # it was best effort and waited too long
@@ -179,7 +182,13 @@ class Request:
         lengths = num_prompt.bit_length(), sampling.max_tokens.bit_length()
         self.label = (asked.slo.slo_class, *lengths)
         self.tier = tier_of(asked.slo)
-        self.targets = asked.slo
+        self.aim(asked.slo)
+
+    def aim(self, slo: Slo, least_ttft: float = 0.0) -> None:
+        """Aim at these targets from now on. The request, which does not wait yet, will not be late
+        before ``least_ttft`` seconds."""
+        self.slo = self.targets = slo
+        self.late_after = math.inf if slo.ttft is None else max(slo.ttft, least_ttft)
 
     def move(self, move: Move) -> None:
         """Change the tier by the table of ``tier``; the caller has it in no ordered place.
@@ -200,7 +209,7 @@ class Request:
             # the caller is told with the next tokens
             self.history.demoted, self.told = True, False
         elif move is Move.RESTORE:
-            self.targets = self.asked.slo
+            self.targets = self.slo
             self.history.demoted = False
         if move is Move.REJOIN or move is Move.RESTORE:
             self.order = (self.key, self.order[1])

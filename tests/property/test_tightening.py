@@ -51,7 +51,9 @@ def first_tokens(scheduler: Scheduler, arrivals: Sequence[Request]) -> dict[str,
     return found
 
 
-def served(seed: int, policy: str, ttft: float | None, share: float) -> tuple[float, set[str]]:
+def served(
+    seed: int, policy: str, ttft: float | None, share: float, default: float | None = None
+) -> tuple[float, set[str]]:
     """Seconds to the first token of the request that asks for ``ttft``, and which others, a
     ``share`` of all that came, had theirs in time."""
     rng = random.Random(seed)
@@ -60,6 +62,8 @@ def served(seed: int, policy: str, ttft: float | None, share: float) -> tuple[fl
         max_num_seqs=rng.choice([3, 8]),
         max_num_batched_tokens=640,
         max_model_len=8192,
+        default_ttft_s=default,
+        default_tpot_s=None if default is None else 0.1,
     )
     cache = CacheConfig(
         block_size=4, num_blocks=rng.choice([500, 4000]), enable_prefix_caching=False
@@ -112,3 +116,11 @@ def test_beside_targets_it_yields_in_vain_but_seldom(policy: str) -> None:
                 num_later += 1
                 num_in_vain += not met - met_before
     assert num_in_vain <= 5, f"{num_in_vain} of {num_later} were served later for nothing"
+
+
+def test_what_is_tighter_than_the_default_is_served_no_later_than_that() -> None:
+    """None yields before the default's time is over: a target below it is order alone."""
+    for seed in range(20):
+        waits = [served(seed, "deadline", ttft, 0.0, 1.0)[0] for ttft in (None, 1.0, 0.3, 0.05)]
+        for before, after in pairwise(waits):
+            assert after <= before + STEP, f"seed {seed}: {waits}"

@@ -81,6 +81,7 @@ class Door:
         """
         state, asked = self._state, request.asked
         check_door(request, live, state.config, state.cache)
+        request.aim(state.policy.assumed(request), state.config.default_ttft_s or 0.0)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.FAVOUR)
         if asked.fork_of is not None:

@@ -14,6 +14,7 @@ This module does not know what else fills a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain, islice
 from operator import methodcaller
@@ -77,11 +78,10 @@ class Feasibility:
             return False
         latest, lacking = request.asked.arrival_time, request.num_uncomputed_tokens
         if request.tier is Tier.ORDINARY:
-            ttft = request.asked.slo.ttft
             begun = request.first_token_time is not None or request.num_pending_tokens
-            if ttft is None or request.aged or begun:
+            if request.late_after == math.inf or request.aged or begun:
                 return False
-            latest += ttft
+            latest += request.late_after
         else:
             deadline = request.targets.deadline
             if deadline is None or request.tier is Tier.RELEGATED:
@@ -189,7 +189,7 @@ class Feasibility:
                 starts + unfinished * per_token,
                 # a fork has its prompt already
                 [request.num_lacking_tokens * per_token for request in first],
-                [request.asked.arrival_time + (request.targets.ttft or 0.0) for request in first],
+                [request.asked.arrival_time + request.late_after for request in first],
                 room.group,
             )
             for loser in self._that_yield(losers, first, view, starts):
@@ -221,4 +221,4 @@ def _has_rejoined(request: Request) -> bool:
 
 def _is_aimless(request: Request) -> bool:
     """Whether it never had a target for its first token."""
-    return request.asked.slo.ttft is None
+    return request.slo.ttft is None

@@ -138,7 +138,7 @@ class PacedLimits(StepLimits):
         head = state.waiting.ordinary.peek()
         if head is not None:
             # one at a time, and in order
-            if head.asked.slo.ttft is not None or head.order < (late.key, late.order[1]):
+            if head.slo.ttft is not None or head.order < (late.key, late.order[1]):
                 return
         elif not self.feasibility.may_rejoin(late, self.now, self.others):
             return

@@ -10,6 +10,7 @@ from paceline.core.config import SchedulerConfig
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
+from paceline.core.slo import Slo
 
 __all__ = ["PolicyContext", "SchedulingPolicy"]
 
@@ -39,6 +40,11 @@ class SchedulingPolicy(Protocol):
 
     def make_queue(self) -> WaitingQueue:
         """A queue of waiting requests. Called once for each ``Tier``: they wait apart."""
+        ...
+
+    def assumed(self, request: Request) -> Slo:
+        """The targets of a request that has just come: its own, or what is assumed where it has
+        none."""
         ...
 
     def key(self, request: Request) -> float:

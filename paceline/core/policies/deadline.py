@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.core.policies.fcfs import FcfsPolicy
 from paceline.core.request import Request
+from paceline.core.slo import Slo
 
 __all__ = ["DeadlinePolicy"]
 
@@ -13,19 +16,37 @@ _PATIENCE = 10.0
 _LEVELS = 4
 
 
+def _patience(request: Request) -> float:
+    """By how much its priority stretches the time in which a request that asks for none is begun:
+    each level doubles or halves it, so no level is starved by another."""
+    return float(2.0 ** max(-_LEVELS, min(_LEVELS, request.asked.priority)))
+
+
 class DeadlinePolicy(FcfsPolicy):
     """By the latest moment at which a request must start to meet its targets.
 
     That is its TTFT deadline less the predicted time of its prompt, or its whole deadline less all
     its predicted work, whichever is earlier (least slack first; the hybrid of Niyama, arXiv
-    2503.22562, with the work as the second term). A request without either is content to wait for
-    ten seconds, doubled or halved by each level of its priority.
+    2503.22562, with the work as the second term). Where a request names no target
+    for its first token it has ``default_ttft_s``, or is content to wait for ten seconds; either is
+    doubled or halved by each level of its priority.
 
     Wins: attainment when targets differ. Loses: at overload plain EDF serves the late first and all
     miss; requests that are hopeless must be demoted, and here they are.
     """
 
     bounds_gaps = True
+
+    def assumed(self, request: Request) -> Slo:
+        own, config = request.asked.slo, self._context.config
+        ttft, tpot = own.ttft, own.tpot
+        if own.best_effort:
+            return own
+        if ttft is None and config.default_ttft_s is not None:
+            ttft = config.default_ttft_s * _patience(request)
+        if tpot is None:
+            tpot = config.default_tpot_s
+        return own if (ttft, tpot) == (own.ttft, own.tpot) else replace(own, ttft=ttft, tpot=tpot)
 
     def key(self, request: Request) -> float:
         targets, arrival = request.targets, self._arrival(request)
@@ -36,7 +57,5 @@ class DeadlinePolicy(FcfsPolicy):
         if targets.deadline is not None:
             latest.append(targets.deadline - work.seconds(request))
         if not latest:
-            # each level doubles or halves the patience, so no level is starved by another
-            level = max(-_LEVELS, min(_LEVELS, request.asked.priority))
-            latest = [_PATIENCE * 2.0**level]
+            latest = [_PATIENCE * _patience(request)]
         return arrival + min(latest)

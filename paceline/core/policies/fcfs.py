@@ -9,6 +9,7 @@ from operator import attrgetter
 from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.queues.request_queue import RequestQueue, WaitingQueue
 from paceline.core.request import Request
+from paceline.core.slo import Slo
 from paceline.core.tier import Tier
 
 __all__ = ["FcfsPolicy", "overrides"]
@@ -31,6 +32,9 @@ class FcfsPolicy:
 
     def make_queue(self) -> WaitingQueue:
         return RequestQueue()
+
+    def assumed(self, request: Request) -> Slo:
+        return request.asked.slo
 
     def key(self, request: Request) -> float:
         return self._arrival(request)

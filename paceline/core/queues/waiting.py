@@ -34,7 +34,7 @@ def _is_targeted(request: Request) -> bool:
 
 
 def _first_token_due(request: Request) -> float:
-    return request.asked.arrival_time + (request.targets.ttft or 0.0)
+    return request.asked.arrival_time + request.late_after
 
 
 def _promise(request: Request) -> tuple[float, int, Request] | None:
