@@ -6,8 +6,9 @@ With ``adaptive_token_budget`` it is the least of these, and else ``max_num_batc
 * *slack*: the next token of a request with a TPOT target is due at a known time, so a step may take
   until the earliest of these, and no longer (the dynamic chunk of Niyama, arXiv 2503.22562).
   Requests that are ahead of their schedule thereby lend their time to prompts that wait;
-* short steps where all that runs is best effort, so that a new request is served soon, and while
-  tenants that are kept apart share the engine.
+* short steps where all that runs is best effort, so that a new request is served soon (as long as
+  keeps the pace of those that are late, if there are any), and while tenants that are kept apart
+  share the engine.
 
 ``BackgroundBucket`` is what requests without targets pay for lengthening the steps of others.
 
@@ -82,6 +83,15 @@ class StepBudget:
         row = self._model.predict(StepShape(0, 0.0, 1, 0))
         return max(self._best_effort_step_s, 2.0 * max(row, self._chunk.tile_seconds()[0]))
 
+    def added_seconds(self, view: RunningView) -> float:
+        """The longest that best effort may make the next step: longer where it is alone and late
+        chats are in it, but not than their pace allows."""
+        seconds = self.best_effort_seconds
+        if view.awaited:
+            return seconds
+        paces = [r.targets.tpot for r in view.best_effort if r.targets.tpot is not None]
+        return max(seconds, PACE_SHARE * min(paces, default=0.0))
+
     @property
     def full_step_seconds(self) -> float:
         """Of the longest step in which all is best effort."""
@@ -104,7 +114,7 @@ class StepBudget:
                 tokens = min(tokens, chunk.beside_streams(view.base, start, gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)
         if num_running and not view.awaited:
-            allowed = self.best_effort_seconds
+            allowed = self.added_seconds(view)
         else:
             allowed = min(self._least_spare(view.paced, now), gap)
             allowed /= max(1.0, self._model.quantile(LATE_QUANTILE))

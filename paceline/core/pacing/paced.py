@@ -107,7 +107,7 @@ class Paced:
             feasibility=feasibility,
             bucket=self._bucket,
             guard=guard,
-            added_seconds=self.budget.best_effort_seconds,
+            added_seconds=self.budget.added_seconds(view),
             others=others,
             made_way_for=made_way_for,
         )
