@@ -133,7 +133,7 @@ def observed(slo: Slo, times: RequestTimes | None, timeline: Timeline | None = N
             times=times,
         )
         observer.output(output, times.last_token)
-    observer.close(14.0)
+    observer.end(None, 14.0)
     return registry.render()
 
 
