@@ -232,7 +232,7 @@ def settings(
 ) -> EngineSettings:
     """An engine with room for all its requests at once, so that memory plays no part."""
     blocks_each = -(-length // 16)
-    return EngineSettings(
+    return EngineSettings.of(
         model_name=MODEL,
         model_path=str(path),
         device="cpu",

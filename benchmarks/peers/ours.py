@@ -103,7 +103,7 @@ def _load() -> tuple[_Engine, dict[str, Any]]:
     model, formats, prefix_caching, threads = sys.argv[1:]
     dtype, kv_dtype = formats.split("/")
     core, info = build_core(
-        EngineSettings(
+        EngineSettings.of(
             model_name="model",
             model_path=model,
             compute="native",

@@ -47,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
 
     ``scheduling=False`` is for one caller at a time: no flags for what only several can notice.
     """
-    default = EngineSettings(model_name="", model_path=None, backend="null")
+    default = EngineSettings.of()
     _add_model_options(parser, default)
     _add_cache_options(parser, default)
     if scheduling:
@@ -58,7 +58,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
 
 def add_admission_options(parser: argparse.ArgumentParser) -> None:
     """What a server refuses; offline work refuses nothing."""
-    default = EngineSettings(model_name="", model_path=None, backend="null")
+    default = EngineSettings.of()
     add_flags(parser.add_argument_group("admission"), ADMISSION, default)
 
 
@@ -71,12 +71,12 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         help="null needs no model: tokens computable by hand, to try clients against",
     )
     group.add_argument(
-        "--device", default=default.device, help="auto, cpu, cuda or cuda:N (default auto)"
+        "--device", default=default.load.device, help="auto, cpu, cuda or cuda:N (default auto)"
     )
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "int8", "q4"),
-        default=default.dtype,
+        default=default.load.dtype,
         help="of the weights; auto takes what was measured to be fastest on this processor's level "
         "among what passes the accuracy gate and rounds no more than the file, and the line that "
         "says the server is ready says why; int8 and q4 need --compute native (default auto)",
@@ -84,7 +84,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--kv-dtype",
         choices=("auto", "float32", "bfloat16", "int8"),
-        default=default.kv_dtype,
+        default=default.load.kv_dtype,
         help="of the KV cache; int8 holds nearly twice the tokens of bfloat16 in the same memory; "
         "other than auto needs --compute native; auto: as the weights in 32 or 16 bits, else what "
         "was measured to be fastest beside them (default auto)",
@@ -92,13 +92,13 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--compute",
         choices=("auto", "torch", "native"),
-        default=default.compute,
+        default=default.load.compute,
         help="native computes whole steps in the C++ library, on the CPU; auto takes it where it "
-        f"can serve the model, and the log says why (default {default.compute})",
+        f"can serve the model, and the log says why (default {default.load.compute})",
     )
     group.add_argument(
         "--isa",
-        default=default.isa,
+        default=default.load.isa,
         metavar="LEVEL",
         help="level of the native kernels, such as avx2: no better one is used; one that does not "
         "run here is refused with the names of those that do. The environment's PACELINE_ISA does "
@@ -128,7 +128,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--numa",
         type=_numa,
-        default=default.numa,
+        default=default.load.numa,
         metavar="auto|off|NODES",
         help="where processors of several sockets may be used: auto keeps the model to the NUMA "
         "nodes of the one with most of them, unless --threads are more than its cores; off takes "
@@ -172,9 +172,9 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     group.add_argument(
         "--block-size",
         type=bounded_int(1),
-        default=default.block_size,
+        default=default.load.block_size,
         metavar="N",
-        help=f"tokens per block (default {default.block_size})",
+        help=f"tokens per block (default {default.load.block_size})",
     )
     group.add_argument(
         "--num-blocks",
@@ -240,7 +240,7 @@ def engine_settings(
             )
     else:
         name, path = resolve_path(model)
-    return EngineSettings(
+    return EngineSettings.of(
         model_name=name,
         model_path=path,
         backend=args.backend,

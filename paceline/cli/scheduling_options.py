@@ -30,7 +30,7 @@ class Flag:
     """One flag, and the setting that it becomes."""
 
     name: str
-    # of EngineSettings; where SchedulerConfig or CacheConfig has it too, it is called the same
+    # a name that EngineSettings.of knows
     field: str
     help: str
     # neither of these two: --name and --no-name
@@ -56,7 +56,7 @@ class Flag:
         """The value that stands for the flag left out, in its own units."""
         if self.default is not None:
             return self.default
-        value = getattr(settings, self.field)
+        value = settings.value(self.field)
         return value * self.scale if self.scale != 1.0 else value
 
     def setting(self, value: Any) -> Any:
@@ -290,31 +290,32 @@ def _shown(value: Any) -> str:
 
 
 def default_settings(flags: tuple[Flag, ...]) -> dict[str, Any]:
-    """Fields of EngineSettings and their values, where none of ``flags`` is given."""
-    default = EngineSettings(model_name="", model_path=None, backend="null")
+    """Settings by name, where none of ``flags`` is given."""
+    default = EngineSettings.of()
     return {flag.field: flag.setting(flag.default_of(default)) for flag in flags}
 
 
 def ignored_flags(settings: EngineSettings) -> list[str]:
     """What to say of flags that were changed and have no effect beside the others."""
-    default = EngineSettings(model_name="", model_path=None, backend="null")
+    default = EngineSettings.of()
+    policy = settings.scheduler.policy
     found = []
     for flag in (*SCHEDULING, *ADMISSION):
-        if getattr(settings, flag.field) == flag.setting(flag.default_of(default)):
+        if settings.value(flag.field) == flag.setting(flag.default_of(default)):
             continue
-        if flag.policies and settings.policy in POLICIES and settings.policy not in flag.policies:
+        if flag.policies and policy in POLICIES and policy not in flag.policies:
             users = " and ".join(flag.policies)
             found.append(
-                f"{flag.name} has no effect with --scheduling-policy {settings.policy}: "
+                f"{flag.name} has no effect with --scheduling-policy {policy}: "
                 f"{users} use{'s' if len(flag.policies) == 1 else ''} it"
             )
-        elif flag.adaptive and not settings.adaptive_token_budget:
+        elif flag.adaptive and not settings.scheduler.adaptive_token_budget:
             found.append(f"{flag.name} has no effect with --no-adaptive-token-budget")
     return found
 
 
 def given_settings(args: argparse.Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
-    """Fields of EngineSettings and their values, of ``flags`` that have one in ``args``."""
+    """Settings by name, of ``flags`` that have one in ``args``."""
     return {
         flag.field: flag.setting(value)
         for flag in flags

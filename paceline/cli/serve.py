@@ -423,12 +423,11 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
     """Settings of engine ``number`` that replaces one: of the same size and on the same NUMA nodes,
     whatever memory is free by now and where, so that all that was admitted still fits; on others
     if it may not run there any more. What it records goes to a file of its own."""
-    return replace(
-        settings,
+    return settings.changed(
         num_blocks=before.num_blocks,
         kv_cache_bytes=None,
         max_model_len=before.max_model_len,
-        numa=before.numa_nodes or settings.numa,
+        numa=before.numa_nodes or settings.load.numa,
         numa_fallback=True,
         record=None if settings.record is None else f"{settings.record}.{number}",
     )

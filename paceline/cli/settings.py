@@ -6,9 +6,11 @@ The server's process makes it from flags and hands it to the engine's process on
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
 
+from paceline.backends.settings import BackendSettings
+from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
 
 __all__ = ["ENGINE_PROCESS", "EngineSettings"]
@@ -17,10 +19,15 @@ __all__ = ["ENGINE_PROCESS", "EngineSettings"]
 ENGINE_PROCESS = (sys.executable, "-m", "paceline.cli.engine_process")
 
 
+_ANY: Final = BackendSettings()
+# of an engine that serves; who else drives a scheduler says what it wants
+_SERVED: Final = SchedulerConfig(policy="deadline", background_share=0.1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of one engine. Ranges are checked where the values are used: by the scheduler's
-    configs, by the backend, and by ``wiring.build_core`` for what only fits or not."""
+    """Settings of one engine: the backend's and the scheduler's as these declare them, and what is
+    about neither alone. ``of``, ``value`` and ``changed`` know all of them by name, as flags do."""
 
     # name answers carry; also "model" in /v1/models
     model_name: str
@@ -28,59 +35,16 @@ class EngineSettings:
     model_path: str | None
     # "torch" or "null"
     backend: str = "torch"
-    # "auto", "cpu", "cuda", "cuda:1"
-    device: str = "auto"
-    # of weights: "auto", "float32", "bfloat16", or with native compute "int8" or "q4"
-    dtype: str = "auto"
-    # of the KV cache: "auto", "float32", "bfloat16" or "int8"
-    kv_dtype: str = "auto"
-    # what computes: "torch", "native" for the C++ library, or "auto" for whichever is faster here
-    compute: str = "auto"
-    # level of the native kernels, e.g. "avx2"; None: the best that runs
-    isa: str | None = None
-    # prompt + output tokens of one request; None: as long as the model and the KV cache allow
-    max_model_len: int | None = None
-    # tokens per KV block
-    block_size: int = 16
-    # the KV pool's size in blocks or in bytes, not both; neither: the backend chooses
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
+    # how to load and run the model; the null backend takes the sizes
+    load: BackendSettings = _ANY
+    # its max_model_len is chosen when the backend is there (``wiring.choose_max_model_len``)
+    scheduler: SchedulerConfig = _SERVED
     enable_prefix_caching: bool = True
-    # what cached prefixes that nobody uses may keep of it; None: see ``wiring.idle_blocks``
+    # what cached prefixes that nobody uses may keep of the KV cache; None: see
+    # ``wiring.idle_blocks``
     prefix_cache_bytes: int | None = None
     watermark: float = 0.01
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    policy: str = "deadline"
-    priority_ageing_s: float = 60.0
-    adaptive_token_budget: bool = True
-    coalesce_window_s: float = 0.05
-    coalesce_size: int = 16
-    best_effort_delay_s: float = 60.0
-    bypass_window: int = 8
-    max_bypasses: int = 64
-    best_effort_step_s: float = 0.03
-    max_token_gap_s: float | None = 0.25
-    plan_lead_s: float = 0.002
-    background_share: float | None = 0.1
-    future_memory_check: bool = True
-    pace_admission: bool = True
-    relegate_late: bool = True
-    # None: unlimited, as suits work that is all at hand (paceline generate)
-    max_num_waiting: int | None = None
-    max_predicted_wait_s: float | None = None
-    queue_timeout_s: float | None = None
-    preemption: str = "auto"
-    # host memory for swapped KV blocks; None: half the KV cache's size
-    swap_bytes: int | None = None
-    pressure_threshold: float = 1.0
     pipeline_depth: int = 2
-    # processor threads of the backend; None: as many as it may use of the nodes'
-    threads: int | None = None
-    # the NUMA nodes to compute on: "auto", "off" for all of them, or a list such as "0-1"
-    numa: str = "auto"
-    # of an engine that replaces one: "auto" where these nodes cannot be had any more
-    numa_fallback: bool = False
     # seconds a step of the null backend takes
     null_step_time: float = 0.0
     log_level: str = "info"
@@ -90,9 +54,10 @@ class EngineSettings:
     log_format: str = "text"
 
     def __post_init__(self) -> None:
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+        load = self.load
+        if load.num_blocks is not None and load.kv_cache_bytes is not None:
             raise ConfigError(
-                f"--num-blocks {self.num_blocks} and --kv-cache-memory {self.kv_cache_bytes} both "
+                f"--num-blocks {load.num_blocks} and --kv-cache-memory {load.kv_cache_bytes} both "
                 "size the KV cache: give one of them"
             )
         if self.prefix_cache_bytes is not None and not self.enable_prefix_caching:
@@ -107,6 +72,29 @@ class EngineSettings:
                 f"--null-step-time {self.null_step_time:g} is for --backend null, not for "
                 f"{self.backend}"
             )
+
+    @classmethod
+    def of(cls, **values: Any) -> EngineSettings:
+        """From settings by name, wherever they are declared; the others have their defaults, and
+        without a model it is the null backend."""
+        return cls(model_name="", model_path=None, backend="null").changed(
+            **({} if values.get("model_path") is None else {"backend": "torch"}) | values
+        )
+
+    def changed(self, **values: Any) -> EngineSettings:
+        """With these settings by name, wherever they are declared."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            parts.setdefault(_PART.get(name, ""), {})[name] = value
+        own = parts.pop("", {})
+        return replace(
+            self, **own, **{part: replace(getattr(self, part), **v) for part, v in parts.items()}
+        )
+
+    def value(self, name: str) -> Any:
+        """A setting by name, wherever it is declared."""
+        part = _PART.get(name)
+        return getattr(self if part is None else getattr(self, part), name)
 
     def to_json(self) -> bytes:
         """For the engine process's standard input."""
@@ -123,8 +111,20 @@ class EngineSettings:
             values: Any = json.loads(data)
         except ValueError as error:
             raise ConfigError(f"engine settings are not JSON: {error}") from error
-        known = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != known:
-            got = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise ConfigError(f"engine settings must have exactly {sorted(known)}, got {got}")
-        return cls(**values)
+        values = _exactly(cls, values)
+        parts = {name: made(**_exactly(made, values[name])) for name, made in _PARTS.items()}
+        return cls(**{**values, **parts})
+
+
+_PARTS: Final[dict[str, Any]] = {"load": BackendSettings, "scheduler": SchedulerConfig}
+# where a setting is declared; the backend's max_model_len is the one that is asked for
+_PART: Final = {field.name: part for part in reversed(_PARTS) for field in fields(_PARTS[part])}
+
+
+def _exactly(made: Any, values: Any) -> dict[str, Any]:
+    """``values``, if they name every field of ``made`` and nothing else."""
+    known = {field.name for field in fields(made)}
+    if not isinstance(values, dict) or set(values) != known:
+        got = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ConfigError(f"engine settings must have exactly {sorted(known)}, got {got}")
+    return values

@@ -6,6 +6,7 @@ in the process that makes text. Only ``build_core`` loads torch, and only where 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from paceline.checkpoints.aliases import ALIASES
 from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
-from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.config import CacheConfig
 from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for, fits
 
@@ -56,36 +57,35 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
     from paceline.backends.null import NullBackend
     from paceline.engine.testing import ByteTokenizer
 
+    load = settings.load
     for flag, value, unset in (
-        ("--device", settings.device, "auto"),
-        ("--dtype", settings.dtype, "auto"),
-        ("--kv-dtype", settings.kv_dtype, "auto"),
-        ("--compute", settings.compute, "auto"),
-        ("--isa", settings.isa, None),
-        ("--threads", settings.threads, None),
-        ("--numa", settings.numa, "auto"),
+        ("--device", load.device, "auto"),
+        ("--dtype", load.dtype, "auto"),
+        ("--kv-dtype", load.kv_dtype, "auto"),
+        ("--compute", load.compute, "auto"),
+        ("--isa", load.isa, None),
+        ("--threads", load.threads, None),
+        ("--numa", load.numa, "auto"),
     ):
         if value != unset:
             raise ConfigError(f"{flag} {value} changes nothing with --backend null: leave it out")
-    num_blocks = settings.num_blocks or _NULL_BLOCKS
-    if settings.kv_cache_bytes is not None:
+    num_blocks = load.num_blocks or _NULL_BLOCKS
+    if load.kv_cache_bytes is not None:
         # as NullBackend counts: one 8-byte slot per token
-        num_blocks = settings.kv_cache_bytes // (8 * settings.block_size)
+        num_blocks = load.kv_cache_bytes // (8 * load.block_size)
         if num_blocks < 1:
             raise ConfigError(
-                f"--kv-cache-memory {settings.kv_cache_bytes} bytes hold no block: one of "
-                f"{settings.block_size} tokens takes {8 * settings.block_size} bytes"
+                f"--kv-cache-memory {load.kv_cache_bytes} bytes hold no block: one of "
+                f"{load.block_size} tokens takes {8 * load.block_size} bytes"
             )
     return NullBackend(
         vocab_size=ByteTokenizer().vocab_size,
         num_blocks=num_blocks,
-        block_size=settings.block_size,
+        block_size=load.block_size,
         max_model_len=_NULL_MODEL_LEN,
         step_time=settings.null_step_time,
         num_host_blocks=(
-            num_blocks // 2
-            if settings.swap_bytes is None
-            else settings.swap_bytes // (8 * settings.block_size)
+            num_blocks // 2 if load.swap_bytes is None else load.swap_bytes // (8 * load.block_size)
         ),
     )
 
@@ -94,24 +94,15 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     from paceline.backends.load import load_backend
 
     assert settings.model_path is not None  # checked by EngineSettings
+    load = settings.load
+    if settings.scheduler.preemption == "recompute":
+        # memory that could never be used
+        load = replace(load, swap_bytes=0)
     return load_backend(
         Path(settings.model_path),
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        block_size=settings.block_size,
-        num_blocks=settings.num_blocks,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        threads=settings.threads,
-        numa=settings.numa,
-        numa_fallback=settings.numa_fallback,
+        load,
+        max_num_seqs=settings.scheduler.max_num_seqs,
         own_process=own_process,
-        compute=settings.compute,
-        isa=settings.isa,
-        # memory that could never be used
-        swap_bytes=0 if settings.preemption == "recompute" else settings.swap_bytes,
     )
 
 
@@ -170,14 +161,12 @@ def build_core(
     from paceline.engine.recorder import FileRecorder
     from paceline.engine.text.grammar import GrammarCompiler
 
-    # settings that contradict each other are refused before a model is loaded for them
-    _scheduler_config(settings, settings.max_model_len or 1)
-    load_policy(settings.policy)
+    load_policy(settings.scheduler.policy)
     backend = build_backend(settings, own_process=own_process)
     try:
         info = backend.info
-        max_model_len = choose_max_model_len(settings.max_model_len, info)
-        scheduler = _scheduler_config(settings, max_model_len)
+        max_model_len = choose_max_model_len(settings.load.max_model_len, info)
+        scheduler = replace(settings.scheduler, max_model_len=max_model_len)
         cache = CacheConfig(
             block_size=info.block_size,
             num_blocks=info.num_blocks,
@@ -207,34 +196,6 @@ def build_core(
         backend.close()
         raise
     return core, engine_info(core, settings.model_name)
-
-
-def _scheduler_config(settings: EngineSettings, max_model_len: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
-        policy=settings.policy,
-        priority_ageing_s=settings.priority_ageing_s,
-        adaptive_token_budget=settings.adaptive_token_budget,
-        coalesce_window_s=settings.coalesce_window_s,
-        coalesce_size=settings.coalesce_size,
-        best_effort_delay_s=settings.best_effort_delay_s,
-        bypass_window=settings.bypass_window,
-        max_bypasses=settings.max_bypasses,
-        best_effort_step_s=settings.best_effort_step_s,
-        max_token_gap_s=settings.max_token_gap_s,
-        plan_lead_s=settings.plan_lead_s,
-        background_share=settings.background_share,
-        future_memory_check=settings.future_memory_check,
-        pace_admission=settings.pace_admission,
-        relegate_late=settings.relegate_late,
-        max_num_waiting=settings.max_num_waiting,
-        max_predicted_wait_s=settings.max_predicted_wait_s,
-        queue_timeout_s=settings.queue_timeout_s,
-        preemption=settings.preemption,
-        pressure_threshold=settings.pressure_threshold,
-    )
 
 
 def build_tokenizer(settings: EngineSettings) -> Tokenizer:

@@ -1,59 +1,85 @@
 """What a scheduler tells of itself: counters, and requests by SLO class.
 
-This module does not decide anything.
+A ``SchedulerStats`` is embedded as it is in what an engine sends, so a field that is declared here
+is there for metrics to read. This module does not decide anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from paceline.core.request import Request
 
-__all__ = ["ClassUse", "SchedulerStats", "take_census"]
+__all__ = ["COUNTERS", "ClassUse", "SchedulerStats", "take_census"]
 
 
-@dataclass(frozen=True, slots=True)
+def _counter(default: Any = 0) -> Any:
+    """A number, or numbers by name, that counts from the start and never falls."""
+    return field(default=default, metadata={"counts": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """A snapshot of the scheduler, cheap enough to take every step."""
 
-    num_running: int
-    num_waiting: int
+    num_running: int = 0
+    num_waiting: int = 0
     # waiting for room: a place, memory, tokens of a step
-    num_waiting_capacity: int
+    num_waiting_capacity: int = 0
     # waiting for an event (a fork's parent)
-    num_waiting_deferred: int
-    num_blocks: int
-    num_free_blocks: int
-    # monotonic counters since start
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_recomputed_tokens: int
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_relegated: int = 0
+    num_waiting_deferred: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = _counter()
+    prefix_cache_queries: int = _counter()
+    prefix_cache_hits: int = _counter()
+    num_recomputed_tokens: int = _counter()
+    num_swapped_out_blocks: int = _counter()
+    num_swapped_in_blocks: int = _counter()
+    num_relegated: int = _counter()
     # tokens that were computed for requests that were aborted or failed
-    num_discarded_tokens: int = 0
+    num_discarded_tokens: int = _counter()
     # refused requests by QueueFullError.reason
-    refused: tuple[tuple[str, int], ...] = ()
+    refused: tuple[tuple[str, int], ...] = _counter(())
     # seconds the queue's head was held up, by reason
-    waited: tuple[tuple[str, float], ...] = ()
+    waited: tuple[tuple[str, float], ...] = _counter(())
     # of the pressure valve: 0 (closed) to 4
     pressure_level: int = 0
     # predicted and measured seconds of all steps that were predicted
-    predicted_step_seconds: float = 0.0
-    actual_step_seconds: float = 0.0
+    predicted_step_seconds: float = _counter(0.0)
+    actual_step_seconds: float = _counter(0.0)
     # tokens computed in rows of several tokens, and of one
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
+    num_prefill_tokens: int = _counter()
+    num_decode_tokens: int = _counter()
     # free blocks that the prefix cache can still find
     num_cached_free_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: none waits
     held_by: str | None = None
+
+    def after(self, before: SchedulerStats) -> SchedulerStats:
+        """This snapshot with its counters continuing those of ``before``, another scheduler's, as
+        if there had been one."""
+        return replace(
+            self,
+            **{name: _sum(getattr(before, name), getattr(self, name)) for name in COUNTERS},
+        )
+
+
+# the fields of SchedulerStats that add up; the rest is how things are now
+COUNTERS = tuple(entry.name for entry in fields(SchedulerStats) if entry.metadata.get("counts"))
+
+
+def _sum(before: Any, now: Any) -> Any:
+    if not isinstance(now, tuple):
+        return before + now
+    total = dict(before)
+    for name, count in now:
+        total[name] = total.get(name, 0) + count
+    return tuple(total.items())
 
 
 class ClassUse(NamedTuple):

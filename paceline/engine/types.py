@@ -16,7 +16,7 @@ import msgspec
 from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.stats import ClassUse
+from paceline.core.stats import ClassUse, SchedulerStats
 
 __all__ = [
     "TOO_AMBIGUOUS",
@@ -28,6 +28,7 @@ __all__ = [
     "GenerationOutput",
     "GenerationRequest",
     "RequestTimes",
+    "SchedulerStats",
     "Timeline",
     "TokenLogprobs",
     "tokens_per_second",
@@ -161,43 +162,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     # steps completed since start; health compares it with unfinished work
     num_steps: int
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_capacity: int = 0
-    num_waiting_deferred: int = 0
-    num_blocks: int = 1
-    num_free_blocks: int = 1
-    # monotonic counters since start
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_recomputed_tokens: int = 0
-    num_swapped_out_blocks: int = 0
-    num_swapped_in_blocks: int = 0
-    num_relegated: int = 0
-    num_discarded_tokens: int = 0
-    # requests refused, by QueueFullError.reason
-    refused: tuple[tuple[str, int], ...] = ()
-    # seconds the head of the queue was held up, by reason
-    waited: tuple[tuple[str, float], ...] = ()
-    # of the memory-pressure valve, 0 to 4
-    pressure_level: int = 0
-    # of all steps whose time was predicted
-    predicted_step_seconds: float = 0.0
-    actual_step_seconds: float = 0.0
-    # tokens computed in rows of several tokens, and of one, since start
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    # free blocks that the prefix cache can still find
-    num_cached_free_blocks: int = 0
-    num_host_blocks: int = 0
-    num_free_host_blocks: int = 0
-    # what holds the head of the queue up now; None: nobody waits
-    held_by: str | None = None
+    scheduler: SchedulerStats = SchedulerStats()
     # by SLO class, up to a tenth of a second old
     classes: tuple[ClassUse, ...] = ()
     # tokens computed in each step since the last snapshot
     iteration_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def at_rest(cls, info: EngineInfo) -> EngineStats:
+        """Of an engine that has done nothing and does nothing."""
+        idle = SchedulerStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        return cls(time=0.0, num_steps=0, scheduler=idle)
 
 
 def tokens_per_second(tokens: int, choices: int, seconds: float) -> float | None:

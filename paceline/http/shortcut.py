@@ -3,13 +3,22 @@
 ::
 
     the usual way   message -> stream -> (its task's turn) -> generators -> send() -> connection
-    the short way   message -> Shortcut -> BodyWriter -> connection
+    the short way   message -> sink -> Shortcut -> BodyWriter -> connection
 
 Both carry the same bytes in the same order; the short one costs no turn of the event loop, and few
-calls, which is what there is to save: all of it happens for every token of every stream. It is
-open between a stream's first event and its last, while the server's own protocol writes and the
-connection takes more. The first output, the last, whatever ends a choice, and what comes while a
-reader is slow go the usual way, so waiting, errors and disconnects are nobody's business here.
+calls, which is what there is to save: all of it happens for every token of every stream. Whoever
+brings the message asks a **sink** first, which either takes an output or leaves it to the usual
+way. The sink of a streamed answer gives it to a ``Shortcut``, which knows two things: from the
+endpoint how an output **reads** (``render_with``), from the response where that **goes** (``open``,
+with the ``BodyWriter`` that the server's own protocol puts into the scope).
+
+It is open between a stream's first event and its last, while the protocol writes and the connection
+takes more. What keeps both ways in order:
+
+* the sink is asked only while the stream's reader has read everything and waits for more;
+* the first output, the last, and whatever ends a choice go the usual way, so errors, waiting and
+  disconnects are handled there alone;
+* while a reader is slow, outputs go the usual way, where they are joined until they are read.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -16,14 +16,9 @@ from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestError,
-    RequestFailedError,
 )
 from paceline.engine.protocol import EngineClient
-from paceline.engine.text.output_processor import merge_outputs
-from paceline.engine.types import TOO_AMBIGUOUS, EngineStats, GenerationOutput, GenerationRequest
+from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.http.keys import KeyRing
 from paceline.http.rate_limits import RateLimiter, Tally, current_ticket
 from paceline.http.rate_limits.store import RateStore
@@ -36,6 +31,7 @@ from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.metrics.faults import FaultCollector
 from paceline.server.prompts import PromptMaker
 from paceline.server.response_store import ResponseStore
+from paceline.server.runs import RunObserver, merged, run_one
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 from paceline.server.tracing import Tracing
 
@@ -43,8 +39,6 @@ __all__ = ["Service", "make_service"]
 
 _log = logging.getLogger("paceline.server")
 
-# outputs of a whole answer that are kept before they are joined
-_HELD: Final = 256
 DRAINING: Final = "the server is shutting down and takes no new requests"
 
 
@@ -141,7 +135,18 @@ class Service:
         if len(self.keys) and not self.config.share_prefix_cache:
             requests = [_salted(request) for request in requests]
         tally = Tally.of(len(requests))
-        outputs = self._run(requests, tally, shortcut)
+        alone = len(requests) == 1
+        outputs = merged(
+            [
+                run_one(
+                    self.client,
+                    request,
+                    partial(self._observers, request, tally, index),
+                    shortcut if alone else None,
+                )
+                for index, request in enumerate(requests)
+            ]
+        )
         ticket = current_ticket()
         if ticket is None or self.limiter is None:
             return outputs
@@ -153,153 +158,68 @@ class Service:
             tally,
         )
 
-    async def _run(
-        self,
-        requests: Sequence[GenerationRequest],
-        tally: Tally,
-        shortcut: Shortcut[GenerationOutput] | None,
-    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-        if len(requests) == 1:
-            async with aclosing(self._run_one(requests[0], tally, 0, shortcut)) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-        # bounded, so that a slow reader slows the engine client down, which merges deltas
-        queue: asyncio.Queue[tuple[int, GenerationOutput | Exception | None]]
-        queue = asyncio.Queue(2 * len(requests))
+    def _observers(
+        self, request: GenerationRequest, tally: Tally, index: int
+    ) -> Sequence[RunObserver]:
+        """Whoever hears of one request, which ``tally`` knows by ``index``."""
+        counted = RequestObserver(self.metrics.requests, request)
+        observers: list[RunObserver] = [_Tallied(tally, index), counted]
+        if self.tracing is not None:
+            observers.append(self.tracing.follow(request))
+        return (*observers, _Logged(request, counted))
 
-        async def pump(index: int, request: GenerationRequest) -> None:
-            try:
-                async with aclosing(self._run_one(request, tally, index)) as outputs:
-                    async for output in outputs:
-                        await queue.put((index, output))
-            except Exception as error:
-                await queue.put((index, error))
-            else:
-                await queue.put((index, None))
 
-        tasks = [asyncio.ensure_future(pump(i, request)) for i, request in enumerate(requests)]
-        try:
-            running = len(tasks)
-            while running:
-                index, item = await queue.get()
-                if item is None:
-                    running -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield index, item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+class _Tallied:
+    """Tells the rate limit how much was generated."""
 
-    async def _run_one(
-        self,
-        request: GenerationRequest,
-        tally: Tally,
-        index: int,
-        shortcut: Shortcut[GenerationOutput] | None = None,
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        """Deltas of one request, of whose tokens ``tally`` hears under ``index`` at once."""
-        observer = RequestObserver(self.metrics.requests, request)
-        trace = None if self.tracing is None else self.tracing.follow(request)
-        end, refused, shed = "abort", False, False
-        failure: Exception | None = None
-        # of a request whose answer goes out whole: what may still turn out to be void
-        held: list[GenerationOutput] = []
+    def __init__(self, tally: Tally, index: int) -> None:
+        self._tally = tally
+        self._index = index
 
-        def hold(output: GenerationOutput) -> None:
-            held.append(output)
-            if len(held) >= _HELD:
-                held[:] = [merge_outputs(held)]
+    def output(self, output: GenerationOutput, now: float) -> None:
+        self._tally.note(self._index, output.num_output_tokens)
 
-        def sink(output: GenerationOutput) -> bool:
-            """Whatever nobody has to be woken for."""
-            for choice in output.choices:
-                if choice.finish_reason is not None:
-                    return False
-            if not request.whole and (shortcut is None or not shortcut.is_open):
-                return False
-            now = time.monotonic()
-            tally.generated[index] = output.num_output_tokens
-            observer.output(output, now)
-            if trace is not None:
-                trace.output(output)
-            if request.whole:
-                hold(output)
-            elif shortcut is not None:
-                shortcut.take(output, now)
-            return True
+    def restarted(self) -> None:
+        """What was generated for nobody is charged until more than that was generated anew."""
 
-        outputs = self.client.generate(request, sink)
-        try:
-            async for output in outputs:
-                if output.restarted:
-                    observer.restarted()
-                    held.clear()
-                    continue
-                tally.note(index, output.num_output_tokens)
-                observer.output(output, time.monotonic())
-                if trace is not None:
-                    trace.output(output)
-                self._check(output)
-                if output.finished:
-                    end = "done"
-                if not request.whole:
-                    yield output
-                    continue
-                hold(output)
-                if output.finished:
-                    yield merge_outputs(held)
-                else:
-                    # the counts
-                    yield msgspec.structs.replace(output, choices=(), prompt_logprobs=None)
-        except Exception as error:
-            end, refused = type(error).__name__, isinstance(error, RequestError)
-            shed = isinstance(error, QueueFullError)
-            failure = error
-            raise
-        finally:
-            now = time.monotonic()
-            observer.close(now, refused=refused, shed=shed)
-            if trace is not None:
-                trace.end(failure, now)
-            await _close(outputs)
-            _log.info(
-                "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s "
-                "queued=%s waited_for=%s chunks=%s preemptions=%d recomputed_tokens=%s "
-                "predicted_ttft=%s ttft=%s tokens_per_second=%s",
-                request.request_id,
-                len(request.prompt_token_ids),
-                observer.num_output_tokens,
-                request.n,
-                time.monotonic() - request.arrival_time,
-                end,
-                *observer.story(),
-            )
+    def end(self, error: Exception | None, now: float) -> None:
+        """The limiter ends with the exchange."""
 
-    def _check(self, output: GenerationOutput) -> None:
-        for choice in output.choices:
-            if choice.finish_reason == "error":
-                message = choice.error or "the engine failed on this request"
-                if TOO_AMBIGUOUS in message:
-                    raise InvalidRequestError(message)
-                raise RequestFailedError(message)
-            if choice.finish_reason == "abort":
-                # nobody else ends a request whose caller still listens
-                raise EngineDrainingError("the request was aborted: the server is shutting down")
+
+class _Logged:
+    """Writes one line at the end."""
+
+    def __init__(self, request: GenerationRequest, counted: RequestObserver) -> None:
+        self._request = request
+        self._counted = counted
+
+    def output(self, output: GenerationOutput, now: float) -> None:
+        """What it came to is counted elsewhere."""
+
+    def restarted(self) -> None:
+        """The line tells of the engine that ended it."""
+
+    def end(self, error: Exception | None, now: float) -> None:
+        request, counted = self._request, self._counted
+        end = "done" if counted.is_finished else "abort"
+        _log.info(
+            "request id=%s prompt_tokens=%d output_tokens=%d n=%d seconds=%.3f end=%s "
+            "queued=%s waited_for=%s chunks=%s preemptions=%d recomputed_tokens=%s "
+            "predicted_ttft=%s ttft=%s tokens_per_second=%s",
+            request.request_id,
+            len(request.prompt_token_ids),
+            counted.num_output_tokens,
+            request.n,
+            now - request.arrival_time,
+            end if error is None else type(error).__name__,
+            *counted.story(),
+        )
 
 
 def _salted(request: GenerationRequest) -> GenerationRequest:
     """With a salt of its tenant's own, in which the caller's cannot stand for another tenant's."""
     salt = f"{len(request.tenant)}:{request.tenant}:{request.cache_salt or ''}"
     return msgspec.structs.replace(request, cache_salt=salt)
-
-
-async def _close(outputs: AsyncIterator[GenerationOutput]) -> None:
-    if isinstance(outputs, AsyncGenerator):
-        await outputs.aclose()
 
 
 def make_service(client: EngineClient, config: ServerConfig) -> Service:

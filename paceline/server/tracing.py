@@ -161,13 +161,16 @@ class RequestTrace:
         self._finish_reasons: dict[int, str] = {}
         self._timelines: dict[int, Timeline] = {}
 
-    def output(self, output: GenerationOutput) -> None:
+    def output(self, output: GenerationOutput, now: float) -> None:
         self._last = output
         for choice in output.choices:
             if choice.finish_reason is not None:
                 self._finish_reasons[choice.index] = choice.finish_reason
             if choice.timeline is not None:
                 self._timelines[choice.index] = choice.timeline
+
+    def restarted(self) -> None:
+        """Nothing is taken back: what comes anew stands in its place."""
 
     def end(self, error: Exception | None, now: float) -> None:
         """Make the spans.

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.load import _placed, load_backend
+from paceline.backends.load import _placed
 from paceline.backends.native import unavailable_reason
 from paceline.backends.placement import choose_placement
+from paceline.backends.settings import BackendSettings
 from paceline.backends.topology import allowed_cpus, format_list, parse_list
 from paceline.backends.worker import WorkerBackend
 from paceline.cli.serve import ready_line, successor
@@ -32,6 +33,7 @@ from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import GenerationRequest
+from tests.backends.loading import load_backend
 from tests.backends.machines import Machine
 from tests.backends.plans import Plans
 
@@ -225,15 +227,15 @@ def test_nodes_that_cannot_be_had_any_more(
     device: str, nodes: str, here: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that replaces one goes where auto sends it, instead of never starting again."""
-    assert _placed(None, "1", device=device, fallback=True).nodes == "1"
+    assert _placed(BackendSettings(numa="1", numa_fallback=True), device).nodes == "1"
     assert not caplog.messages
     gone = ALLOWED[-1] + 1
     here.nodes({1: str(gone), 2: str(ALLOWED[1])})
     reason = f"--numa 1 leaves no processor on node 1 (CPUs {gone}): this process may use CPUs "
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        _placed(None, "1", device=device, fallback=False)
+        _placed(BackendSettings(numa="1"), device)
     assert not caplog.messages
-    assert _placed(None, "1", device=device, fallback=True).nodes == nodes
+    assert _placed(BackendSettings(numa="1", numa_fallback=True), device).nodes == nodes
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(f"numa_fallback numa=1 reason={reason}")
@@ -243,7 +245,7 @@ def test_nodes_that_cannot_be_had_any_more(
 async def test_an_engine_process_and_its_successor_run_on_one_node(
     machine: Machine, llama_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = EngineSettings(
+    settings = EngineSettings.of(
         model_name="tiny", model_path=str(llama_folder), device="cpu", num_blocks=16, max_num_seqs=4
     )
     argv = (sys.executable, "-c", ENGINE, str(machine.root))

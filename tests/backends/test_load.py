@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.load import _choose_sizes
+from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import ModelLoader
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.linear import DenseLinear, Linear, PackedLinear, make_linear
@@ -246,16 +247,8 @@ class Sizes:
 )
 def test_blocks_to_swap_to(max_host_bytes: float, swap_bytes: int | None, expected: int) -> None:
     loader = cast("ModelLoader", Sizes(1000, max_host_bytes))
-    sizes = _choose_sizes(
-        loader,
-        num_blocks=11,
-        kv_cache_bytes=None,
-        swap_bytes=swap_bytes,
-        block_size=16,
-        max_num_seqs=4,
-        max_model_len=100,
-    )
-    assert sizes == (11, expected)
+    settings = BackendSettings(num_blocks=11, swap_bytes=swap_bytes)
+    assert _choose_sizes(loader, settings, 4, 100) == (11, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

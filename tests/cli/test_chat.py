@@ -46,7 +46,7 @@ def talk(
             )
             result = await body(conversation)
             async with asyncio.timeout(10):
-                while client.stats.num_running or client.num_unfinished:
+                while client.stats.scheduler.num_running or client.num_unfinished:
                     await asyncio.sleep(0.01)
             return result
         finally:

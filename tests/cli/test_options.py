@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.backends.settings import BackendSettings
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.cli.main import build_parser
 from paceline.cli.options import (
@@ -19,6 +20,7 @@ from paceline.cli.options import (
 from paceline.cli.scheduling_options import ignored_flags
 from paceline.cli.serve import _server_config, slo_class
 from paceline.cli.settings import EngineSettings
+from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.slo import Slo
 
@@ -116,9 +118,9 @@ def test_bounded_float_refuses(text: str) -> None:
 def test_a_flag_sets_its_field_and_no_other(flags: list[str], field: str, value: object) -> None:
     plain = settings()
     changed = settings(*flags)
-    assert getattr(changed, field) == value
+    assert changed.value(field) == value
     assert changed != plain
-    assert replace(changed, **{field: getattr(plain, field)}) == plain
+    assert changed.changed(**{field: plain.value(field)}) == plain
 
 
 @pytest.mark.parametrize("text", ["on", "-1", "1.5", "0,", "1-0", "0-1,auto", "0-123456", "", " "])
@@ -132,7 +134,7 @@ def test_what_are_no_numa_nodes_is_refused(text: str, capsys: pytest.CaptureFixt
 
 
 def test_what_a_server_does_unless_told_otherwise() -> None:
-    plain = settings()
+    plain = settings().scheduler
     assert plain.pressure_threshold == 1.0
     assert plain.policy == "deadline"
     assert plain.max_num_waiting == 2048
@@ -145,7 +147,7 @@ def test_offline_work_is_never_refused() -> None:
     offline = Parser(prog="paceline test")
     add_model_argument(offline)
     add_engine_options(offline)
-    made = engine_settings(offline.parse_args(["--backend", "null"]))
+    made = engine_settings(offline.parse_args(["--backend", "null"])).scheduler
     assert made.max_num_waiting is made.max_predicted_wait_s is made.queue_timeout_s is None
     assert made.pressure_threshold == 1.0
 
@@ -277,9 +279,11 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     elsewhere = {"model_name", "model_path", "log_level", "log_format", "record"}
     # set for an engine that replaces one
     elsewhere.add("numa_fallback")
-    for field in fields(EngineSettings):
-        if field.name not in elsewhere:
-            assert renamed.get(field.name, field.name) in flags, field.name
+    elsewhere |= {"load", "scheduler"}
+    for part in (EngineSettings, BackendSettings, SchedulerConfig):
+        for field in fields(part):
+            if field.name not in elsewhere:
+                assert renamed.get(field.name, field.name) in flags, field.name
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(policy: str) -> EngineSettings:
-    return EngineSettings(model_name="null", model_path=None, backend="null", policy=policy)
+    return EngineSettings.of(model_name="null", model_path=None, backend="null", policy=policy)
 
 
 @pytest.mark.usefixtures("offered")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,19 +188,23 @@ def test_max_engine_restarts(restarts: int) -> None:
 
 
 def test_a_successor_is_like_the_engine_before() -> None:
-    settings = EngineSettings(
+    settings = EngineSettings.of(
         model_name="m", model_path=None, backend="null", kv_cache_bytes=10**6, record="steps.jsonl"
     )
     made = successor(settings, INFO, 2)
     # what was admitted must fit, however much memory is free now
-    assert (made.num_blocks, made.kv_cache_bytes, made.max_model_len) == (8, None, 100)
+    assert (made.load.num_blocks, made.load.kv_cache_bytes, made.load.max_model_len) == (
+        8,
+        None,
+        100,
+    )
     assert made.record == "steps.jsonl.2"
     # and lie where it lay, wherever most memory is free now; one bound to no node chooses anew
-    assert (made.numa, made.numa_fallback) == ("auto", True)
+    assert (made.load.numa, made.load.numa_fallback) == ("auto", True)
     on_two = successor(settings, msgspec.structs.replace(INFO, numa_nodes="0-1"), 2)
-    assert on_two == replace(made, numa="0-1")
+    assert on_two == made.changed(numa="0-1")
     # the nodes asked for are tried again when the engine before had to do without
-    assert successor(replace(settings, numa="1"), INFO, 2) == replace(made, numa="1")
+    assert successor(settings.changed(numa="1"), INFO, 2) == made.changed(numa="1")
     assert EngineSettings.from_json(made.to_json()) == made
 
 

@@ -148,7 +148,7 @@ def test_without_a_recording_it_is_what_serve_would_start() -> None:
     settings = engine_settings(serve)
     for name in (field.name for field in fields(SchedulerConfig)):
         if name != "max_model_len":
-            assert getattr(config.scheduler, name) == getattr(settings, name), name
+            assert getattr(config.scheduler, name) == getattr(settings.scheduler, name), name
     assert config.cache.watermark == settings.watermark
     assert config.pipeline_depth == settings.pipeline_depth
 

@@ -25,7 +25,7 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.server.config import ServerConfig
 
-NULL = EngineSettings(model_name="null", model_path=None, backend="null", num_blocks=8)
+NULL = EngineSettings.of(model_name="null", model_path=None, backend="null", num_blocks=8)
 
 
 def info(**changes: object) -> BackendInfo:
@@ -52,11 +52,11 @@ def test_idle_prefixes_hold_as_much_as_the_model_and_256_mib_beside_a_small_one(
         with (large / name).open("wb") as file:
             # sparse: nothing is written
             file.truncate(200 * 2**20)
-    model = replace(NULL, backend="torch", model_path=str(small))
+    model = NULL.changed(backend="torch", model_path=str(small))
     # blocks of 1 MiB
     assert idle_blocks(model, info()) == 256
-    assert idle_blocks(replace(model, model_path=str(large)), info()) == 400
-    assert idle_blocks(replace(model, prefix_cache_bytes=5 * 2**20), info()) == 5
+    assert idle_blocks(model.changed(model_path=str(large)), info()) == 400
+    assert idle_blocks(model.changed(prefix_cache_bytes=5 * 2**20), info()) == 5
     # memory of a GPU is taken at once, the null backend's never
     assert idle_blocks(model, info(device="cuda:0")) is None
     assert idle_blocks(NULL, info()) is None
@@ -65,7 +65,7 @@ def test_idle_prefixes_hold_as_much_as_the_model_and_256_mib_beside_a_small_one(
 @pytest.mark.parametrize(("limit", "found"), [(None, 8), (2 * 4 * 8, 0)])
 def test_the_limit_on_idle_prefixes_reaches_the_pool(limit: int | None, found: int) -> None:
     # room for two blocks of the null backend's 8 bytes a token: two of a prompt's three are cached
-    core, _ = build(replace(NULL, block_size=4, prefix_cache_bytes=limit).to_json())
+    core, _ = build(NULL.changed(block_size=4, prefix_cache_bytes=limit).to_json())
     try:
         for number, first in enumerate((0, 20, 40, 0)):
             prompt = list(range(first, first + 9))
@@ -129,8 +129,7 @@ def test_start_up_and_admission_agree() -> None:
 
 
 def test_settings_reach_the_engine() -> None:
-    settings = replace(
-        NULL,
+    settings = NULL.changed(
         block_size=4,
         max_num_seqs=3,
         max_num_batched_tokens=7,
@@ -183,19 +182,18 @@ def test_settings_reach_the_engine() -> None:
 )
 def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build_core(replace(NULL, **changes))  # type: ignore[arg-type]
+        build_core(NULL.changed(**changes))
 
 
 def test_contradictions_are_found_before_the_model_is_loaded() -> None:
-    settings = EngineSettings(
-        model_name="m", model_path="/no/such/model", max_num_batched_tokens=1, max_num_seqs=2
-    )
     with pytest.raises(ConfigError, match="max_num_batched_tokens=1"):
-        build_core(settings)
+        EngineSettings.of(
+            model_name="m", model_path="/no/such/model", max_num_batched_tokens=1, max_num_seqs=2
+        )
 
 
 def test_memory_in_bytes_sizes_the_pool() -> None:
-    backend = build_backend(replace(NULL, num_blocks=None, kv_cache_bytes=1280))
+    backend = build_backend(NULL.changed(num_blocks=None, kv_cache_bytes=1280))
     # 8 bytes a token, 16 tokens a block
     assert backend.info.num_blocks == 10
     backend.close()
@@ -231,9 +229,9 @@ assert "torch" not in sys.modules, "torch was loaded"
 def test_the_default_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
-    known = EngineSettings(model_name="smollm2-135m", model_path=str(file))
+    known = EngineSettings.of(model_name="smollm2-135m", model_path=str(file))
     assert default_sampling(known) == {"temperature": 0.2, "top_p": 0.9}
-    assert default_sampling(replace(known, model_name=str(file))) == {}
+    assert default_sampling(known.changed(model_name=str(file))) == {}
     assert default_sampling(NULL) == {}
     # it is a valid default of a server
     ServerConfig(default_sampling=default_sampling(known))

@@ -60,7 +60,7 @@ def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from paceline.backends.load import load_backend
+    from tests.backends.loading import load_backend
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -36,7 +36,7 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def backend(smollm2_path: Path, threads: int | None) -> Iterator[ModelBackend]:
-    from paceline.backends.load import load_backend
+    from tests.backends.loading import load_backend
 
     made = load_backend(
         smollm2_path,

@@ -29,7 +29,7 @@ def llm(smollm2_path: Path, threads: int | None) -> Iterator[LLM]:
     from paceline.cli.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
 
-    settings = EngineSettings(
+    settings = EngineSettings.of(
         model_name="m",
         model_path=str(smollm2_path),
         compute="native" if unavailable_reason() is None else "torch",

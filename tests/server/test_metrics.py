@@ -383,7 +383,7 @@ def test_requests_with_broken_numbers_are_corrupted() -> None:
             ),
             1.0,
         )
-        observer.close(1.0)
+        observer.end(None, 1.0)
     assert metric(registry.render(), "vllm:corrupted_requests_total") == 1
     assert metric(registry.render(), "vllm:request_success_total", finished_reason="error") == 2
 

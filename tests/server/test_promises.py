@@ -25,6 +25,7 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
     RequestTimes,
+    SchedulerStats,
 )
 from paceline.http.errors import error_response, reply_to
 from paceline.http.exposition import Registry
@@ -50,19 +51,21 @@ def test_retry_after_is_the_estimate_in_whole_seconds(seconds: float, told: str)
 SNAPSHOT = EngineStats(
     time=0.0,
     num_steps=1,
-    num_recomputed_tokens=11,
-    num_discarded_tokens=12,
-    num_swapped_out_blocks=13,
-    num_swapped_in_blocks=14,
-    num_relegated=15,
-    num_preemptions=16,
-    num_host_blocks=30,
-    num_free_host_blocks=13,
-    pressure_level=3,
-    refused=(("pressure", 18), ("queue-full", 19)),
-    waited=(("memory", 2.5), ("pace", 3.5)),
-    predicted_step_seconds=4.5,
-    actual_step_seconds=5.5,
+    scheduler=SchedulerStats(
+        num_recomputed_tokens=11,
+        num_discarded_tokens=12,
+        num_swapped_out_blocks=13,
+        num_swapped_in_blocks=14,
+        num_relegated=15,
+        num_preemptions=16,
+        num_host_blocks=30,
+        num_free_host_blocks=13,
+        pressure_level=3,
+        refused=(("pressure", 18), ("queue-full", 19)),
+        waited=(("memory", 2.5), ("pace", 3.5)),
+        predicted_step_seconds=4.5,
+        actual_step_seconds=5.5,
+    ),
 )
 
 
@@ -130,7 +133,7 @@ def observed(slo: Slo, times: RequestTimes | None, timeline: Timeline | None = N
             times=times,
         )
         observer.output(output, times.last_token)
-    observer.close(14.0)
+    observer.end(None, 14.0)
     return registry.render()
 
 

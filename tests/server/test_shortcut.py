@@ -203,7 +203,7 @@ async def test_an_error_on_the_short_way_ends_its_stream(
     assert error["error"]["code"] == 500
     assert len(written) == 3
     async with asyncio.timeout(5):
-        while engine.num_unfinished or engine.stats.num_running:
+        while engine.num_unfinished or engine.stats.scheduler.num_running:
             await asyncio.sleep(0.01)
 
 

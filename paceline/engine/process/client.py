@@ -58,10 +58,7 @@ class ProcessEngineClient(EngineFrontend):
     def __init__(self, child: _Child, tokenizer: Tokenizer, stall_timeout: float) -> None:
         assert child.info is not None, "the engine is not ready"
         info = child.info
-        stats = EngineStats(
-            time=0.0, num_steps=0, num_blocks=info.num_blocks, num_free_blocks=info.num_blocks
-        )
-        super().__init__(tokenizer, stats, stall_timeout)
+        super().__init__(tokenizer, EngineStats.at_rest(info), stall_timeout)
         self._info = info
         self._child = child
         self._closing: asyncio.Task[None] | None = None

@@ -48,7 +48,7 @@ from paceline.engine.supervision.supervised import (
     fail_wait,
     restarted_output,
 )
-from paceline.engine.supervision.totals import added, at_rest
+from paceline.engine.supervision.totals import added
 from paceline.engine.supervision.watchdog import watch
 from paceline.engine.types import (
     EngineFaults,
@@ -364,7 +364,7 @@ class SupervisedEngineClient:
         self._counts.losses[kind] += 1
         self._lost_why = why
         self._before = self._stats
-        self._note_stats(at_rest(engine.client.info))
+        self._note_stats(EngineStats.at_rest(engine.client.info))
         _log.error("engine_lost kind=%s reason=%r requests=%d", kind, why, len(self._calls))
         self._replacing = asyncio.create_task(self._replace(engine.client))
 

@@ -1,15 +1,25 @@
-"""What the engine says of itself, from the latest of its snapshots."""
+"""What the engine says of itself, from the latest of its snapshots.
+
+A number of the scheduler's is one call in ``EngineMetrics.__init__``: its family, and which field
+of ``SchedulerStats`` it is read off.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Final, Literal
 
 from paceline.core.queues.wait_clocks import REASONS
-from paceline.engine.types import EngineInfo, EngineStats
-from paceline.http.exposition import Registry
+from paceline.engine.types import EngineInfo, EngineStats, SchedulerStats
+from paceline.http.exposition import Number, Registry
 from paceline.server.metrics.buckets import ITERATION_TOKEN_BUCKETS
 
 __all__ = ["EngineMetrics"]
+
+_Kind = Literal["counter", "gauge"]
+# a field of SchedulerStats, or what to make of several
+_Read = str | Callable[[SchedulerStats], float]
 
 
 class EngineMetrics:
@@ -22,19 +32,28 @@ class EngineMetrics:
     def __init__(self, registry: Registry, info: EngineInfo, engine: str) -> None:
         gauge: Final = "gauge"
         counter: Final = "counter"
-        new, one = registry.numbers, registry.number
-        self._running = one(
-            gauge, "vllm:num_requests_running", "Choices of requests in the running batch."
+        self._registry = registry
+        self._readings: list[tuple[Number, Callable[[SchedulerStats], float]]] = []
+        new, one, each = registry.numbers, self._one, self._each
+        one(
+            gauge,
+            "vllm:num_requests_running",
+            "Choices of requests in the running batch.",
+            "num_running",
         )
-        self._waiting = one(gauge, "vllm:num_requests_waiting", "Choices waiting to run.")
-        self._waiting_by_reason = new(
+        one(gauge, "vllm:num_requests_waiting", "Choices waiting to run.", "num_waiting")
+        each(
             gauge,
             "vllm:num_requests_waiting_by_reason",
             "Waiting for memory or a place (capacity), or for an event (deferred).",
             "reason",
+            {"capacity": "num_waiting_capacity", "deferred": "num_waiting_deferred"},
         )
-        self._kv_usage = one(
-            gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them."
+        one(
+            gauge,
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV blocks in use; 1 is all of them.",
+            lambda now: (now.num_blocks - now.num_free_blocks) / max(1, now.num_blocks),
         )
         config = {
             "block_size": str(info.block_size),
@@ -46,29 +65,40 @@ class EngineMetrics:
         new(
             gauge, "vllm:cache_config_info", "The KV cache's configuration.", constant=config
         ).at().value = 1
-        self._preemptions = one(
-            counter, "vllm:num_preemptions", "Times a running request gave up its blocks."
+        one(
+            counter,
+            "vllm:num_preemptions",
+            "Times a running request gave up its blocks.",
+            "num_preemptions",
         )
-        self._cache_queries = one(
-            counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        one(
+            counter,
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            "prefix_cache_queries",
         )
-        self._cache_hits = one(
-            counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
+        one(
+            counter,
+            "vllm:prefix_cache_hits",
+            "Prompt tokens found in the prefix cache.",
+            "prefix_cache_hits",
         )
         self._iteration_tokens = registry.histogram(
             "vllm:iteration_tokens_total", "Tokens computed in one step.", ITERATION_TOKEN_BUCKETS
         )
-        self._step_tokens = new(
+        each(
             counter,
             "paceline:step_tokens",
             "Tokens computed: one of a request that is one behind (decode), or several (prefill).",
             "kind",
+            {"prefill": "num_prefill_tokens", "decode": "num_decode_tokens"},
         )
-        self._step_seconds = new(
+        each(
             counter,
             "paceline:step_seconds",
             "Time of the steps whose time was predicted, predicted and actual.",
             "kind",
+            {"predicted": "predicted_step_seconds", "actual": "actual_step_seconds"},
         )
         self._requests = new(
             gauge,
@@ -83,8 +113,15 @@ class EngineMetrics:
             "KV blocks by owner: an SLO class, the prefix cache (idle but findable), free.",
             "owner",
         )
-        self._host_blocks = new(
-            gauge, "paceline:kv_host_blocks", "Blocks in host memory for swapping.", "state"
+        each(
+            gauge,
+            "paceline:kv_host_blocks",
+            "Blocks in host memory for swapping.",
+            "state",
+            {
+                "used": lambda now: now.num_host_blocks - now.num_free_host_blocks,
+                "free": "num_free_host_blocks",
+            },
         )
         self._held = new(
             gauge,
@@ -101,28 +138,47 @@ class EngineMetrics:
         self._refused = new(
             counter, "paceline:requests_refused", "Requests refused or dropped.", "reason"
         )
-        self._relegated = one(
+        one(
             counter,
             "paceline:requests_relegated",
             "Times a request made way: its first token, or best-effort deadline, would be late.",
+            "num_relegated",
         )
-        self._wasted = new(
+        each(
             counter,
             "paceline:wasted_tokens",
             "Tokens computed again after a preemption, or for nobody.",
             "cause",
+            {"recomputed": "num_recomputed_tokens", "discarded": "num_discarded_tokens"},
         )
-        self._swapped = new(
+        each(
             counter,
             "paceline:swapped_blocks",
             "KV blocks moved to and from host memory.",
             "direction",
+            {"out": "num_swapped_out_blocks", "in": "num_swapped_in_blocks"},
         )
-        self._pressure = one(
+        one(
             gauge,
             "paceline:memory_pressure_level",
             "Of the memory-pressure valve: 0 closed, 4 refusing.",
+            "pressure_level",
         )
+
+    def _one(self, kind: _Kind, name: str, text: str, read: _Read) -> None:
+        """A family of one series, read off each snapshot."""
+        self._add(self._registry.number(kind, name, text), read)
+
+    def _each(
+        self, kind: _Kind, name: str, text: str, label: str, reads: Mapping[str, _Read]
+    ) -> None:
+        """A family with a series for each value of ``label``."""
+        family = self._registry.numbers(kind, name, text, label)
+        for value, read in reads.items():
+            self._add(family.at(value), read)
+
+    def _add(self, number: Number, read: _Read) -> None:
+        self._readings.append((number, attrgetter(read) if isinstance(read, str) else read))
 
     def observe_steps(self, stats: EngineStats) -> None:
         """Take in the token counts of the latest steps; once for every snapshot."""
@@ -131,43 +187,26 @@ class EngineMetrics:
 
     def update(self, stats: EngineStats) -> None:
         """Take over a snapshot's numbers; any number of times."""
-        self._running.value = stats.num_running
-        self._waiting.value = stats.num_waiting
-        self._waiting_by_reason.at("capacity").value = stats.num_waiting_capacity
-        self._waiting_by_reason.at("deferred").value = stats.num_waiting_deferred
-        self._kv_usage.value = 1.0 - stats.num_free_blocks / max(1, stats.num_blocks)
-        self._preemptions.value = stats.num_preemptions
-        self._cache_queries.value = stats.prefix_cache_queries
-        self._cache_hits.value = stats.prefix_cache_hits
-        self._step_tokens.at("prefill").value = stats.num_prefill_tokens
-        self._step_tokens.at("decode").value = stats.num_decode_tokens
-        self._step_seconds.at("predicted").value = stats.predicted_step_seconds
-        self._step_seconds.at("actual").value = stats.actual_step_seconds
+        now = stats.scheduler
+        for number, read in self._readings:
+            number.value = read(now)
         self._update_classes(stats)
-        host_free = stats.num_free_host_blocks
-        self._host_blocks.at("used").value = stats.num_host_blocks - host_free
-        self._host_blocks.at("free").value = host_free
         for reason in REASONS:
-            self._held.at(reason).value = float(reason == stats.held_by)
-        for reason, seconds in stats.waited:
+            self._held.at(reason).value = float(reason == now.held_by)
+        for reason, seconds in now.waited:
             self._held_seconds.at(reason).value = seconds
-        for reason, count in stats.refused:
+        for reason, count in now.refused:
             self._refused.at(reason).value = count
-        self._relegated.value = stats.num_relegated
-        self._wasted.at("recomputed").value = stats.num_recomputed_tokens
-        self._wasted.at("discarded").value = stats.num_discarded_tokens
-        self._swapped.at("out").value = stats.num_swapped_out_blocks
-        self._swapped.at("in").value = stats.num_swapped_in_blocks
-        self._pressure.value = stats.pressure_level
 
     def _update_classes(self, stats: EngineStats) -> None:
+        now = stats.scheduler
         self._requests.clear()
         for use in stats.classes:
             self._requests.at(use.slo_class, "running").value = use.num_running
             self._requests.at(use.slo_class, "waiting").value = use.num_waiting
         # a block that several requests share stands in the table of each
         in_tables = sum(use.num_blocks for use in stats.classes)
-        in_use = stats.num_blocks - stats.num_free_blocks
+        in_use = now.num_blocks - now.num_free_blocks
         owners = {
             use.slo_class: in_use * use.num_blocks / in_tables
             for use in stats.classes
@@ -175,8 +214,8 @@ class EngineMetrics:
         }
         # a class may bear one of these names too; then its blocks are added
         for owner, count in (
-            ("prefix_cache", stats.num_cached_free_blocks),
-            ("free", stats.num_free_blocks - stats.num_cached_free_blocks),
+            ("prefix_cache", now.num_cached_free_blocks),
+            ("free", now.num_free_blocks - now.num_cached_free_blocks),
         ):
             owners[owner] = owners.get(owner, 0.0) + count
         self._blocks.replace(owners)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.core.errors import NAN_LOGITS
+from paceline.core.errors import NAN_LOGITS, QueueFullError, RequestError
 from paceline.engine.types import (
     ChoiceDelta,
     GenerationOutput,
@@ -176,7 +176,7 @@ class Story(NamedTuple):
 class RequestObserver:
     """Follows one generation request from arrival to its end.
 
-    Call ``output`` for every delivery, and ``close`` in any case.
+    Call ``output`` for every delivery, and ``end`` in any case.
     """
 
     __slots__ = (
@@ -193,6 +193,7 @@ class RequestObserver:
         "_times",
         "_tokens",
         "_ttft",
+        "is_finished",
     )
 
     def __init__(self, metrics: RequestMetrics, request: GenerationRequest) -> None:
@@ -211,6 +212,8 @@ class RequestObserver:
         # of the choices that have ended, where the engine told
         self._timelines: list[Timeline] = []
         self._times: RequestTimes | None = None
+        # everything was delivered
+        self.is_finished = False
         self._max_tokens = request.sampling.max_tokens
 
     @property
@@ -274,6 +277,7 @@ class RequestObserver:
                 self._finished[index] = True
                 self._ended(choice, output.times)
         if output.finished:
+            self.is_finished = True
             self._times = output.times
 
     def restarted(self) -> None:
@@ -301,12 +305,11 @@ class RequestObserver:
             actual = times.first_token - times.arrival
             metrics.ttft_prediction_error.observe(abs(timeline.predicted_ttft - actual))
 
-    def close(self, now: float, *, refused: bool = False, shed: bool = False) -> None:
-        """The end, however it came. Choices that did not end were aborted.
-
-        ``refused``: the engine never took the request, so it counts nowhere; unless it was
-        ``shed``, which is a promise not kept.
-        """
+    def end(self, error: Exception | None, now: float) -> None:
+        """The end, however it came. Choices that did not end were aborted. A request that the
+        engine never took counts nowhere, unless it was shed, which is a promise not kept."""
+        refused = isinstance(error, RequestError)
+        shed = isinstance(error, QueueFullError)
         metrics = self._metrics
         if shed:
             metrics.judged.at(self._slo.slo_class).value += 1

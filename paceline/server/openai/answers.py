@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from secrets import token_hex
+from typing import Protocol
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import (
-    ChoiceDelta,
     GenerationOutput,
     GenerationRequest,
     TokenLogprobs,
@@ -53,6 +53,10 @@ class UsageCount:
         # of each choice so far; only where its speed is to be told
         self._tokens: Counter[tuple[int, int]] = Counter()
 
+    def expect(self, index: int, num_prompt_tokens: int) -> None:
+        """A prompt of which nothing has come yet."""
+        self._rows[index] = (num_prompt_tokens, 0, 0)
+
     def update(self, index: int, output: GenerationOutput) -> None:
         self._rows[index] = (
             output.num_prompt_tokens,
@@ -83,6 +87,25 @@ class UsageCount:
         return Usage.of(prompt, completion, cached, timeline, demoted=self._demoted)
 
 
+class News(Protocol):
+    """What was added to a choice: a ``ChoiceDelta``, or a piece of a chat."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None: ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    @property
+    def stop_reason(self) -> int | str | None: ...
+
+
 @dataclass(slots=True)
 class Choice:
     """One whole choice of an answer that is not streamed."""
@@ -93,7 +116,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, delta: ChoiceDelta) -> None:
+    def add(self, delta: News) -> None:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()

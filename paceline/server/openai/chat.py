@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from paceline.engine.protocol import Tokenizer
-from paceline.engine.types import ChoiceDelta, GenerationOutput
+from paceline.engine.types import GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, TextEvents, event
 from paceline.server.bodies.protocol import ChatRequest
@@ -26,18 +26,12 @@ from paceline.server.bodies.wire import (
     Usage,
     encode,
 )
-from paceline.server.openai.answers import (
-    AnswerHead,
-    Choice,
-    UsageCount,
-    collect,
-    generation_request,
-)
+from paceline.server.openai.answers import AnswerHead, Choice
+from paceline.server.openai.chat_pieces import ChatPiece, ChatPieces, start_chat
 from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
-from paceline.server.prompts import sampling_for, truncated
 from paceline.server.service import Service
 
-__all__ = ["ChatStream", "chat_answer", "chat_events", "start_chat"]
+__all__ = ["ChatStream", "chat_answer", "chat_events"]
 
 # a chunk that carries news other than text still has a delta with content, as ever
 _NOTHING = ChatDelta(content="")
@@ -73,46 +67,28 @@ async def chat_answer(
     head = AnswerHead.of("chatcmpl", request_id, service.model_name)
     prompt, outputs = await start_chat(service, request, head, arrival)
     options = request.options
+    pieces = ChatPieces(request, prompt, explain=options.explain)
+    choices = [Choice() for _ in range(options.n)]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     async with aclosing(outputs):
-        whole = await collect(outputs, 1, options.n, explain=options.explain)
+        async for _, output in outputs:
+            if output.prompt_logprobs is not None:
+                prompt_logprobs = output.prompt_logprobs
+            for piece in pieces.read(output):
+                choices[piece.choice].add(piece)
     writer = _writer(request, service.client.tokenizer)
+    told = [_choice(i, choice, request, pieces, writer) for i, choice in enumerate(choices)]
     return encode(
         ChatAnswer(
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[_choice(i, choice, request, writer) for i, choice in enumerate(whole.choices)],
-            usage=whole.usage,
-            prompt_logprobs=prompt_logprobs_json(prompt, whole.prompt_logprobs[0], writer),
+            choices=told,
+            usage=pieces.count.usage(),
+            prompt_logprobs=prompt_logprobs_json(prompt, prompt_logprobs, writer),
             prompt_token_ids=prompt if options.return_token_ids else None,
         )
     )
-
-
-async def start_chat(
-    service: Service,
-    request: ChatRequest,
-    head: AnswerHead,
-    arrival: float,
-    shortcut: Shortcut[GenerationOutput] | None = None,
-) -> tuple[list[int], AsyncGenerator[tuple[int, GenerationOutput], None]]:
-    """The prompt's ids, and its deltas as they come, less what ``shortcut`` takes."""
-    options = request.options
-    max_model_len = service.rules.max_model_len
-    prompt = await service.prompts.chat(
-        request.template, add_special_tokens=options.add_special_tokens
-    )
-    prompt = truncated(prompt, options, max_model_len)
-    default = service.rules.default_sampling.get("max_new_tokens")
-    sampling = sampling_for(
-        prompt,
-        options,
-        max_model_len=max_model_len,
-        default_max_tokens=None if default is None else int(default),
-        bad_words=await service.prompts.bad_words(options.bad_words),
-    )
-    engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
-    return prompt, service.run((engine_request,), shortcut)
 
 
 def _writer(request: ChatRequest, tokenizer: Tokenizer) -> TokenWriter:
@@ -128,28 +104,23 @@ def _role(request: ChatRequest) -> str:
     return role
 
 
-def _choice(index: int, choice: Choice, request: ChatRequest, writer: TokenWriter) -> ChatChoice:
+def _choice(
+    index: int, choice: Choice, request: ChatRequest, pieces: ChatPieces, writer: TokenWriter
+) -> ChatChoice:
     options = request.options
     wanted = options.sampling.logprobs is not None
     content: str | None = "".join(choice.text)
-    calls: tuple[ToolCall, ...] = ()
-    reason = choice.finish_reason
-    plan = request.template.tools
-    if plan is not None and plan.calls:
-        collector = plan.collector()
-        content, _ = collector.push(content or "", last=True)
-        calls = tuple(
-            ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
-            for call in collector.calls
-        )
-        if (calls or plan.forced) and not content:
-            content = None
-        reason = plan.finish_reason(reason, called=bool(calls))
+    calls = tuple(
+        ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
+        for call in pieces.calls(index)
+    )
+    if not content and (calls or (pieces.plan is not None and pieces.plan.forced)):
+        content = None
     return ChatChoice(
         index=index,
         message=ChatMessage(role=_role(request), content=content, tool_calls=calls),
         logprobs=chat_logprobs(choice.logprobs, writer) if wanted else None,
-        finish_reason=reason,
+        finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if options.return_token_ids else None,
     )
@@ -168,30 +139,29 @@ class ChatStream:
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._usage = UsageCount(1, explain=options.explain)
+        self._pieces = ChatPieces(request, prompt, explain=options.explain)
         self._begun = False
-        plan = request.template.tools
-        self._plan = plan if plan is not None and plan.calls else None
         # a delta that goes on is its text and nothing else
-        self._only_text = not (self._plan or self._writer or self._wants_ids or self._continuous)
+        self._only_text = not (
+            self._pieces.plan or self._writer or self._wants_ids or self._continuous
+        )
         # by choice
         self._texts: dict[int, TextEvents] = {}
-        self._collectors = [self._plan.collector() for _ in range(options.n)] if self._plan else []
 
     def events(self, output: GenerationOutput) -> bytes:
         """The events of one delivery, preceded by the role chunks if it is the first one.
 
         Empty when there is nothing to tell yet, such as half a character.
         """
-        self._usage.update(0, output)
+        pieces = self._pieces.read(output)
         data = b""
         if not self._begun:
             self._begun = True
             data = self._begin()
-        for delta in output.choices:
-            part = self._part(delta)
-            if part is not _NOTHING or delta.finish_reason or self._tells_tokens(delta):
-                data += self._chunk(self._delta(delta, part))
+        for piece in pieces:
+            delta = _delta(piece)
+            if delta is not _NOTHING or piece.finish_reason or self._tells_tokens(piece):
+                data += self._chunk(self._chunk_choice(piece, delta))
         return data
 
     def middle(self, output: GenerationOutput) -> bytes:
@@ -216,7 +186,7 @@ class ChatStream:
             created=head.created,
             model=head.model,
             choices=[],
-            usage=self._usage.usage(),
+            usage=self._pieces.count.usage(),
         )
         return event(encode(chunk)) + DONE
 
@@ -234,53 +204,28 @@ class ChatStream:
             data += self._chunk(ChatChunkChoice(index=index, delta=delta), prompt)
         return data
 
-    def _tells_tokens(self, delta: ChoiceDelta) -> bool:
+    def _tells_tokens(self, piece: ChatPiece) -> bool:
         """Whether the tokens themselves go out, even where they make no text yet."""
-        return bool(delta.token_ids) and (
+        return bool(piece.token_ids) and (
             self._wants_ids or self._continuous or self._writer is not None
         )
 
-    def _part(self, delta: ChoiceDelta) -> ChatDelta:
-        """What a delivery adds to the message; ``_NOTHING`` where that is nothing."""
-        if self._plan is None:
-            return ChatDelta(content=delta.text) if delta.text else _NOTHING
-        collector = self._collectors[delta.index]
-        content, pieces = collector.push(delta.text, last=delta.finish_reason is not None)
-        if not pieces:
-            return ChatDelta(content=content) if content else _NOTHING
-        calls = [
-            ToolCallDelta(
-                index=piece.index,
-                id=UNSET if piece.name is None else collector.calls[piece.index].id,
-                type=UNSET if piece.name is None else "function",
-                function=FunctionDelta(
-                    name=UNSET if piece.name is None else piece.name, arguments=piece.arguments
-                ),
-            )
-            for piece in pieces
-        ]
-        return ChatDelta(content=content or UNSET, tool_calls=calls)
-
-    def _delta(self, delta: ChoiceDelta, part: ChatDelta) -> ChatChunkChoice:
-        reason = delta.finish_reason
-        if self._plan is not None:
-            called = bool(self._collectors[delta.index].calls)
-            reason = self._plan.finish_reason(reason, called=called)
+    def _chunk_choice(self, piece: ChatPiece, delta: ChatDelta) -> ChatChunkChoice:
         logprobs = None
-        if self._writer is not None and delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, self._writer)
+        if self._writer is not None and piece.logprobs:
+            logprobs = chat_logprobs(piece.logprobs, self._writer)
         return ChatChunkChoice(
-            index=delta.index,
-            delta=part,
+            index=piece.choice,
+            delta=delta,
             logprobs=logprobs,
-            finish_reason=reason,
-            stop_reason=delta.stop_reason if reason is not None else UNSET,
-            token_ids=delta.token_ids if self._wants_ids else UNSET,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason if piece.finish_reason is not None else UNSET,
+            token_ids=piece.token_ids if self._wants_ids else UNSET,
         )
 
     def _chunk(self, choice: ChatChunkChoice, prompt: list[int] | UnsetType = UNSET) -> bytes:
         head = self._head
-        usage: Usage | UnsetType = self._usage.usage() if self._continuous else UNSET
+        usage: Usage | UnsetType = self._pieces.count.usage() if self._continuous else UNSET
         chunk = ChatChunk(
             id=head.id,
             created=head.created,
@@ -290,3 +235,21 @@ class ChatStream:
             prompt_token_ids=prompt,
         )
         return event(encode(chunk))
+
+
+def _delta(piece: ChatPiece) -> ChatDelta:
+    """What a piece adds to the message; ``_NOTHING`` where that is nothing."""
+    if not piece.call_deltas:
+        return ChatDelta(content=piece.text) if piece.text else _NOTHING
+    calls = [
+        ToolCallDelta(
+            index=part.index,
+            id=UNSET if part.name is None else piece.calls[part.index].id,
+            type=UNSET if part.name is None else "function",
+            function=FunctionDelta(
+                name=UNSET if part.name is None else part.name, arguments=part.arguments
+            ),
+        )
+        for part in piece.call_deltas
+    ]
+    return ChatDelta(content=piece.text or UNSET, tool_calls=calls)

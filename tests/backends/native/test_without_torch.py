@@ -17,7 +17,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-from paceline.backends.load import load_backend
+from tests.backends.loading import load_backend
 from paceline.core.grammar import Grammar
 from paceline.engine.text.grammar import GrammarCompiler
 from tests.backends.plans import Plans

@@ -98,9 +98,9 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def is_empty(stats: EngineStats) -> bool:
     return (
-        stats.num_running == 0
-        and stats.num_waiting == 0
-        and stats.num_free_blocks == stats.num_blocks
+        stats.scheduler.num_running == 0
+        and stats.scheduler.num_waiting == 0
+        and stats.scheduler.num_free_blocks == stats.scheduler.num_blocks
     )
 
 
@@ -227,7 +227,7 @@ async def test_cancelling_tasks_frees_blocks(start: Start) -> None:
         tasks = [
             asyncio.create_task(collect(client, make(f"r{i}", max_tokens=900))) for i in range(20)
         ]
-        await until(lambda: client.stats.num_running == 8)
+        await until(lambda: client.stats.scheduler.num_running == 8)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -260,7 +260,7 @@ async def test_a_stop_string_stops_the_engine_too(start: Start) -> None:
         assert answer.num_output_tokens == 8
         await until(lambda: is_empty(client.stats))
         assert client.stats.num_steps < 200
-        assert client.stats.num_discarded_tokens == 0, "its answer was whole"
+        assert client.stats.scheduler.num_discarded_tokens == 0, "its answer was whole"
 
 
 async def test_a_refused_request_is_alone(start: Start) -> None:
@@ -284,7 +284,7 @@ async def test_a_refused_request_is_alone(start: Start) -> None:
 async def test_with_a_choice_that_expires_end_those_that_were_started(start: Start) -> None:
     async with closing(await start(step_time=0.001)) as client:
         task = asyncio.create_task(collect(client, make(max_tokens=1900, n=3)))
-        await until(lambda: client.stats.num_running == 3)
+        await until(lambda: client.stats.scheduler.num_running == 3)
         client._receive(Refused.of("r", QueueFullError("it waited", 2.0, "expired")))
         with pytest.raises(QueueFullError, match="it waited"):
             await task

@@ -68,7 +68,7 @@ async def busy(client: ProcessEngineClient, number: int = 3) -> list[asyncio.Tas
     tasks = [
         asyncio.create_task(collect(client, make(f"r{i}", max_tokens=1900))) for i in range(number)
     ]
-    await until(lambda: client.stats.num_running == number)
+    await until(lambda: client.stats.scheduler.num_running == number)
     return tasks
 
 

@@ -139,7 +139,7 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
         assert len(answers) >= 3 and len(answers) + len(errors) == 200
         assert {record["error"]["code"] for record in errors.values()} == {"batch_cancelled"}
         async with asyncio.timeout(5):
-            while server.service.client.stats.num_running:
+            while server.service.client.stats.scheduler.num_running:
                 await asyncio.sleep(0.01)
         again = await server.http.post(f"/v1/batches/{batch['id']}/cancel")
         assert again.status_code == 409

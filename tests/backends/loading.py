@@ -1,0 +1,24 @@
+"""``load_backend`` with the settings as keywords, and PyTorch where nothing else is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.backends import load
+from paceline.backends.settings import BackendSettings
+from paceline.backends.worker import WorkerBackend
+
+__all__ = ["load_backend"]
+
+
+def load_backend(
+    folder: Path,
+    *,
+    max_num_seqs: int = 256,
+    own_process: bool = False,
+    compute: str = "torch",
+    **settings: Any,
+) -> WorkerBackend:
+    asked = BackendSettings(compute=compute, **settings)
+    return load.load_backend(folder, asked, max_num_seqs=max_num_seqs, own_process=own_process)

@@ -1,0 +1,29 @@
+from dataclasses import fields
+
+from paceline.core.stats import COUNTERS, SchedulerStats
+
+# how things are now; everything else in a snapshot goes on from scheduler to scheduler
+MOMENTARY = {
+    "num_running", "num_waiting", "num_waiting_capacity", "num_waiting_deferred", "num_blocks",
+    "num_free_blocks", "pressure_level", "num_cached_free_blocks", "num_host_blocks",
+    "num_free_host_blocks", "held_by",
+}  # fmt: skip
+
+
+def test_what_is_not_of_the_moment_counts() -> None:
+    assert {entry.name for entry in fields(SchedulerStats)} - MOMENTARY == set(COUNTERS)
+
+
+def test_counters_go_on_and_the_rest_is_as_it_is() -> None:
+    before = SchedulerStats(
+        num_running=3, num_preemptions=2, refused=(("queue-full", 1), ("pressure", 2))
+    )
+    now = SchedulerStats(
+        num_running=1, num_preemptions=1, refused=(("pressure", 3),), actual_step_seconds=0.25
+    )
+    assert now.after(before) == SchedulerStats(
+        num_running=1,
+        num_preemptions=3,
+        refused=(("queue-full", 1), ("pressure", 5)),
+        actual_step_seconds=0.25,
+    )
