@@ -225,8 +225,34 @@ SCHEDULING: Final = (
     ),
 )
 
-# what a server refuses; offline work refuses nothing
+# what a server promises and refuses; offline work waits for its end alone, and refuses nothing
 ADMISSION: Final = (
+    Flag(
+        name="--default-ttft-ms",
+        field="default_ttft_s",
+        parse=bounded_float(0.0),
+        metavar="MS",
+        scale=1e3,
+        zero_is_none=True,
+        default=1000.0,
+        policies=("deadline",),
+        help="with the deadline policy, the target for the first token of a request that names "
+        "none; priority halves or doubles it. No request yields to others before so long, however "
+        "little it asks for; 0: none",
+    ),
+    Flag(
+        name="--default-tpot-ms",
+        field="default_tpot_s",
+        parse=bounded_float(0.0),
+        metavar="MS",
+        scale=1e3,
+        zero_is_none=True,
+        default=100.0,
+        policies=("deadline",),
+        adaptive=True,
+        help="with the deadline policy, the target for the mean time between tokens of a request "
+        "that names none; 0: none",
+    ),
     Flag(
         name="--max-queue",
         field="max_num_waiting",

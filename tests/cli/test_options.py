@@ -108,6 +108,9 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--no-relegate-late"], "relegate_late", False),
         (["--preemption", "swap"], "preemption", "swap"),
         (["--swap-space", "1MiB"], "swap_bytes", 2**20),
+        (["--default-ttft-ms", "500"], "default_ttft_s", 0.5),
+        (["--default-ttft-ms", "0"], "default_ttft_s", None),
+        (["--default-tpot-ms", "50"], "default_tpot_s", 0.05),
         (["--max-queue", "7"], "max_num_waiting", 7),
         (["--max-queue", "0"], "max_num_waiting", None),
         (["--max-wait", "7.5"], "max_predicted_wait_s", 7.5),
@@ -136,6 +139,7 @@ def test_what_are_no_numa_nodes_is_refused(text: str, capsys: pytest.CaptureFixt
 def test_what_a_server_does_unless_told_otherwise() -> None:
     plain = settings().scheduler
     assert plain.pressure_threshold == 1.0
+    assert (plain.default_ttft_s, plain.default_tpot_s) == (1.0, 0.1)
     assert plain.policy == "deadline"
     assert plain.max_num_waiting == 2048
     assert plain.adaptive_token_budget and plain.relegate_late
@@ -150,6 +154,7 @@ def test_offline_work_is_never_refused() -> None:
     made = engine_settings(offline.parse_args(["--backend", "null"])).scheduler
     assert made.max_num_waiting is made.max_predicted_wait_s is made.queue_timeout_s is None
     assert made.pressure_threshold == 1.0
+    assert made.default_ttft_s is made.default_tpot_s is None
 
 
 @pytest.mark.parametrize(
@@ -265,6 +270,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         "kv_cache_bytes": "kv_cache_memory",
         "coalesce_window_s": "coalesce_window_ms",
         "max_token_gap_s": "max_token_gap_ms",
+        "default_ttft_s": "default_ttft_ms",
+        "default_tpot_s": "default_tpot_ms",
     }
     renamed |= {
         "best_effort_delay_s": "best_effort_delay",
@@ -293,6 +300,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         ("--priority-ageing 5", ["--priority-ageing has no effect with"]),
         ("--priority-ageing 5 --scheduling-policy priority", []),
         ("--max-token-gap-ms 100", []),
+        ("--default-ttft-ms 500", []),
+        ("--default-ttft-ms 500 --scheduling-policy fair", ["--default-ttft-ms has no effect"]),
         ("--max-token-gap-ms 100 --scheduling-policy fcfs", ["--max-token-gap-ms has no effect"]),
         ("--max-token-gap-ms 100 --no-adaptive-token-budget", ["with --no-adaptive-token-budget"]),
         ("--coalesce-size 3 --coalesce-window-ms 9", ["--coalesce-window-ms", "--coalesce-size"]),
