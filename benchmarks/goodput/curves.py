@@ -180,14 +180,14 @@ def summary(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:
         for name, kinds in curves.items()
     }
     left: dict[str, float | None] = {}
-    for name in ("paceline", "fcfs-best-fixed"):
+    for name in ("paceline", "deadline-best-fixed", "fcfs-best-fixed"):
         found = list(beyond.get(name, {}).values())
         shares = [each[0] for each in found if each is not None]
         left[name] = min(shares) if found and len(shares) == len(found) else None
     return {
         "capacity_rps": {
             name: min(held.get(name, {}).values(), default=None)
-            for name in ("paceline", "fcfs-best-fixed", "vllm-cpu")
+            for name in ("paceline", "deadline-best-fixed", "fcfs-best-fixed", "vllm-cpu")
         },
         "capacity_by_arrivals": held,
         "overload_goodput_fraction": left,

@@ -48,10 +48,11 @@ class Ours:
         )  # fmt: skip
 
 
-def fixed(budget: int) -> tuple[str, ...]:
-    """Flags of the baseline."""
+def fixed(budget: int, policy: str = "fcfs") -> tuple[str, ...]:
+    """Flags of the baselines: an order and a token budget."""
     return (
-        "--scheduling-policy", "fcfs", "--no-adaptive-token-budget", "--no-relegate-late",
+        "--scheduling-policy", policy, "--default-ttft-ms", "0", "--default-tpot-ms", "0",
+        "--no-adaptive-token-budget", "--no-relegate-late",
         "--no-pace-admission", "--no-future-memory-check", "--pressure-threshold", "1",
         "--max-queue", "0", "--preemption", "recompute",
         "--plan-lead-ms", "10000", "--max-num-batched-tokens", str(budget),

@@ -3,14 +3,27 @@
 The streams and the judgement of ``make bench-goodput`` (three classes; the requests in the middle
 of a run) on a machine like the one whose figures docs/lab-log.md has: two cores that serve a 135M
 model in int8, 4 ms a step, 0.39 ms a prompt token, 0.85 ms for a row of one token.
+
+*The bound.* Somebody who knew all arrivals and lengths, and could serve parts of requests, would
+choose the amounts of work p_i <= w_i for which sum(p_i / w_i) is largest and which can be done: the
+work of requests whose windows (arrival to last token due) lie in an interval is no more than the
+interval is long, for every interval. Amounts that can be done are a polymatroid, so the greedy
+choice, the smallest w_i first, is the best one (Edmonds 1970). w_i is the prompt's tokens and the
+rows of its output; those of a request with a TPOT target take a share of the fixed part of their
+steps too, which last no longer on average than that target.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from benchmarks.goodput.curves import Curve, capacity
-from benchmarks.goodput.loads import TARGETS, Load, Span, steady
+from benchmarks.goodput.loads import TARGETS, Load, Span, steady, stream
 from benchmarks.peers.online import TRACE, name_lengths, read_lengths
 from benchmarks.studies.ablation import BASELINE
 from benchmarks.studies.common import Study
@@ -33,9 +46,11 @@ KINDS: Final[dict[str, tuple[float, tuple[float, ...]]]] = {
     "bursty": (4.0, (0.25, 0.5, 1, 2, 3, 4, 5, 6, 7, 8, 12)),
 }
 SEEDS: Final = (1, 2, 3, 4)
+# seconds of the streams that the bound is about
+LONG: Final = 240.0
 SPAN: Final = Span(30.0, 30.0, 30.0)
 SLOS: Final = {
-    name: Slo(ttft=ttft, tpot=tpot, deadline=deadline)
+    name: Slo(slo_class=name, ttft=ttft, tpot=tpot, deadline=deadline)
     for name, (ttft, tpot, deadline) in TARGETS.items()
 }
 # requests to take the mean of
@@ -43,8 +58,20 @@ SAMPLE: Final = 2000
 # by name: fields of the scheduler's configuration, and whether requests say what they need
 SERVERS: Final[dict[str, tuple[dict[str, Any], bool]]] = {
     "everything on": ({"policy": "deadline", "background_share": 0.1}, True),
+    "deadline order, fixed budget": (
+        BASELINE | {"policy": "deadline", "max_num_batched_tokens": 256},
+        True,
+    ),
     "first come first served": (BASELINE | {"max_num_batched_tokens": 256}, False),
 }
+# what a caller of the chat gets that asks for nothing: fields of the configuration, and targets
+CHAT: Final = Slo(ttft=1.0, tpot=0.1)
+ASKING: Final[dict[str, tuple[dict[str, Any], Slo]]] = {
+    "for nothing, and no default": ({}, Slo()),
+    "for nothing": ({"default_ttft_s": CHAT.ttft, "default_tpot_s": CHAT.tpot}, Slo()),
+    "for 1 s and 100 ms": ({"default_ttft_s": CHAT.ttft, "default_tpot_s": CHAT.tpot}, CHAT),
+}
+ASKED: Final = ((1.0, 4.0), (1.0, 5.0), (1.0, 6.0), (4.0, 3.0), (4.0, 5.0))
 
 
 class _Steps:
@@ -58,15 +85,14 @@ class _Steps:
         return STEP + TOKEN * (plan.num_tokens - narrow) + ROW * narrow
 
 
-def _arrival(load: Load, named: bool) -> Arrival:
-    if not named:
+def _arrival(load: Load, slo: Slo | None) -> Arrival:
+    if slo is None:
         return Arrival(load.at, len(load.prompt), load.output)
-    slo = SLOS[load.slo_class]
     return Arrival(
         load.at,
         len(load.prompt),
         load.output,
-        slo_class=load.slo_class,
+        slo_class=slo.slo_class,
         ttft=slo.ttft,
         tpot=slo.tpot,
         deadline=slo.deadline,
@@ -81,27 +107,63 @@ def _kept(served: Served, slo: Slo) -> bool:
     )
 
 
-def _within(name: str, rate: float, cv: float, seed: int) -> list[bool]:
-    """Of each judged request, whether it was served in time."""
-    options, named = SERVERS[name]
+def _play(
+    loads: Sequence[Load],
+    options: dict[str, Any],
+    slos: Sequence[Slo | None],
+    watch: Callable[[int, SchedulerOutput, float, float, float], None] | None = None,
+) -> list[Served]:
+    """What becomes of a stream, in its order; ``watch`` sees every plan and when its step runs."""
     config = ReplicaConfig(
         scheduler=SchedulerConfig(**({"max_model_len": 4096} | options)),
         cache=CacheConfig(block_size=16, num_blocks=6000, enable_prefix_caching=False),
     )
-    loads = steady(rate, cv, SPAN, 40_000, seed)
-    arrivals = [_arrival(load, named) for load in loads]
-    judged = {
-        id(a): SLOS[load.slo_class] for a, load in zip(arrivals, loads, strict=True) if load.judged
-    }
-    answers: list[bool] = []
+    arrivals = [_arrival(load, slo) for load, slo in zip(loads, slos, strict=True)]
+    found: dict[int, Served] = {}
 
     def take(served: Served) -> None:
-        if id(served.arrival) in judged:
-            answers.append(_kept(served, judged[id(served.arrival)]))
+        found[id(served.arrival)] = served
 
-    Simulator(Pool.single(config, _Steps()), take).run(arrivals)
-    assert len(answers) == len(judged), "nobody is lost"
-    return answers
+    Simulator(Pool.single(config, _Steps()), take, on_plan=watch).run(arrivals)
+    return [found[id(arrival)] for arrival in arrivals]
+
+
+def _within(name: str, rate: float, cv: float, seed: int) -> list[bool]:
+    """Of each judged request, whether it was served in time."""
+    options, named = SERVERS[name]
+    loads = steady(rate, cv, SPAN, 40_000, seed)
+    slos = [SLOS[load.slo_class] for load in loads]
+    served = _play(loads, options, slos if named else [None] * len(loads))
+    return [
+        _kept(each, slo) for each, slo, load in zip(served, slos, loads, strict=True) if load.judged
+    ]
+
+
+def _clairvoyant(loads: Sequence[Load], seconds: float) -> float:
+    """Share of the requests of a stream of so many seconds that no order of service exceeds, were
+    the stream repeated on end; see the module."""
+    total = seconds
+    due, work = [], []
+    for load in loads:
+        slo = SLOS[load.slo_class]
+        ttft, tpot, rest = slo.ttft or 0.0, slo.tpot or 0.0, load.output - 1
+        due.append(load.at + (ttft + rest * tpot if slo.deadline is None else slo.deadline))
+        own = TOKEN * len(load.prompt) + ROW * rest
+        work.append(own / (1.0 - STEP / tpot) if tpot else own)
+    begins = np.array([load.at for load in loads])
+    starts, ends = np.unique(begins), np.unique(due)
+    # seconds of each interval that no chosen work takes; those that end before they begin hold none
+    left = np.maximum(0.0, ends[None, :] - starts[:, None])
+    served = 0.0
+    for index in np.argsort(work):
+        inside = left[
+            : np.searchsorted(starts, begins[index]) + 1, np.searchsorted(ends, due[index]) :
+        ]
+        done = min(work[index], float(inside.min()), total)
+        inside -= done
+        total -= done
+        served += done / work[index]
+    return served / len(loads)
 
 
 def _rates(kind: str) -> str:
@@ -114,8 +176,80 @@ def _rates(kind: str) -> str:
         for rate in rates:
             kept = [each for seed in SEEDS for each in _within(name, rate, cv, seed)]
             curve[rate] = {"attainment": sum(kept) / len(kept), "requests": len(kept)}
-        shares = (f"{100 * run['attainment']:.0f}" for run in curve.values())
-        rows.append([name, *shares, f"{capacity(curve):.2f}/s"])
+        rows.append(_row(name, curve))
+    best: Curve = {}
+    for rate in rates:
+        streams = [stream(rate, cv, LONG, 40_000, seed) for seed in SEEDS[:2]]
+        share = statistics.mean(_clairvoyant(loads, LONG) for loads in streams)
+        best[rate] = {"attainment": share, "requests": sum(map(len, streams))}
+    return text_table([*rows, _row("no order serves more", best)])
+
+
+def _row(name: str, curve: Curve) -> list[str]:
+    shares = (f"{100 * run['attainment']:.0f}" for run in curve.values())
+    return [name, *shares, f"{capacity(curve):.2f}/s"]
+
+
+def _account(rate: float) -> str:
+    """Per cent of the time while requests come, and where it goes; with everything on."""
+    options, _ = SERVERS["everything on"]
+    kinds = ("work in time", "work too late", "fixed part of steps", "idle")
+    rows = [[f"{rate:g}/s", *kinds, "too late: interactive", "standard", "batch"]]
+    for kind, (cv, _) in KINDS.items():
+        spent: Counter[str] = Counter()
+        for seed in SEEDS:
+            loads = stream(rate, cv, LONG, 40_000, seed)
+            slos = [SLOS[load.slo_class] for load in loads]
+            work: Counter[int] = Counter()
+            steps: list[float] = []
+
+            def watch(
+                _: int,
+                plan: SchedulerOutput,
+                made: float,
+                start: float,
+                end: float,
+                work: Counter[int] = work,
+                steps: list[float] = steps,
+            ) -> None:
+                if end > LONG:
+                    return
+                steps.append(end - start)
+                for row in plan.rows:
+                    work[int(row.request_id.split("/")[0])] += (
+                        ROW if row.num_tokens == 1 else TOKEN * row.num_tokens
+                    )
+
+            served = _play(loads, options, slos, watch)
+            for number, seconds in work.items():
+                kept = _kept(served[number], slos[number])
+                spent["in time" if kept else slos[number].slo_class] += seconds
+            spent["fixed"] += STEP * len(steps)
+            spent["idle"] += LONG - sum(steps)
+        shares = {name: 100 * seconds / LONG / len(SEEDS) for name, seconds in spent.items()}
+        late = [shares.get(name, 0.0) for name in SLOS]
+        cells = (shares["in time"], sum(late), shares["fixed"], shares["idle"], *late)
+        rows.append([kind, *(f"{cell:.1f}" for cell in cells)])
+    return text_table(rows)
+
+
+def _defaults() -> str:
+    """Per cent of judged requests that had their first token within 1 s and 100 ms a token, all
+    asking for the same."""
+    head = ["asks", *(f"{rate:g}/s, cv {cv:g}" for cv, rate in ASKED)]
+    rows = [head]
+    for name, (options, slo) in ASKING.items():
+        shares = []
+        for cv, rate in ASKED:
+            kept = []
+            for seed in SEEDS:
+                loads = steady(rate, cv, SPAN, 40_000, seed)
+                served = _play(loads, {"policy": "deadline"} | options, [slo] * len(loads))
+                kept += [
+                    _kept(e, CHAT) for e, load in zip(served, loads, strict=True) if load.judged
+                ]
+            shares.append(f"{100 * sum(kept) / len(kept):.1f}")
+        rows.append([name, *shares])
     return text_table(rows)
 
 
@@ -136,7 +270,12 @@ def _bound() -> str:
 
 def tables() -> dict[str, str]:
     """Requests a second, per cent, and milliseconds."""
-    return {**{kind: _rates(kind) for kind in KINDS}, "bound": _bound()}
+    return {
+        **{kind: _rates(kind) for kind in KINDS},
+        "bound": _bound(),
+        "account": _account(7.0),
+        "defaults": _defaults(),
+    }
 
 
 STUDY = Study("capacity", tables)

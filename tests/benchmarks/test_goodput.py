@@ -337,16 +337,22 @@ def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> N
     assert found["capacity_rps"] == {
         "paceline": pytest.approx(held, abs=1e-3),
         "fcfs-best-fixed": pytest.approx(held, abs=1e-3),
+        "deadline-best-fixed": None,
         "vllm-cpu": None,
     }
     assert found["capacity_by_arrivals"]["paceline"]["poisson"] == 2.0
     assert found["overload_by_arrivals"]["paceline"]["poisson"] == (1.0, 1.0)
     left = overload(poor)
     assert left is not None
-    assert found["overload_goodput_fraction"] == {"paceline": left[0], "fcfs-best-fixed": left[0]}
+    assert found["overload_goodput_fraction"] == {
+        "paceline": left[0],
+        "deadline-best-fixed": None,
+        "fcfs-best-fixed": left[0],
+    }
     beside = summary({"paceline": {"poisson": good, "bursty": curve((1.0, 0.5))}})
     assert beside["capacity_rps"] == {
         "paceline": 0.0,
+        "deadline-best-fixed": None,
         "fcfs-best-fixed": None,
         "vllm-cpu": None,
     }
