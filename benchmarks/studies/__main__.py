@@ -17,6 +17,7 @@ from benchmarks.studies.page import DOCS, write_page
 
 NAMES = (
     "ablation",
+    "forecasts",
     "capacity",
     "budget",
     "batching",

@@ -34,7 +34,7 @@ from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.workload import open_workload
 
-__all__ = ["BASELINE", "CPU", "SITUATIONS", "STUDY", "Situation", "plans_of"]
+__all__ = ["BASELINE", "CPU", "LENGTHS", "SITUATIONS", "STUDY", "Noisy", "Situation", "plans_of"]
 
 SEEDS: Final = range(1, 7)
 NUM_REQUESTS: Final = 500
@@ -76,7 +76,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Noisy:
+class Noisy:
     """Steps take what ``times`` says, times a random factor."""
 
     times: StepTimes
@@ -160,7 +160,7 @@ def _run(
             ),
             max_tokens=512,
         )
-        times = _Noisy(situation.times, random.Random(seed))
+        times = Noisy(situation.times, random.Random(seed))
         metrics, log = Metrics(), DecisionLog()
 
         def on_plan(_: int, plan: SchedulerOutput, made: float, *__: float) -> None:

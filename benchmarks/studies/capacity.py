@@ -16,7 +16,7 @@ steps too, which last no longer on average than that target.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -196,11 +196,11 @@ def _account(rate: float) -> str:
     kinds = ("work in time", "work too late", "fixed part of steps", "idle")
     rows = [[f"{rate:g}/s", *kinds, "too late: interactive", "standard", "batch"]]
     for kind, (cv, _) in KINDS.items():
-        spent: Counter[str] = Counter()
+        spent: defaultdict[str, float] = defaultdict(float)
         for seed in SEEDS:
             loads = stream(rate, cv, LONG, 40_000, seed)
             slos = [SLOS[load.slo_class] for load in loads]
-            work: Counter[int] = Counter()
+            work: defaultdict[int, float] = defaultdict(float)
             steps: list[float] = []
 
             def watch(
@@ -209,7 +209,7 @@ def _account(rate: float) -> str:
                 made: float,
                 start: float,
                 end: float,
-                work: Counter[int] = work,
+                work: defaultdict[int, float] = work,
                 steps: list[float] = steps,
             ) -> None:
                 if end > LONG:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
 
-__all__ = ["FinishReason", "History", "Request", "RequestSpec", "RequestStatus"]
+__all__ = ["FinishReason", "Forecast", "History", "Request", "RequestSpec", "RequestStatus"]
 
 
 class RequestStatus(enum.Enum):
@@ -64,6 +66,15 @@ class RequestSpec:
     tenant: str = ""
 
 
+class Forecast(NamedTuple):
+    """Seconds from arrival to first token, before what is learned of requests of this kind."""
+
+    kind: Hashable
+    seconds: float
+    # the first token comes too late, and the request yields
+    late: bool
+
+
 @dataclass(slots=True, eq=False)
 class History:
     """What became of a request, for metrics and explanations. The part of the scheduler that does
@@ -85,9 +96,9 @@ class History:
     num_chunks: int = 0
     # its last demotion was not taken back
     demoted: bool = False
-    # seconds from arrival to first token, as predicted on arrival, and the bias in it
+    # seconds from arrival to first token, as predicted on arrival, and what that was made of
     predicted_ttft: float | None = None
-    forecast_bias: float = 1.0
+    forecast: Forecast | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)

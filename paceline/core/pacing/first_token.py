@@ -7,16 +7,21 @@ This module does not decide what becomes of the request.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Request
+from paceline.core.request import Forecast, Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = ["FirstTokenForecast"]
 
+# levels of priority that are told apart, on either side
+_LEVELS: Final = 4
+# times or part of what was said, at most
+_MOST_BIAS: Final = 8.0
 # what holds requests up until a running one ends
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
 
@@ -25,14 +30,14 @@ class FirstTokenForecast:
     """Predicts the time to first token of a request that would be queued now.
 
     What it waits for is prompt tokens computed before its own, and a place that a running request
-    gives back when it ends. The ratio of what came to what was said is learned, so a bias of the
-    model corrects itself.
+    gives back when it ends. The ratio of what came to what was said is learned for each kind of
+    request, so that what the model leaves out corrects itself: those that come later and go first.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        # what came by what was said, lately
-        self.bias = 1.0
+        # what came by what was said, lately; by kind of request
+        self.bias: dict[Hashable, float] = {}
         # the plan that was looked at last, and what was seen of it: requests that could run beside
         # the others, prompt tokens that a step takes, its narrow rows, prompt tokens that ordinary
         # requests lack, and how many output tokens running ones will still have, fewest first;
@@ -46,15 +51,22 @@ class FirstTokenForecast:
 
     def note(self, request: Request) -> float | None:
         """Write down with a newcomer what is predicted for it, and return that."""
-        request.history.predicted_ttft = self.predict(request)
-        request.history.forecast_bias = self.bias
-        return request.history.predicted_ttft
+        history = request.history
+        history.forecast = self._forecast(request)
+        history.predicted_ttft = self._seconds(history.forecast)
+        return history.predicted_ttft
 
     def predict(self, request: Request) -> float | None:
         """Seconds to the first token if it were queued now; None while nothing was measured."""
+        return self._seconds(self._forecast(request))
+
+    def _seconds(self, forecast: Forecast | None) -> float | None:
+        return None if forecast is None else self.bias.get(forecast.kind, 1.0) * forecast.seconds
+
+    def _forecast(self, request: Request) -> Forecast | None:
         state, last = self._state, self._state.last
-        for predicted, bias, actual in last.first_tokens:
-            self._learn(predicted / bias, actual)
+        for forecast, actual in last.first_tokens:
+            self._learn(forecast, actual)
         last.first_tokens.clear()
         if not state.step_time.ready:
             return None
@@ -68,7 +80,10 @@ class FirstTokenForecast:
         num_steps = -(-request.num_new_tokens // step)
         rest = max(2, request.num_new_tokens - (num_steps - 1) * step)
         prompt = (num_steps - 1) * full_step + predict(self._base.plus(0, rest))
-        return self.bias * (max(ahead, self._place_in(requests_ahead)) + prompt)
+        seconds = max(ahead, self._place_in(requests_ahead)) + prompt
+        priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
+        late = seconds > request.late_after
+        return Forecast((request.tier, priority, late), seconds, late)
 
     def _place_in(self, requests_ahead: int) -> float:
         """Seconds until a running request ends and gives its place to a newcomer, after so many."""
@@ -96,9 +111,10 @@ class FirstTokenForecast:
         )
         self._left = None
 
-    def _learn(self, raw: float, actual: float) -> None:
-        """Take in what became of a forecast; ``raw`` is it divided by the bias it was made with."""
-        if raw > 0.0:
+    def _learn(self, forecast: Forecast, actual: float) -> None:
+        """Take in what became of a forecast."""
+        if forecast.seconds > 0.0:
+            bias = self.bias.get(forecast.kind, 1.0)
             # bounded against outliers
-            ratio = min(4.0, max(0.25, actual / raw))
-            self.bias += 0.05 * (ratio - self.bias)
+            ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, actual / forecast.seconds))
+            self.bias[forecast.kind] = bias + 0.05 * (ratio - bias)

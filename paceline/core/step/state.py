@@ -23,7 +23,7 @@ from paceline.core.queues.forks import Forks
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Forecast, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 
@@ -42,9 +42,9 @@ class LastPlan:
     pressing: bool = False
     # of plans, results and ends of requests: what was seen under another number is out of date
     version: int = 0
-    # of requests that ran undisturbed until their first token since forecasts were last asked for:
-    # (predicted seconds to it, the bias in that, what it really took)
-    first_tokens: list[tuple[float, float, float]] = field(default_factory=list)
+    # of requests that had their first token since forecasts were last asked for: what was said on
+    # arrival, and the seconds that it took
+    first_tokens: list[tuple[Forecast, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
-from paceline.core.tier import Tier
 
 __all__ = ["Updates", "update_of"]
 
@@ -121,11 +120,10 @@ class Updates:
         """Append tokens until one ends the output. Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
-            forecast, bias = request.history.predicted_ttft, request.history.forecast_bias
-            disturbed = request.tier is not Tier.ORDINARY or request.aged or request.num_preemptions
-            if forecast is not None and not disturbed:
-                took = now - request.asked.arrival_time
-                self._last.first_tokens.append((forecast, bias, took))
+            forecast = request.history.forecast
+            # one that was demoted against what was foreseen says nothing of the others
+            if forecast is not None and (forecast.late or not request.history.demoted):
+                self._last.first_tokens.append((forecast, now - request.asked.arrival_time))
         sampling = request.asked.sampling
         for count, token_id in enumerate(token_ids, 1):
             request.output_token_ids.append(token_id)

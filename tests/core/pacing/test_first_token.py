@@ -51,9 +51,24 @@ def test_a_bias_corrects_itself() -> None:
     state = state_with()
     forecast, before = FirstTokenForecast(state), predicted(state)
     for _ in range(200):
-        seconds = forecast.predict(NEWCOMER)
-        assert seconds is not None
-        state.last.first_tokens.append((seconds, forecast.bias, 2.0 * before))
+        assert forecast.note(NEWCOMER) is not None and NEWCOMER.history.forecast is not None
+        state.last.first_tokens.append((NEWCOMER.history.forecast, 2.0 * before))
     after = forecast.predict(NEWCOMER)
     assert after is not None and 1.9 * before < after < 2.1 * before
     assert not state.last.first_tokens
+
+
+def test_what_is_learned_of_one_kind_says_nothing_of_another() -> None:
+    """Later arrivals go before those of a low priority, and before nobody else."""
+    state = state_with()
+    forecast = FirstTokenForecast(state)
+    high, low = make_request("high", 100, priority=0), make_request("low", 100, priority=1)
+    before = forecast.predict(high)
+    for _ in range(100):
+        assert forecast.note(low) is not None and low.history.forecast is not None
+        state.last.first_tokens.append((low.history.forecast, 30.0))
+    after = forecast.predict(low)
+    assert before is not None and after is not None
+    assert forecast.predict(high) == before
+    # no more than that at once
+    assert 7.0 * before < after <= 8.0 * before
