@@ -32,8 +32,6 @@ import cProfile
 import json
 import os
 import pstats
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,9 +42,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.callers import get
-from benchmarks.machine import machine
-from benchmarks.peers.http_client import body_lines
+from benchmarks.common.client import body_lines, get
+from benchmarks.common.machine import machine
+from benchmarks.common.server import ReadyServer
 
 STREAMS = 64
 TOKENS = 64
@@ -152,26 +150,14 @@ def _engine() -> int:
 def server(checkout: Path = _ROOT, profile: Path | None = None) -> Iterator[tuple[int, int]]:
     """A server process of a checkout; its pid and port. ``profile`` gets what cProfile saw when it
     ends."""
-    flags = [] if profile is None else [str(profile)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.overhead", "serve", *flags],
-        stdout=subprocess.PIPE,
-        cwd=checkout,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().split()
-        if not line:
-            raise SystemExit("the server did not start")
-        yield process.pid, int(line[1])
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    flags = () if profile is None else (str(profile),)
+    argv = (sys.executable, "-m", "benchmarks.overhead", "serve", *flags)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ReadyServer(argv, r"^ready (\d+)", Path(folder) / "log", seconds=60, cwd=checkout) as found,
+    ):
+        yield found.pid, found.port
+        found.close(grace=30.0)
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
