@@ -6,7 +6,7 @@ ready. Parts are medians of what both processes log about themselves: the API pr
 other and add up to ``ready``; the engine's run beside ``web`` and ``engine``, and the model's are
 within its ``build``. The last server then gets 64 requests of 128 prompt and 128 output tokens at
 once, and as many new ones again, whose prefixes are cached beside the first. ``peak`` is the sum
-over the processes of the most that each had resident, as ``benchmarks.peers`` has it. Where other
+over the processes of the most that each had resident, as ``common.processes`` has it. Where other
 work goes on, processor time says more than seconds.
 
 QUICK=1 starts three times. The last line is JSON.
