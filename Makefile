@@ -64,7 +64,7 @@ TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
 QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/checkpoints \
-	tests/test_public.py
+	tests/routing tests/test_public.py tests/test_rooms.py
 STAMP := $(VENV)/.installed
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import (

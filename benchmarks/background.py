@@ -31,9 +31,10 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.goodput.engines import Ours, our_places
-from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.online import Server, percentile
+from benchmarks.common.client import Timing, complete
+from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.server import Server
+from benchmarks.common.statistics import percentile
 
 QUICK = bool(os.environ.get("QUICK"))
 ROUNDS = 2 if QUICK else 3
@@ -189,8 +190,8 @@ def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    from benchmarks.machine import machine
-    from benchmarks.peers.__main__ import free_port
+    from benchmarks.common.machine import machine
+    from benchmarks.common.processes import free_port
 
     places, vocab = our_places()
     with tempfile.TemporaryDirectory() as folder:

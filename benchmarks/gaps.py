@@ -21,9 +21,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from benchmarks.goodput.engines import Ours, our_places
-from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.online import Server, percentile
+from benchmarks.common.client import Timing, complete
+from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.server import Server
+from benchmarks.common.statistics import percentile
 
 QUICK = bool(os.environ.get("QUICK"))
 TURNS = 1 if QUICK else 3
@@ -90,8 +91,8 @@ def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, f
 
 
 def main() -> int:
-    from benchmarks.machine import machine
-    from benchmarks.peers.__main__ import free_port
+    from benchmarks.common.machine import machine
+    from benchmarks.common.processes import free_port
 
     places, vocab = our_places()
     found: dict[str, tuple[list[Timing], list[Timing]]] = {name: ([], []) for name in BOUNDS}

@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks import kernels
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
 from paceline.backends.native import NativeModel
 from paceline.backends.native.pieces import PackedMatrix, peak_rate, products_seconds
 

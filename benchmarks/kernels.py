@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.pieces import (

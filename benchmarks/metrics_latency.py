@@ -19,20 +19,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import multiprocessing
 import os
-import re
 import selectors
 import socket
 import statistics
-import subprocess
-import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
+from benchmarks.common.server import PacelineServer
+from benchmarks.common.statistics import percentile
 
 STREAMS = 64
 QUICK = bool(os.environ.get("QUICK"))
@@ -110,10 +108,6 @@ class Port:
         return seconds, body
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def summary(seconds: list[float]) -> dict[str, float]:
     """Milliseconds."""
     return {
@@ -124,53 +118,31 @@ def summary(seconds: list[float]) -> dict[str, float]:
     }
 
 
-class Server:
-    """One ``paceline serve`` with both listeners."""
-
-    def __init__(self, model: str | None) -> None:
-        what = [model] if model else ["--backend", "null"]
-        ports = ["--port", "0", "--metrics-port", "0", "--max-num-seqs", str(STREAMS)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.cli.main", "serve", *what, *ports],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None and self.process.stderr is not None
-        self.metrics_port = self._find(
-            self.process.stderr.readline, r"metrics_listening .*port=(\d+)"
-        )
-        self.port = self._find(self.process.stdout.readline, r"ready: http://127.0.0.1:(\d+)/")
-        # nobody reads on, and a full pipe would stop the server
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
-
-    def _find(self, readline: Callable[[], str], pattern: str) -> int:
-        while line := readline():
-            found = re.search(pattern, line)
-            if found:
-                return int(found[1])
-        raise SystemExit(f"the server did not start: exit code {self.process.wait()}")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
-
-
 def main() -> None:
     model = os.environ.get("MODEL")
-    server = Server(model)
+    what = (model,) if model else ("--backend", "null")
+    flags = ("--metrics-port", "0", "--max-num-seqs", str(STREAMS))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PacelineServer(*what, *flags, log=Path(folder) / "log") as server,
+    ):
+        measure(model, server.port, int(server.line(r"metrics_listening .*port=(\d+)")[1]))
+
+
+def measure(model: str | None, port: int, metrics_port: int) -> None:
+    """Of a server with both listeners."""
     context = multiprocessing.get_context("spawn")
     received: multiprocessing.Queue[int] = context.Queue()
-    reader = context.Process(target=drain, args=(server.port, STREAMS, received), daemon=True)
-    sample = Port(server.metrics_port, "/metrics", keep=False).fetch()[1]
+    reader = context.Process(target=drain, args=(port, STREAMS, received), daemon=True)
+    sample = Port(metrics_port, "/metrics", keep=False).fetch()[1]
     idler = context.Process(target=floor, args=(sample, received), daemon=True)
     idler.start()
     places = {
-        "server port, new connection": Port(server.port, "/metrics", keep=False),
-        "server port, kept": Port(server.port, "/metrics", keep=True),
-        "metrics port, new connection": Port(server.metrics_port, "/metrics", keep=False),
-        "metrics port, kept": Port(server.metrics_port, "/metrics", keep=True),
-        "loop (/version, kept)": Port(server.port, "/version", keep=True),
+        "server port, new connection": Port(port, "/metrics", keep=False),
+        "server port, kept": Port(port, "/metrics", keep=True),
+        "metrics port, new connection": Port(metrics_port, "/metrics", keep=False),
+        "metrics port, kept": Port(metrics_port, "/metrics", keep=True),
+        "loop (/version, kept)": Port(port, "/version", keep=True),
         "floor (kept)": Port(received.get(timeout=60), "/", keep=True),
     }
     try:
@@ -204,7 +176,6 @@ def main() -> None:
     finally:
         reader.terminate()
         idler.terminate()
-        server.stop()
     report(model, idle, busy, ages, events / took, size)
 
 

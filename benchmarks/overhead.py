@@ -16,7 +16,8 @@ Built-in functions count for whoever calls them.
 
 BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
 both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
-falls on both. Printed are both and the ratio, this by that; who is not asked at the moment is idle.
+falls on both. Printed are both and the ratio, this by that, and of all runs by pairs the ratio with
+its interval; who is not asked at the moment is idle.
 
 Prints a table and, last, one JSON line. QUICK=1 takes each run once instead of three times, with
 one request a client instead of two; TURNS=N sets how many times each run is taken.
@@ -32,8 +33,6 @@ import cProfile
 import json
 import os
 import pstats
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,9 +43,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.callers import get
-from benchmarks.machine import machine
-from benchmarks.peers.http_client import body_lines
+from benchmarks.common.client import body_lines, get
+from benchmarks.common.machine import machine
+from benchmarks.common.server import ReadyServer
+from benchmarks.common.statistics import Ratio, paired_ratio
 
 STREAMS = 64
 TOKENS = 64
@@ -152,26 +152,14 @@ def _engine() -> int:
 def server(checkout: Path = _ROOT, profile: Path | None = None) -> Iterator[tuple[int, int]]:
     """A server process of a checkout; its pid and port. ``profile`` gets what cProfile saw when it
     ends."""
-    flags = [] if profile is None else [str(profile)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.overhead", "serve", *flags],
-        stdout=subprocess.PIPE,
-        cwd=checkout,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().split()
-        if not line:
-            raise SystemExit("the server did not start")
-        yield process.pid, int(line[1])
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    flags = () if profile is None else (str(profile),)
+    argv = (sys.executable, "-m", "benchmarks.overhead", "serve", *flags)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ReadyServer(argv, r"^ready (\d+)", Path(folder) / "log", seconds=60, cwd=checkout) as found,
+    ):
+        yield found.pid, found.port
+        found.close(grace=30.0)
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
@@ -316,6 +304,7 @@ def compare(sides: dict[str, Side]) -> dict[str, dict[str, dict[str, float]]]:
             order = list(sides.values())
             for side in order if turn % 2 == 0 else reversed(order):
                 side.take_turn(stream=stream)
+        runs = [[run.total for run in (*side.short, *side.long)] for side in sides.values()]
         found = {name: side.figures() for name, side in sides.items()}
         if len(found) == 2:
             new, old = found.values()
@@ -324,6 +313,7 @@ def compare(sides: dict[str, Side]) -> dict[str, dict[str, dict[str, float]]]:
                 for key, value in new.items()
                 if key.startswith("cpu_") and old[key]
             }
+            found["pairs"] = dict(zip(Ratio._fields, paired_ratio(*runs), strict=True))
         results[kind] = found
     return results
 
@@ -349,11 +339,15 @@ def main() -> int:
             asyncio.run(_load(port, TOKENS, TURNS * ROUNDS, stream=True))
         found = shares(profile)
     for kind in ("stream", "whole"):
-        columns = results[kind]
+        columns = dict(results[kind])
+        pairs = columns.pop("pairs", None)
         print(f"\n{kind:38}" + "".join(f"{name:>10}" for name in columns))
         for key in columns["this"]:
             row = "".join(f"{columns[name].get(key, ''):>10}" for name in columns)
             print(f"  {key.replace('_', ' '):36}{row}")
+        if pairs is not None:
+            shown = "{median:.3f}, {low:.3f} to {high:.3f}".format(**pairs)
+            print(f"  runs by pairs, and the 95 % interval of their mean: {shown}")
     print("\nshares of the event loop")
     for key, value in found.items():
         print(f"  {key:36}{value:>10}")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.policies import FcfsPolicy, PolicyContext

@@ -31,7 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
+from benchmarks.common.statistics import paired_ratio
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import StepResult
 from paceline.core.predict.step_time import StepShape
@@ -159,7 +160,6 @@ def _figures(checkout: Path, row: str) -> dict[str, float]:
 def compare(baseline: Path, pairs: int) -> None:
     """See the module."""
     here = Path(__file__).parents[1]
-    rng = random.Random(0)
     results: dict[str, Any] = {"pairs": pairs}
     print(f"schedule() + update() here by that in {baseline}, {pairs} pairs by turns")
     print(f"{'row':>10} {'':>4} {'here ms':>8} {'there ms':>8} {'ratio':>6} {'95 %':>15}")
@@ -171,18 +171,14 @@ def compare(baseline: Path, pairs: int) -> None:
             for found, checkout in both if turn % 2 == 0 else reversed(both):
                 found.append(_figures(checkout, row))
         for name in ("p50", "p99"):
-            ratios = [a[name] / b[name] for a, b in zip(ours, theirs, strict=True)]
-            logs = [math.log(ratio) for ratio in ratios]
-            means = sorted(statistics.fmean(rng.choices(logs, k=pairs)) for _ in range(2_000))
-            low, high = math.exp(means[50]), math.exp(means[-51])
+            ratio = paired_ratio([f[name] for f in ours], [f[name] for f in theirs])
             here_ms, there_ms = (statistics.median(f[name] for f in own) for own in (ours, theirs))
-            ratio = statistics.median(ratios)
             print(
-                f"{row:>10} {name:>4} {here_ms:8.3f} {there_ms:8.3f} {ratio:6.3f} "
-                f"{low:7.3f}-{high:.3f}",
+                f"{row:>10} {name:>4} {here_ms:8.3f} {there_ms:8.3f} {ratio.median:6.3f} "
+                f"{ratio.low:7.3f}-{ratio.high:.3f}",
                 flush=True,
             )
-            results[f"{row}_{name}"] = [round(each, 4) for each in (ratio, low, high)]
+            results[f"{row}_{name}"] = [round(each, 4) for each in ratio]
     print(json.dumps({"bench": "scheduler-turns", "results": results}))
 
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import random
 import resource
@@ -46,7 +45,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
+from benchmarks.common.statistics import percentile
 from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
 from benchmarks.sim_vllm import present, vllm
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -221,15 +221,6 @@ def compare_own(
                 f"{1e3 * statistics.median(values):8.1f}, p99 {1e3 * percentile(values, 0.99):8.1f}"
             )
     return results
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Linear between order statistics."""
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 # ---------------------------------------------------------------------- speed and memory

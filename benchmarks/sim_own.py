@@ -6,21 +6,17 @@ import asyncio
 import contextlib
 import json
 import random
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.server import PacelineServer
 from paceline.sim.arrival import Arrival
 
 __all__ = ["Load", "Seen", "make_load", "measure", "serving"]
 
 MODEL = "smollm2-135m"
-_READY = re.compile(r"^paceline ready: http://([0-9.]+):(\d+)/v1 ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +62,10 @@ def make_load(load: Load) -> list[Arrival]:
 def serving(record: Path) -> Iterator[tuple[str, int]]:
     """``paceline serve`` with its defaults, prefix caching off (prompts share nothing), recording.
     Yields host and port; drained at the end, so that the recording is complete."""
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", MODEL, "--port", "0"]
-    command += ["--record", str(record), "--no-enable-prefix-caching", "--log-level", "warning"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        match = _READY.match(server.stdout.readline())
-        if match is None:
-            raise RuntimeError(f"the server did not start: exit code {server.wait(60)}")
-        yield match[1], int(match[2])
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-    finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
-        if server.stdout is not None:
-            server.stdout.close()
+    flags = ("--record", str(record), "--no-enable-prefix-caching", "--log-level", "warning")
+    with PacelineServer(MODEL, *flags, log=record.with_suffix(".log")) as server:
+        yield "127.0.0.1", server.port
+        server.close(grace=60.0)
 
 
 def measure(host: str, port: int, arrivals: Sequence[Arrival], text: Sequence[int]) -> list[Seen]:

@@ -6,7 +6,7 @@ ready. Parts are medians of what both processes log about themselves: the API pr
 other and add up to ``ready``; the engine's run beside ``web`` and ``engine``, and the model's are
 within its ``build``. The last server then gets 64 requests of 128 prompt and 128 output tokens at
 once, and as many new ones again, whose prefixes are cached beside the first. ``peak`` is the sum
-over the processes of the most that each had resident, as ``benchmarks.peers`` has it. Where other
+over the processes of the most that each had resident, as ``common.processes`` has it. Where other
 work goes on, processor time says more than seconds.
 
 QUICK=1 starts three times. The last line is JSON.
@@ -30,11 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.machine import machine
-from benchmarks.peers.__main__ import free_port
-from benchmarks.peers.base import Command, Unavailable
-from benchmarks.peers.http_client import complete
-from benchmarks.peers.process import Process
+from benchmarks.common.client import complete
+from benchmarks.common.machine import machine
+from benchmarks.common.processes import Process, Unavailable
+from benchmarks.common.server import PacelineServer
 
 MODEL: Final = "smollm2-135m"
 ROUNDS: Final = 3 if os.environ.get("QUICK") else 7
@@ -139,20 +138,14 @@ def _ask(port: int, count: int, prompt: int, output: int, seed: int) -> None:
 @contextmanager
 def starting(log: Path, *flags: str) -> Iterator[Server]:
     """Start a server and get its first token. Raises Unavailable where it does not answer."""
-    port = free_port()
-    argv = (sys.executable, "-m", "paceline.cli.main", "serve", *flags, "--port", str(port))
     options = ("--log-format", "json", "--served-model-name", "bench", "--batch-dir", "off")
     began = time.monotonic()
-    with Process(Command((*argv, *options)), log) as process:
-        while not re.search(r"^paceline ready", log.read_text(), flags=re.MULTILINE):
-            if not process.alive or time.monotonic() - began > _START_SECONDS:
-                raise Unavailable(f"the server did not start: {process.tail()}")
-            time.sleep(0.005)
-        ready = time.monotonic() - began
+    with PacelineServer(*flags, *options, log=log, seconds=_START_SECONDS) as process:
+        ready, port = process.startup, process.port
         _ask(port, 1, PROMPT, 1, seed=_FIRST_SEED)
         first_token = time.monotonic() - began
         cpu = process.cpu_seconds()
-        parts = parse(log.read_text().splitlines())
+        parts = parse(process.log().splitlines())
         yield Server(process, port, Start(ready, first_token, cpu, parts))
 
 

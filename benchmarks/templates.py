@@ -20,14 +20,17 @@ import http.client
 import json
 import os
 import statistics
-import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from benchmarks.common.server import PacelineServer
+from benchmarks.common.statistics import percentile
 from paceline.checkpoints.gguf_format import read_gguf
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer
 from paceline.checkpoints.resolve import default_cache_dir, find_local
@@ -102,7 +105,7 @@ async def added() -> dict[str, float]:
     found: dict[str, float] = {}
     for kind, each in times.items():
         found[f"{kind}_p50_ms"] = statistics.median(each)
-        found[f"{kind}_p99_ms"] = statistics.quantiles(each, n=100)[98]
+        found[f"{kind}_p99_ms"] = percentile(each, 0.99)
     return found
 
 
@@ -129,12 +132,12 @@ def probe(port: int, seconds: float) -> list[float]:
 
 
 def attacked() -> dict[str, float]:
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0"]
-    command += ["--trust-request-chat-template", "--log-level", "error"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    try:
-        port = int(server.stdout.readline().split("/v1")[0].rpartition(":")[2])
+    flags = ("--trust-request-chat-template", "--log-level", "error")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PacelineServer(*flags, log=Path(folder) / "log") as server,
+    ):
+        port = server.port
         idle = probe(port, ATTACK_SECONDS / 2)
         statuses: list[int] = []
         plain: list[float] = []
@@ -161,9 +164,6 @@ def attacked() -> dict[str, float]:
         stop.set()
         for thread in threads:
             thread.join()
-    finally:
-        server.terminate()
-        server.wait(30)
     assert statuses and set(statuses) == {400}, statuses
     return {
         "attacks": len(statuses),

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peers.http_client import body_lines
+from benchmarks.common.client import body_lines, read_head
 
-__all__ = ["Seen", "ask", "counted", "get", "mismatches"]
+__all__ = ["Seen", "ask", "counted", "mismatches"]
 
 _LIMIT = 1 << 20
 
@@ -65,7 +65,7 @@ async def _ask(port: int, body: Mapping[str, Any], seen: Seen) -> None:
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
         )
         await writer.drain()
-        status, headers = await _head(reader)
+        status, headers = await read_head(reader)
         seen.status = status
         if b"retry-after" in headers:
             seen.retry_after = float(headers[b"retry-after"])
@@ -92,36 +92,6 @@ def _note(seen: Seen, event: dict[str, Any]) -> None:
         if ids and seen.first_token is None:
             seen.first_token = time.monotonic()
         seen.token_ids += ids
-
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
-    line = await reader.readline()
-    if not line:
-        raise ConnectionError("closed without an answer")
-    headers = {}
-    while (entry := (await reader.readline()).strip()) != b"":
-        name, _, value = entry.partition(b":")
-        headers[name.lower()] = value.strip().lower()
-    return int(line.split()[1]), headers
-
-
-async def get(port: int, path: str, *, timeout: float = 5.0) -> tuple[int, bytes]:
-    """Status and body; status 0 where there was no answer in time."""
-    try:
-        async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
-            try:
-                writer.write(
-                    f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
-                )
-                status, headers = await _head(reader)
-                if b"content-length" in headers:
-                    return status, await reader.readexactly(int(headers[b"content-length"]))
-                return status, await reader.read()
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
-        return 0, b""
 
 
 def counted(seen: Iterable[Seen]) -> dict[str, int]:

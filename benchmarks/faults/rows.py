@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.faults.callers import Seen, ask, counted, get, mismatches
+from benchmarks.common.client import get
+from benchmarks.faults.callers import Seen, ask, counted, mismatches
 from benchmarks.faults.malformed import malformed, send
 from benchmarks.faults.server import FaultyServer, metric
 
@@ -276,19 +277,19 @@ async def drained(server: FaultyServer, load: Load) -> Row:
     ]
     while metric(await server.scrape(), "vllm:num_requests_running") < STREAMS:
         await asyncio.sleep(0.01)
-    server.process.send_signal(signal.SIGTERM)
+    server.send_signal(signal.SIGTERM)
     await server.until("/health/ready", lambda status: status != 200, 5.0)
     late = await asyncio.gather(*(ask(server.port, load.body(i, stream=True)) for i in range(8)))
     seen = await asyncio.gather(*running)
     began = time.monotonic()
-    while server.process.poll() is None and time.monotonic() - began < 20.0:
+    while server.alive and time.monotonic() - began < 20.0:
         await asyncio.sleep(0.02)
     return {
         "running": counted(seen),
         "late": counted(late),
         "late_have_retry_after": all(each.retry_after for each in late),
         "tokens_lost_or_doubled": load.wrong(seen),
-        "exit_code": server.process.poll(),
+        "exit_code": server.exit_code,
         "seconds_from_last_token_to_exit": round(time.monotonic() - began, 2),
     }
 

@@ -7,50 +7,22 @@ import contextlib
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.faults.callers import get
+from benchmarks.common.client import get
+from benchmarks.common.server import PacelineServer
 
 __all__ = ["FaultyServer", "metric"]
 
-_READY_SECONDS = 120.0
 
-
-class FaultyServer:
-    """One server process; ends with the block.
-
-    Args:
-        log: its standard error goes there.
-        around: a command that runs the server's, in its own place.
-    """
+class FaultyServer(PacelineServer):
+    """One server; killed at the end of the block."""
 
     def __init__(self, model: str, log: Path, *flags: str, around: tuple[str, ...] = ()) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
-        command = [*around, sys.executable, "-m", "paceline.cli.main", "serve", model]
-        with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*command, "--port", str(self.port), *flags],
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                cwd=Path(__file__).resolve().parents[2],
-            )
-        self._log = log
-        deadline = time.monotonic() + _READY_SECONDS
-        while asyncio.run(get(self.port, "/health"))[0] != 200:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start:\n{self.log()[-2000:]}")
-            time.sleep(0.05)
-
-    def __enter__(self) -> FaultyServer:
-        return self
+        super().__init__(model, *flags, log=log, around=around)
 
     def __exit__(
         self,
@@ -58,12 +30,7 @@ class FaultyServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        self.close(grace=0.0)
 
     @property
     def engine_pid(self) -> int:
@@ -71,7 +38,7 @@ class FaultyServer:
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = entry.read_text().rpartition(")")[2].split()
-                if int(fields[1]) != self.process.pid or fields[0] == "Z":
+                if int(fields[1]) != self.pid or fields[0] == "Z":
                     continue
                 # the server may have other children
                 if b"engine_process" in (entry.parent / "cmdline").read_bytes():
@@ -80,7 +47,7 @@ class FaultyServer:
 
     def rss_mb(self) -> float:
         """Resident memory of the API process, MiB."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         assert found is not None, "a running process has a resident size"
         return int(found[1]) / 1024

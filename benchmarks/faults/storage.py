@@ -109,7 +109,7 @@ async def disk_full(server: FaultyServer, load: Load, folder: Path) -> Row:
     """
     before = server.rss_mb()
     # the server's own view of the file system
-    filler = Path(f"/proc/{server.process.pid}/root{folder}/filler")
+    filler = Path(f"/proc/{server.pid}/root{folder}/filler")
     async with _client(server) as http:
         whole = "\n".join(_line(load, index) for index in range(LINES)).encode()
         file_id = (await _upload(http, whole)).raise_for_status().json()["id"]

@@ -47,8 +47,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from benchmarks.common.client import Timing
+from benchmarks.common.load import TRACE, name_lengths
+from benchmarks.common.machine import machine
+from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.processes import Unavailable, free_port
+from benchmarks.common.server import Server
+from benchmarks.common.setup import Peer, Places
 from benchmarks.goodput.curves import ATTAINMENT, Search, summary
-from benchmarks.goodput.engines import Ours, class_flags, fixed, our_places
+from benchmarks.goodput.engines import class_flags, fixed
 from benchmarks.goodput.loads import (
     Pair,
     Span,
@@ -63,11 +70,6 @@ from benchmarks.goodput.loads import (
     tenants,
     ttft,
 )
-from benchmarks.machine import machine
-from benchmarks.peers.__main__ import free_port
-from benchmarks.peers.base import Peer, Places, Unavailable
-from benchmarks.peers.http_client import Timing
-from benchmarks.peers.online import TRACE, Server, name_lengths
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.pressure import wasted_tokens
 

@@ -13,8 +13,10 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.online import TRACE, Server, percentile, read_lengths
+from benchmarks.common.client import Timing, complete
+from benchmarks.common.load import TRACE, read_lengths
+from benchmarks.common.server import Server
+from benchmarks.common.statistics import percentile
 
 __all__ = [
     "PATIENCE",

@@ -17,12 +17,13 @@ import argparse
 import sys
 from itertools import product
 
+from benchmarks.common.client import Timing
+from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.processes import free_port
+from benchmarks.common.server import Server
 from benchmarks.goodput.__main__ import CV, SECONDS, at_rate, ratios
-from benchmarks.goodput.engines import Ours, class_flags, our_places
+from benchmarks.goodput.engines import class_flags
 from benchmarks.goodput.loads import beside, flood, loop_ms, tenants
-from benchmarks.peers.__main__ import free_port
-from benchmarks.peers.http_client import Timing
-from benchmarks.peers.online import Server
 
 
 def main() -> int:

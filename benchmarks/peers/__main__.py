@@ -46,7 +46,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,12 +53,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
-from benchmarks.peers.base import REPOSITORY, Peer, Places, Unavailable
+from benchmarks.common.load import TRACE, arrivals, name_lengths
+from benchmarks.common.machine import machine
+from benchmarks.common.processes import REPOSITORY, Unavailable, free_port
+from benchmarks.common.server import Server
+from benchmarks.common.setup import Peer, Places
 from benchmarks.peers.levels import FLATTERED, Level, chosen_level, impose
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
-from benchmarks.peers.online import TRACE, Server, arrivals, name_lengths
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.report import OURS, offline_table, online_table
@@ -220,13 +221,6 @@ def run_offline(
     finally:
         team.close()
     return {entry.row.name: summary(entry) for entry in measured}, seen
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_online(

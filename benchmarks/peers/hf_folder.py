@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.peers.base import Unavailable
+from benchmarks.common.processes import Unavailable
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.base import Command, Places, Unavailable, make_venv, run_step
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Places, make_venv, run_step
 from benchmarks.peers.jobs import Done, Job, serve
 from benchmarks.peers.levels import Level
 

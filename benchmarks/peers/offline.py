@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.peers.base import Command, Peer, Unavailable
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Peer
 from benchmarks.peers.jobs import Done, Job
 from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import Row, make_job, parse_row

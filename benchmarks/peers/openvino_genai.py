@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import Command, Places, Unavailable, make_venv
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Places, make_venv
 from benchmarks.peers.jobs import Done, Job, serve
 
 __all__ = ["OpenVino"]

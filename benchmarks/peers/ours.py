@@ -11,7 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.peers.base import Command, Places, Unavailable
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Places
 from benchmarks.peers.jobs import Done, Job, serve
 
 if TYPE_CHECKING:

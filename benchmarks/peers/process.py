@@ -1,147 +1,19 @@
-"""Processes of peers: started, asked, frozen while others are measured, weighed, ended.
-
-Each leads a session of its own, so that whatever it starts is found, stopped and ended with it. A
-frozen process (SIGSTOP) cannot spend processor time however its threads wait.
-"""
+"""Processes of peers that answer jobs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import signal
-import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from benchmarks.peers.base import REPOSITORY, Command, Unavailable
+from benchmarks.common.processes import Command, Process, Unavailable
 from benchmarks.peers.jobs import Done, Job
 
-__all__ = ["Process", "Worker"]
-
-_TICK = os.sysconf("SC_CLK_TCK")
-_TAIL_LINES = 4
-
-
-def _session_members(session: int) -> list[int]:
-    """Processes of a session, zombies too."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                # the command's name, in brackets, may hold anything
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session:
-                    members.append(int(entry.name))
-    return members
-
-
-class Process:
-    """A running command and all that it started.
-
-    Raises Unavailable when it cannot be started.
-    """
-
-    def __init__(self, command: Command, log: Path, *, pipes: bool = False) -> None:
-        self._log = log
-        pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
-        with log.open("wb") as errors:
-            try:
-                self._process = subprocess.Popen(
-                    command.argv,
-                    stdin=pipe,
-                    stdout=pipe if pipes else errors,
-                    stderr=errors,
-                    env=command.environment(),
-                    cwd=REPOSITORY,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise Unavailable(f"{command.argv[0]}: {error}") from None
-        self._frozen = False
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def tail(self) -> str:
-        """The last lines of its log, for messages."""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-_TAIL_LINES:])
-
-    def freeze(self) -> None:
-        """Stop all its threads until ``thaw``."""
-        self._signal(signal.SIGSTOP)
-        self._frozen = True
-
-    def thaw(self) -> None:
-        if self._frozen:
-            self._signal(signal.SIGCONT)
-            self._frozen = False
-
-    def _signal(self, number: signal.Signals) -> None:
-        for member in _session_members(self.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, number)
-
-    def cpu_seconds(self) -> float:
-        """Processor time so far, of all its processes that still run."""
-        ticks = 0
-        for member in _session_members(self.pid):
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / _TICK
-
-    def idle_share(self, seconds: float) -> float:
-        """Cores it keeps busy while nobody asks for anything; waits ``seconds``."""
-        before, began = self.cpu_seconds(), time.monotonic()
-        time.sleep(seconds)
-        return (self.cpu_seconds() - before) / (time.monotonic() - began)
-
-    def peak_rss_mb(self) -> float:
-        """Sum over its processes of the most memory each had resident, in MiB; pages that two of
-        them share count twice."""
-        total = 0
-        for member in _session_members(self.pid):
-            with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{member}/status").read_text().splitlines():
-                    if line.startswith("VmHWM:"):
-                        total += int(line.split()[1])
-        return total / 1024
-
-    def close(self, grace: float = 10.0) -> None:
-        """Ask it to end, then end it and everything it started. Idempotent."""
-        self.thaw()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        if self.alive:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+__all__ = ["Worker"]
 
 
 class Worker(Process):

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.base import Command, Places, Unavailable, make_venv, torch_options
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Places, make_venv, torch_options
 from benchmarks.peers.jobs import Done, Job, serve
 
 __all__ = ["Transformers"]

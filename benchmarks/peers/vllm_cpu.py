@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.base import Command, Places, make_venv, run_step, torch_options
+from benchmarks.common.processes import Command
+from benchmarks.common.setup import Places, make_venv, run_step, torch_options
 from benchmarks.peers.jobs import Done, Job, serve
 
 __all__ = ["VllmCpu", "needed"]

@@ -11,7 +11,7 @@ import sys
 import time
 from importlib import import_module
 
-from benchmarks.machine import machine
+from benchmarks.common.machine import machine
 from benchmarks.studies.common import Study
 from benchmarks.studies.page import DOCS, write_page
 

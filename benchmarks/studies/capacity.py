@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.common.load import TRACE, name_lengths, read_lengths
 from benchmarks.goodput.curves import Curve, capacity
 from benchmarks.goodput.loads import TARGETS, Load, Span, steady, stream
-from benchmarks.peers.online import TRACE, name_lengths, read_lengths
 from benchmarks.studies.ablation import BASELINE
 from benchmarks.studies.common import Study
 from paceline.core.config import CacheConfig, SchedulerConfig

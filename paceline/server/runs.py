@@ -64,7 +64,7 @@ async def run_one(
     at the end all of the answer.
 
     Args:
-        observe: makes the observers, once the request is sent; they hear in this order.
+        observe: makes the observers when the run begins; they hear in this order.
 
     Raises:
         InvalidRequestError: what the caller asked for turned out to be impossible.

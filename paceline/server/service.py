@@ -163,7 +163,9 @@ class Service:
     ) -> Sequence[RunObserver]:
         """Whoever hears of one request, which ``tally`` knows by ``index``."""
         counted = RequestObserver(self.metrics.requests, request)
-        observers: list[RunObserver] = [_Tallied(tally, index), counted]
+        observers: list[RunObserver] = [counted]
+        if self.limiter is not None:
+            observers.append(_Tallied(tally, index))
         if self.tracing is not None:
             observers.append(self.tracing.follow(request))
         return (*observers, _Logged(request, counted))

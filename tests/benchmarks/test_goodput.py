@@ -12,6 +12,8 @@ from typing import cast
 import pytest
 
 import benchmarks.goodput.loads as loads_module
+from benchmarks.common.client import Timing
+from benchmarks.common.server import Server
 from benchmarks.goodput.curves import Curve, Search, capacity, falling, overload, summary, together
 from benchmarks.goodput.loads import (
     PATIENCE,
@@ -28,8 +30,6 @@ from benchmarks.goodput.loads import (
     tenants,
     ttft,
 )
-from benchmarks.peers.http_client import Timing
-from benchmarks.peers.online import Server
 
 VOCABULARY = 50_000
 

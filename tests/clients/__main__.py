@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers.base import Unavailable, make_venv, run_step
+from benchmarks.common.processes import Unavailable
+from benchmarks.common.setup import make_venv, run_step
 from paceline.checkpoints.resolve import default_cache_dir
 from tests.cli.servers import start_server
 from tests.clients.page import run_example

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.base import Unavailable
+from benchmarks.common.processes import Unavailable
 from tests.clients import __main__ as clients
 from tests.clients.__main__ import CLIENTS, Client, converse, main, node_setup
 from tests.clients.page import example

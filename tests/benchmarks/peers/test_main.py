@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Places
 from benchmarks.peers import __main__ as command
-from benchmarks.peers.base import Command, Places, Unavailable
 from benchmarks.peers.ceilings import Ceilings
 from benchmarks.peers.levels import LEVELS
 from benchmarks.peers.offline import Team

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.processes import Command, Unavailable
 from benchmarks.peers.__main__ import number
-from benchmarks.peers.base import Command, Unavailable
 from benchmarks.peers.offline import Contender, Measured, Team, by_variant, run_rows, summary
 from benchmarks.peers.report import offline_table
 from benchmarks.peers.rows import ROWS, make_job, parse_row

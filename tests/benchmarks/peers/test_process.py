@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.base import Command, Unavailable
+from benchmarks.common.processes import Command, Process, Unavailable
 from benchmarks.peers.jobs import Done, Job
-from benchmarks.peers.process import Process, Worker
+from benchmarks.peers.process import Worker
 
 JOB = Job([[1, 2], [3, 4]], 5)
 

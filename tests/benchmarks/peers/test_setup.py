@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.base import Places, Unavailable, make_venv, run_step
+from benchmarks.common.processes import Unavailable
+from benchmarks.common.setup import Places, make_venv, run_step
 from benchmarks.peers.ceilings import Ceilings
 from benchmarks.peers.hf_folder import write_hf_folder
 from benchmarks.peers.levels import LEVELS

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.base import Command, Unavailable
-from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.online import (
+from benchmarks.common.client import Timing, complete
+from benchmarks.common.load import (
     MAX_OUTPUT,
     MAX_PROMPT,
     TRACE,
     Arrival,
-    Server,
     arrivals,
     describe,
     name_lengths,
-    percentile,
     read_lengths,
     replay,
 )
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.server import Server
+from benchmarks.common.statistics import percentile
 from benchmarks.peers.report import online_table
 
 
@@ -243,7 +243,7 @@ class NullPeer:
 
 
 def test_a_real_server_is_waited_for_frozen_and_measured(tmp_path: Path) -> None:
-    from benchmarks.peers.__main__ import free_port
+    from benchmarks.common.processes import free_port
 
     peer = NullPeer(
         "-m", "paceline.cli.main", "serve", "--backend", "null", "--host", "127.0.0.1",

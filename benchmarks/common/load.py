@@ -7,25 +7,23 @@ import csv
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import REPOSITORY, Peer, Unavailable
-from benchmarks.peers.http_client import Timing, complete
-from benchmarks.peers.process import Process
+from benchmarks.common.client import Timing, complete
+from benchmarks.common.processes import REPOSITORY
+from benchmarks.common.statistics import percentile
 
 __all__ = [
+    "FIRST_ID",
     "TRACE",
     "Arrival",
-    "Server",
     "arrivals",
     "describe",
     "name_lengths",
-    "percentile",
     "read_lengths",
     "replay",
 ]
@@ -43,9 +41,8 @@ MAX_PROMPT = 1500
 MAX_OUTPUT = 500
 # after the last arrival; what is unfinished then is given up and counts as missed
 DRAIN_SECONDS = 30.0
-# servers are asked this often whether they answer yet
-_POLL_SECONDS = 0.05
-_FIRST_ID = 100
+# ids below may be special
+FIRST_ID = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ def arrivals(
     result = []
     for prompt, output in read_lengths(trace, count, seed):
         at += rng.expovariate(rate)
-        ids = [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)]
+        ids = [rng.randrange(FIRST_ID, vocab_size) for _ in range(prompt)]
         result.append(Arrival(at, ids, output))
     return result
 
@@ -123,17 +120,6 @@ async def replay(port: int, model: str, plan: Sequence[Arrival]) -> list[Timing]
         return await complete(port, model, arrival.prompt, arrival.output, timeout=left)
 
     return list(await asyncio.gather(*(one(arrival) for arrival in plan)))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between ranks, as numpy's default. Raises ValueError for no values."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def describe(timings: Sequence[Timing]) -> dict[str, Any]:
@@ -163,69 +149,3 @@ def describe(timings: Sequence[Timing]) -> dict[str, Any]:
     if len(done) < len(timings):
         figures["first_error"] = next(timing.error for timing in timings if timing.error)
     return figures
-
-
-class Server(Process):
-    """A server that answers. ``startup`` is the seconds from its start to its first token.
-
-    Raises Unavailable when there is none or it does not answer.
-    """
-
-    def __init__(self, peer: Peer, port: int, log: Path, vocab_size: int) -> None:
-        self.name = peer.name
-        self.port = port
-        command = peer.server(port)
-        began = time.monotonic()
-        super().__init__(command, log)
-        try:
-            self._wait(began + command.start_seconds)
-            self.startup = time.monotonic() - began
-            plan = arrivals(8.0, 1.0, None, vocab_size, seed=-1)
-            asyncio.run(replay(port, self.model, plan))
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait(self, deadline: float) -> None:
-        prompt = list(range(_FIRST_ID, _FIRST_ID + 128))
-        error = "it did not listen"
-        while time.monotonic() < deadline:
-            if not self.alive:
-                raise Unavailable(f"the server ended: {self.tail()}")
-            models = asyncio.run(_models(self.port))
-            if models:
-                self.model = models[0]
-                timing = asyncio.run(complete(self.port, self.model, prompt, 1, timeout=60))
-                if not timing.error:
-                    return
-                error = timing.error
-            time.sleep(_POLL_SECONDS)
-        raise Unavailable(f"the server gave no token: {error}: {self.tail()}")
-
-    def measure(self, plan: Sequence[Arrival]) -> dict[str, Any]:
-        """Replay a plan; see ``describe``."""
-        self.thaw()
-        figures = describe(asyncio.run(replay(self.port, self.model, plan)))
-        self.freeze()
-        print(f"  {self.name:18} {figures}", file=sys.stderr)
-        return figures
-
-
-async def _models(port: int) -> list[str]:
-    """Names the server has for its models; none while it does not answer."""
-    import json
-
-    try:
-        async with asyncio.timeout(5):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(
-                    b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-                )
-                answer = await reader.read()
-            finally:
-                writer.close()
-        body = answer[answer.index(b"{") : answer.rindex(b"}") + 1]
-        return [entry["id"] for entry in json.loads(body)["data"]]
-    except (OSError, ValueError, KeyError, TimeoutError):
-        return []

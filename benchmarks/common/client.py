@@ -1,5 +1,5 @@
-"""One streamed completion over HTTP, timed. As little work a token as possible: client and server
-share the processors."""
+"""A client: one streamed completion over HTTP, timed, or any GET. As little work a token as
+possible: client and server share the processors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Timing", "body_lines", "complete"]
+__all__ = ["Timing", "body_lines", "complete", "get", "read_head"]
 
 _LIMIT = 1 << 20
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -124,15 +124,11 @@ async def _complete(
             + body
         )
         await writer.drain()
-        status = await reader.readline()
-        headers = {}
-        while (line := (await reader.readline()).strip()) != b"":
-            name, _, value = line.partition(b":")
-            headers[name.lower()] = value.strip().lower()
+        status, headers = await read_head(reader)
         chunked = headers.get(b"transfer-encoding") == b"chunked"
-        if b" 200 " not in status:
+        if status != 200:
             text = b" ".join([part async for part in body_lines(reader, chunked)])
-            raise ValueError(f"{status.decode().strip()} {text.decode(errors='replace')[:200]}")
+            raise ValueError(f"status {status} {text.decode(errors='replace')[:200]}")
         return await _read_events(body_lines(reader, chunked), sent, max_tokens)
     finally:
         writer.close()
@@ -155,3 +151,34 @@ async def _read_events(lines: AsyncIterator[bytes], sent: float, max_tokens: int
     if tokens != max_tokens or not events:
         raise ValueError(f"asked for {max_tokens} tokens, got {tokens} in {len(events)} events")
     return Timing(sent, tuple(events), tokens)
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
+    """Status and headers, in small letters. Raises ConnectionError where nothing came."""
+    line = await reader.readline()
+    if not line:
+        raise ConnectionError("closed without an answer")
+    headers = {}
+    while (entry := (await reader.readline()).strip()) != b"":
+        name, _, value = entry.partition(b":")
+        headers[name.lower()] = value.strip().lower()
+    return int(line.split()[1]), headers
+
+
+async def get(port: int, path: str, *, timeout: float = 5.0) -> tuple[int, bytes]:
+    """Status and body; status 0 where there was no answer in time."""
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
+            try:
+                writer.write(
+                    f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
+                )
+                status, headers = await read_head(reader)
+                if b"content-length" in headers:
+                    return status, await reader.readexactly(int(headers[b"content-length"]))
+                return status, await reader.read()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        return 0, b""

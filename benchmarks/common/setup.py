@@ -1,4 +1,4 @@
-"""What a peer is, and what setting one up takes."""
+"""What an engine to be measured is, and what setting one up takes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["REPOSITORY", "Command", "Peer", "Places", "Unavailable", "make_venv", "run_step"]
+from benchmarks.common.processes import Command, Unavailable
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+__all__ = ["Peer", "Places", "make_venv", "run_step", "torch_options"]
+
 # a step of a set-up that takes longer than this is given up
 STEP_SECONDS = 3600.0
-
-
-class Unavailable(Exception):
-    """A peer cannot be set up or run here; the text says why, and the report shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +39,6 @@ class Places:
     def hf_folder(self) -> Path:
         """The same weights as a Hugging Face folder, for engines that read nothing else."""
         return self.root / "models" / f"{self.model.stem}-bf16"
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A process to start: worker or server. Equal commands share one process."""
-
-    argv: tuple[str, ...]
-    # added to this process's environment
-    env: tuple[tuple[str, str], ...] = ()
-    # a worker's first message, or a server's first token, must come within this
-    start_seconds: float = field(default=300.0, compare=False)
-
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, **dict(self.env)}
 
 
 class Peer(Protocol):

@@ -1,0 +1,181 @@
+"""Processes: started, frozen while others are measured, weighed, ended.
+
+Each leads a session of its own, so that whatever it starts is found, stopped and ended with it. A
+frozen process (SIGSTOP) cannot spend processor time however its threads wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["REPOSITORY", "Command", "Process", "Unavailable", "free_port"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_TICK = os.sysconf("SC_CLK_TCK")
+_TAIL_LINES = 4
+
+
+class Unavailable(Exception):
+    """What is to be measured cannot be set up or run here; the text says why, for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process to start: worker or server. Equal commands share one process."""
+
+    argv: tuple[str, ...]
+    # added to this process's environment
+    env: tuple[tuple[str, str], ...] = ()
+    # a worker's first message, or a server's first token, must come within this
+    start_seconds: float = field(default=300.0, compare=False)
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **dict(self.env)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _session_members(session: int) -> list[int]:
+    """Processes of a session, zombies too."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # the command's name, in brackets, may hold anything
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session:
+                    members.append(int(entry.name))
+    return members
+
+
+class Process:
+    """A running command and all that it started; its standard error, and without ``pipes`` its
+    output too, go to ``log``.
+
+    Raises Unavailable when it cannot be started.
+    """
+
+    def __init__(
+        self, command: Command, log: Path, *, pipes: bool = False, cwd: Path = REPOSITORY
+    ) -> None:
+        self._log = log
+        pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
+        with log.open("wb") as errors:
+            try:
+                self._process = subprocess.Popen(
+                    command.argv,
+                    stdin=pipe,
+                    stdout=pipe if pipes else errors,
+                    stderr=errors,
+                    env=command.environment(),
+                    cwd=cwd,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise Unavailable(f"{command.argv[0]}: {error}") from None
+        self._frozen = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process itself, not to what it started."""
+        self._process.send_signal(number)
+
+    def tail(self) -> str:
+        """The last lines of its log, for messages."""
+        lines = self.log().strip().splitlines()
+        return " | ".join(lines[-_TAIL_LINES:])
+
+    def freeze(self) -> None:
+        """Stop all its threads until ``thaw``."""
+        self._signal(signal.SIGSTOP)
+        self._frozen = True
+
+    def thaw(self) -> None:
+        if self._frozen:
+            self._signal(signal.SIGCONT)
+            self._frozen = False
+
+    def _signal(self, number: signal.Signals) -> None:
+        for member in _session_members(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, number)
+
+    def cpu_seconds(self) -> float:
+        """Processor time so far, of all its processes that still run."""
+        ticks = 0
+        for member in _session_members(self.pid):
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / _TICK
+
+    def idle_share(self, seconds: float) -> float:
+        """Cores it keeps busy while nobody asks for anything; waits ``seconds``."""
+        before, began = self.cpu_seconds(), time.monotonic()
+        time.sleep(seconds)
+        return (self.cpu_seconds() - before) / (time.monotonic() - began)
+
+    def peak_rss_mb(self) -> float:
+        """Sum over its processes of the most memory each had resident, in MiB; pages that two of
+        them share count twice."""
+        total = 0
+        for member in _session_members(self.pid):
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{member}/status").read_text().splitlines():
+                    if line.startswith("VmHWM:"):
+                        total += int(line.split()[1])
+        return total / 1024
+
+    def close(self, grace: float = 10.0) -> None:
+        """Ask it to end, then end it and everything it started. Idempotent."""
+        self.thaw()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if self.alive:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
+        self._signal(signal.SIGKILL)
+        self._process.wait()

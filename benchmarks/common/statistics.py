@@ -1,0 +1,44 @@
+"""Statistics of runs. Figures of two sides come from runs in turns, so that whatever else the
+machine does falls on both."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Ratio", "paired_ratio", "percentile"]
+
+_RESAMPLES = 2_000
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between ranks, as numpy's default. Raises ValueError for no values."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+class Ratio(NamedTuple):
+    """One side by the other: the median of the pairs, and the 95 % interval of their geometric mean
+    (bootstrap over pairs)."""
+
+    median: float
+    low: float
+    high: float
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
+    """Of interleaved runs, ``ours[i]`` beside ``theirs[i]``; all positive."""
+    rng = random.Random(seed)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    logs = [math.log(ratio) for ratio in ratios]
+    means = sorted(statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(_RESAMPLES))
+    cut = _RESAMPLES // 40
+    return Ratio(statistics.median(ratios), math.exp(means[cut]), math.exp(means[-cut - 1]))
