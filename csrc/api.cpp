@@ -181,8 +181,7 @@ int paceline_traits(const char* isa, int64_t* out) {
     const Kernels* kernels = choose_kernels(isa);
     out[0] = kernels->q4_rows;
     out[1] = kernels->narrow_sums;
-    out[2] = kernels->two_chains;
-    out[3] = kernels->acts[int(Weights::kBF16)] == Acts::kF32;
+    out[2] = kernels->acts[int(Weights::kBF16)] == Acts::kF32;
   });
 }
 

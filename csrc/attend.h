@@ -45,11 +45,14 @@ PL_INLINE void soften(const AttendArgs& a, const Chunk& c, int r, float* s, floa
       store(s + t * kTile, x);
   }
   if (now != *top) {
-    float f[16];
-    store(f, exp2v(set1(*top - now)));
-    *sum *= f[0];
-    for (int d = 0; d < a.head_dim; d += 16)
-      store(a.out[r] + d, mul(load(a.out[r] + d), set1(f[0])));
+    // before a row's first keys there are zeros
+    if (*top != kMasked) {
+      float f[16];
+      store(f, exp2v(set1(*top - now)));
+      *sum *= f[0];
+      for (int d = 0; d < a.head_dim; d += 16)
+        store(a.out[r] + d, mul(load(a.out[r] + d), set1(f[0])));
+    }
     *top = now;
   }
   *sum += hsum(total);
@@ -81,8 +84,8 @@ static void attend_rows(const AttendArgs& a) {
     for (int d = 0; d < a.head_dim; d += 16) store(a.out[r] + d, zero());
   }
   const int64_t half = int64_t(a.head_dim) * kTile * (4 / D::per_unit);
-  for (int key = a.key_begin; key < a.key_end; key += kChunkKeys) {
-    Chunk c;
+  Chunk c;
+  for (int key = a.key_begin; key < a.key_end; key += c.tiles * kTile) {
     find_tiles(a, key, 2 * half, c);
     for (int t = 0; t < c.tiles; ++t) {
       c.v[t] = c.k[t] + half;
@@ -122,23 +125,32 @@ static void attend(const AttendArgs& a) {
   attend_dispatch<D, kRows>(a);
 }
 
-// parts: `count` runs of [head_dim outputs, maximum, sum], `stride` floats apart
-static void merge_partials(const float* parts, int count, int64_t stride, int head_dim, float* out) {
-  float top = kMasked, total = 0;
-  for (int i = 0; i < count; ++i) {
-    const float x = parts[i * stride + head_dim];
-    top = x > top ? x : top;
+// into, part: [head_dim outputs, maximum, sum] of the keys of some rows, up to 16; `into` becomes that of both
+// together. A part of which a row sees nothing has zeros and a maximum far below all scores, and changes nothing.
+static void merge_part(const float* part, int rows, int64_t stride, int head_dim, float* into) {
+  static_assert(kMaxRows <= 16);
+  // factors of all rows at once
+  float before[16] = {}, now[16] = {}, top[16];
+  for (int r = 0; r < rows; ++r) {
+    before[r] = into[r * stride + head_dim];
+    now[r] = part[r * stride + head_dim];
   }
-  for (int d = 0; d < head_dim; d += 16) store(out + d, zero());
-  for (int i = 0; i < count; ++i) {
-    const float* part = parts + i * stride;
-    float f[16];
-    store(f, exp2v(set1(part[head_dim] - top)));
-    total += f[0] * part[head_dim + 1];
-    for (int d = 0; d < head_dim; d += 16) store(out + d, fma(set1(f[0]), load(part + d), load(out + d)));
+  const vf most = vmax(load(before), load(now));
+  store(top, most);
+  store(before, exp2v(sub(load(before), most)));
+  store(now, exp2v(sub(load(now), most)));
+  for (int r = 0; r < rows; ++r, part += stride, into += stride) {
+    const vf f = set1(before[r]), g = set1(now[r]);
+    for (int d = 0; d < head_dim; d += 16) store(into + d, fma(load(into + d), f, mul(load(part + d), g)));
+    into[head_dim] = top[r];
+    into[head_dim + 1] = into[head_dim + 1] * before[r] + part[head_dim + 1] * now[r];
   }
-  const vf scale = set1(total > 0 ? 1.0f / total : 0.0f);
-  for (int d = 0; d < head_dim; d += 16) store(out + d, mul(load(out + d), scale));
+}
+
+static void finish_parts(const float* from, int head_dim, float* out) {
+  const float sum = from[head_dim + 1];
+  const vf f = set1(sum > 0 ? 1.0f / sum : 0.0f);
+  for (int d = 0; d < head_dim; d += 16) store(out + d, mul(load(from + d), f));
 }
 
 }  // namespace PL_NAMESPACE

@@ -35,6 +35,12 @@ PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s
     high = vmax(most_of(x), high);
   }
   *most = hmax(high);
+  // before a row's first keys there are zeros
+  if (*top == kMasked) {
+    store(sums, total);
+    *top = here;
+    return 1.0f;
+  }
   float f[16];
   store(f, exp2v(set1(here > *top ? *top - here : here - *top)));
   if (here > *top) {
@@ -52,7 +58,8 @@ PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s
 PL_INLINE void to_steps(const ChunkI8& c, const float* s, float most, uint8_t* bytes) {
   // with what is carried over at most 254.5, which rounds to a byte
   const vf steps = set1(most > 0 ? 254.0f / most : 0.0f);
-  // two chains of what is carried: one would set the pace
+  // two chains of what is carried: one would set the pace. Chunks begin at even tiles, so a key is always in
+  // the same one
   vf carried[2] = {zero(), zero()};
   auto tile = [&](int t, vf& carry) PL_INLINE_LAMBDA {
     const vf x = fma(load(s + t * kTile), steps, carry);
@@ -84,8 +91,8 @@ static void attend_rows_i8(const AttendArgs& a) {
     for (int d = 0; d < a.head_dim; d += 16) store(a.out[r] + d, zero());
   }
   const int64_t half = int64_t(a.head_dim) * kTile, tile_size = 2 * half + 2 * kTile * 4;
-  for (int key = a.key_begin; key < a.key_end; key += kChunkKeys) {
-    ChunkI8 c;
+  ChunkI8 c;
+  for (int key = a.key_begin; key < a.key_end; key += c.tiles.tiles * kTile) {
     find_tiles(a, key, tile_size, c.tiles);
     for (int t = 0; t < c.tiles.tiles; ++t) {
       c.tiles.v[t] = c.tiles.k[t] + half;

@@ -30,9 +30,11 @@ struct Chunk {
   int first_key;
 };
 
+// Chunks end at multiples of kChunkKeys wherever the first begins, so that what a row adds up does not depend on
+// which rows are computed with it.
 PL_INLINE int chunk_tiles(int key, int end) {
-  const int tiles = (end - key + kTile - 1) / kTile;
-  return tiles < kChunkTiles ? tiles : kChunkTiles;
+  const int next = (key / kChunkKeys + 1) * kChunkKeys;
+  return ((end < next ? end : next) - key + kTile - 1) / kTile;
 }
 
 PL_INLINE const uint8_t* tile_at(const AttendArgs& a, const int32_t* table, int head, int tile, int64_t bytes) {
@@ -47,8 +49,9 @@ PL_INLINE void find_tiles(const AttendArgs& a, int key, int64_t bytes, Chunk& c)
   c.first_key = key;
   c.tiles = chunk_tiles(key, a.key_end);
   for (int t = 0; t < c.tiles; ++t) c.k[t] = tile_at(a, a.table, a.kv_head, key / kTile + t, bytes);
-  const bool more = key + kChunkKeys < a.key_end;
-  const int from = more ? key + kChunkKeys : a.next_begin;
+  const int after = key + c.tiles * kTile;
+  const bool more = after < a.key_end;
+  const int from = more ? after : a.next_begin;
   c.next_tiles = more || a.next_end ? chunk_tiles(from, more ? a.key_end : a.next_end) : 0;
   for (int t = 0; t < c.next_tiles; ++t)
     c.next[t] = tile_at(a, more ? a.table : a.next_table, more ? a.kv_head : a.next_head, from / kTile + t, bytes);

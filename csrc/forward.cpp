@@ -17,8 +17,9 @@ constexpr int64_t kRowBlock = 208;
 // weights once a member is hidden behind the products. Every further member reads them once more, so
 // the rows it takes grow with the members.
 constexpr int64_t kRowsAlone = 6;
-// keys of one query set that are worth a thread of their own
-constexpr int kSplitKeys = 256;
+
+// parts of kPartKeys keys that a range reaches into
+int parts_of(int key_begin, int key_end) { return (key_end + kPartKeys - 1) / kPartKeys - key_begin / kPartKeys; }
 
 int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -107,29 +108,35 @@ void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& pla
         const int last_position = step.positions[begin + (item.row + item.rows - 1) / group_];
         item.key_end = last_position + 1;
         const int oldest = window > 0 && first_position >= window ? first_position - window + 1 : 0;
-        item.key_begin = oldest / kTile * kTile;
+        // from an even tile on, see AttendArgs
+        item.key_begin = oldest / (2 * kTile) * (2 * kTile);
         item.part = -1;
-        const int keys = item.key_end - item.key_begin;
+        // who computes parts depends on the step; what is added up in which order does not
+        const int count = parts_of(item.key_begin, item.key_end);
         int64_t splits = team_.size() > 1 && pieces < wanted ? (wanted + pieces - 1) / pieces : 1;
-        if (splits > keys / kSplitKeys) splits = keys / kSplitKeys;
+        if (splits > count) splits = count;
         if (splits <= 1) {
           plan.items.push_back(item);
           continue;
         }
-        plan.merges.push_back({parts, int32_t(splits), item.rows, item.sequence, item.kv_head, item.row});
-        const int each = int(pad_to((keys + splits - 1) / splits, kTile)), end = item.key_end;
+        plan.merges.push_back({parts, count, item.rows, item.sequence, item.kv_head, item.row});
+        const int first = item.key_begin / kPartKeys;
         for (int64_t i = 0; i < splits; ++i) {
+          const int from = first + int(count * i / splits), to = first + int(count * (i + 1) / splits);
           AttendItem piece = item;
-          piece.key_begin = item.key_begin + int(i) * each < end ? item.key_begin + int(i) * each : end;
-          piece.key_end = piece.key_begin + each < end ? piece.key_begin + each : end;
-          piece.part = parts;
-          parts += kMaxRows;
+          if (i > 0) piece.key_begin = from * kPartKeys;
+          if (i + 1 < splits) piece.key_end = to * kPartKeys;
+          piece.part = parts + (from - first) * kMaxRows;
           plan.items.push_back(piece);
         }
+        parts += count * kMaxRows;
       }
     }
   }
-  parts_.reserve(size_t(parts) * size_t(config_.head_dim + 16) * 4);
+  // and two of each member's own, for parts that are merged as they come
+  const int64_t own = 2 * kMaxRows * team_.size();
+  plan.parts = parts;
+  parts_.reserve(size_t(parts + own) * size_t(config_.head_dim + 16) * 4);
 }
 
 void Model::prepare(const PacelineStep& step) {
@@ -164,7 +171,6 @@ void Model::prepare(const PacelineStep& step) {
   for (int64_t i = 0; i < step.sampled; ++i) sampled_before_[size_t(step.sample_rows[i] + 1)] = 1;
   for (int64_t t = 0; t < n; ++t) sampled_before_[size_t(t + 1)] += sampled_before_[size_t(t)];
   reserve(n, step.sampled);
-  parts_.reserve(64);
   reserve_choice(step);
   plan_attention(step, 0, plan_);
   bool sliding = false;
@@ -308,6 +314,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
   const int64_t d = c.head_dim, width = c.heads * d, part_stride = d + 16;
   const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
   float* parts = reinterpret_cast<float*>(parts_.data());
+  const int64_t own = plan.parts + 2 * kMaxRows * member;
   team_.each(member, int64_t(plan.items.size()), 1, [&](int64_t i) {
     const AttendItem& item = plan.items[size_t(i)];
     const int64_t start = step.query_start[item.sequence];
@@ -330,34 +337,60 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
     args.table = step.tables + item.sequence * step.table_width;
     args.rows = item.rows;
     int32_t first[kMaxRows], limit[kMaxRows];
+    float* outs[kMaxRows];
     for (int r = 0; r < item.rows; ++r) {
       const int64_t flat = item.row + r, token = start + flat / group_;
       limit[r] = step.positions[token] + 1;
       first[r] = window > 0 && limit[r] > window ? limit[r] - window : 0;
-      args.out[r] = item.part >= 0 ? parts + (item.part + r) * part_stride
-                                   : out + token * width + (item.kv_head * group_ + flat % group_) * d;
+      outs[r] = out + token * width + (item.kv_head * group_ + flat % group_) * d;
     }
     args.first = first;
     args.limit = limit;
-    args.split = item.part >= 0;
-    args.key_begin = item.key_begin;
-    args.key_end = item.key_end;
-    if (i + 1 < int64_t(plan.items.size())) {
-      const AttendItem& next = plan.items[size_t(i + 1)];
-      args.next_table = step.tables + next.sequence * step.table_width;
-      args.next_head = next.kv_head;
-      args.next_begin = next.key_begin;
-      args.next_end = next.key_end;
+    args.split = item.part >= 0 || parts_of(item.key_begin, item.key_end) > 1;
+    int64_t part = item.part >= 0 ? item.part : own;
+    for (int key = item.key_begin; key < item.key_end; key = args.key_end) {
+      const int end = (key / kPartKeys + 1) * kPartKeys;
+      args.key_begin = key;
+      args.key_end = end < item.key_end ? end : item.key_end;
+      if (args.key_end < item.key_end) {
+        args.next_table = args.table;
+        args.next_head = args.kv_head;
+        args.next_begin = args.key_end;
+        args.next_end = item.key_end;
+      } else if (i + 1 < int64_t(plan.items.size())) {
+        const AttendItem& next = plan.items[size_t(i + 1)];
+        args.next_table = step.tables + next.sequence * step.table_width;
+        args.next_head = next.kv_head;
+        args.next_begin = next.key_begin;
+        args.next_end = next.key_end;
+      } else {
+        args.next_end = 0;
+      }
+      for (int r = 0; r < item.rows; ++r) args.out[r] = args.split ? parts + (part + r) * part_stride : outs[r];
+      kernels_->attend[int(kv_)](args);
+      if (item.part >= 0) {
+        part += kMaxRows;
+        continue;
+      }
+      // the second and further ones go beside the first, and into it
+      if (part != own)
+        kernels_->merge_part(parts + part * part_stride, item.rows, part_stride, int(d), parts + own * part_stride);
+      part = own + kMaxRows;
     }
-    kernels_->attend[int(kv_)](args);
+    if (item.part < 0 && args.split)
+      for (int r = 0; r < item.rows; ++r)
+        kernels_->finish_parts(parts + (own + r) * part_stride, int(d), outs[r]);
   });
   if (plan.merges.empty()) return;
   team_.each(member, int64_t(plan.merges.size()), 1, [&](int64_t i) {
     const MergeItem& merge = plan.merges[size_t(i)];
+    float* into = parts + merge.part * part_stride;
+    for (int p = 1; p < merge.parts; ++p)
+      kernels_->merge_part(into + p * kMaxRows * part_stride, merge.rows, part_stride, int(d), into);
     for (int r = 0; r < merge.rows; ++r) {
       const int64_t flat = merge.row + r, token = step.query_start[merge.sequence] + flat / group_;
-      kernels_->merge_partials(parts + (merge.part + r) * part_stride, merge.splits, kMaxRows * part_stride, int(d),
-                               out + token * width + (merge.kv_head * group_ + flat % group_) * d);
+      kernels_->finish_parts(into + r * part_stride, int(d),
+                             out + token * width + (merge.kv_head * group_ + flat % group_) * d);
     }
   });
 }

@@ -33,11 +33,8 @@ static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* a
   PL_UNROLL
   for (int i = 0; i < 2 * R; ++i) acc[i] = D::none();
   if constexpr (R <= 2 && PL_LEVEL >= 2) {
-    // few rows: the chain of dependent products, not their number, would set the pace. It makes the sums of
-    // one or two rows differ in their last bits from those of more
-    typename D::Acc more[2 * R];
-    PL_UNROLL
-    for (int i = 0; i < 2 * R; ++i) more[i] = D::none();
+    // few rows: lines are asked for four at a time. Sums are one chain each, as with more rows: two would be
+    // another order of sums, and a row's result must not depend on those beside it
     int64_t u = 0;
     for (; u + 2 <= g.w.units; u += 2) {
       for (int line = 0; line < 256; line += 64) prefetch(w + kAhead + line);
@@ -48,8 +45,8 @@ static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* a
         const auto x = D::value(base[0] + r * s + 4 * u), y = D::value(base[0] + r * s + 4 * u + 4);
         acc[2 * r] = D::dot(acc[2 * r], x, w0);
         acc[2 * r + 1] = D::dot(acc[2 * r + 1], x, w1);
-        more[2 * r] = D::dot(more[2 * r], y, w2);
-        more[2 * r + 1] = D::dot(more[2 * r + 1], y, w3);
+        acc[2 * r] = D::dot(acc[2 * r], y, w2);
+        acc[2 * r + 1] = D::dot(acc[2 * r + 1], y, w3);
       }
       w += 256;
     }
@@ -62,8 +59,6 @@ static void tile(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t* a
         acc[2 * r + 1] = D::dot(acc[2 * r + 1], x, w1);
       }
     }
-    PL_UNROLL
-    for (int i = 0; i < 2 * R; ++i) acc[i] = add(acc[i], more[i]);
   } else {
     for (int64_t u = 0; u < g.w.units; ++u) {
       const auto w0 = D::weight(w), w1 = D::weight(w + 64);

@@ -142,7 +142,6 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
 #if PL_LEVEL == 1
 // 4-bit weights are as fast as int8 at many rows and faster at few
 #define PL_Q4_ROWS kAllRows
-#define PL_TWO_CHAINS 0
 #define PL_BF16_ACTS Acts::kF32
 #define PL_GEMM \
   {gemm_256<TileFloat<Weights::kF32>>, gemm_256<TileFloat<Weights::kBF16>>, gemm_256<TileI8>, gemm_256<TileQ4>}
@@ -150,7 +149,6 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
 #else
 // with byte dots, 8-bit weights have less to compute for many rows
 #define PL_Q4_ROWS (PL_BYTE_DOTS ? 6 : kAllRows)
-#define PL_TWO_CHAINS (PL_LEVEL >= 2 ? 2 : 0)
 #define PL_BF16_ACTS Acts::kBF16
 #define PL_GEMM {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4}
 #define PL_SCREEN screen
@@ -161,7 +159,6 @@ static const Kernels table = {
     kRows,
     PL_Q4_ROWS,
     !PL_BYTE_DOTS,
-    PL_TWO_CHAINS,
     {4, kBF16Pairs ? 2 : 4, 1},
     {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4},
     PL_GEMM,
@@ -174,7 +171,8 @@ static const Kernels table = {
     store_kv,
     {attend<DotF32>, attend<DotBF16>, attend_i8},
     likeliest,
-    merge_partials,
+    merge_part,
+    finish_parts,
     first_largest,
     masked,
     weigh,

@@ -28,6 +28,10 @@ constexpr int kActGroup = 64;        // columns rotated together, and a scale of
 constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half minimums
 constexpr int kMaxRows = 12;        // attention rows computed together, at most
 constexpr int kChunkTiles = 8;      // key tiles per softmax update
+// Keys whose part of a row's attention is taken by itself, from a multiple of this on. Parts are merged in order,
+// whoever computes them and however many rows and threads there are, so that a row's result follows from its own
+// keys alone. A multiple of a chunk: shorter ones merge more often, longer ones cannot be dealt to threads as evenly
+constexpr int kPartKeys = 256;
 constexpr int kMaxHeadDim = 256;
 constexpr int64_t kAllRows = INT64_MAX;
 constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
@@ -79,9 +83,9 @@ struct AttendArgs {
   const int32_t* first = nullptr;
   const int32_t* limit = nullptr;
   float* out[kMaxRows] = {};
-  // outputs are left unnormalised and followed by their maximum score and sum, for merge_partials
+  // outputs are left unnormalised and followed by their maximum score and sum, for merge_part
   bool split = false;
-  // keys considered at all: whole tiles [key_begin, key_end)
+  // keys considered at all: whole tiles [key_begin, key_end), from an even one on
   int key_begin = 0;
   int key_end = 0;
   // what comes after, to be fetched ahead; next_end 0: nothing
@@ -105,8 +109,6 @@ struct Kernels {
   int64_t q4_rows;
   // products of bytes share 16 bits, which the steps of activations see to
   bool narrow_sums;
-  // most rows whose sums of floats are taken in two chains rather than one, which differs in their last bits
-  int64_t two_chains;
   // bytes of a query's value beside a kind of cache, see encode_query
   int query_bytes[3];
   // what a kind of weights multiplies
@@ -131,7 +133,9 @@ struct Kernels {
   void (*attend[3])(const AttendArgs& args);
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
   int32_t (*likeliest)(const float* x, int64_t n);
-  void (*merge_partials)(const float* parts, int count, int64_t stride, int head_dim, float* out);
+  // what `attend` left split: adds rows, `stride` floats apart, to others, and the outputs of one at the end
+  void (*merge_part)(const float* part, int rows, int64_t stride, int head_dim, float* into);
+  void (*finish_parts)(const float* from, int head_dim, float* out);
 
   // Sampling, see sample.h. Logits may be minus infinity.
   // the first of the largest of n floats, -1 if there is nothing above minus infinity

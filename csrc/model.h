@@ -43,13 +43,14 @@ struct AttendItem {
   int32_t rows;
   int32_t key_begin;
   int32_t key_end;
-  // where the first row's partial result goes, -1 for none
+  // where the first part's result of the first row goes, kMaxRows on for every further part; -1: parts are
+  // merged as they come
   int64_t part;
 };
 
 struct MergeItem {
-  int64_t part;  // of the first split
-  int32_t splits;
+  int64_t part;  // the first one's
+  int32_t parts;
   int32_t rows;
   int32_t sequence;
   int32_t kv_head;
@@ -59,6 +60,8 @@ struct MergeItem {
 struct AttendPlan {
   std::vector<AttendItem> items;
   std::vector<MergeItem> merges;
+  // rows of results that items leave; those of each member's own lie behind
+  int64_t parts = 0;
 };
 
 class Model {

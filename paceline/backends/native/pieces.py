@@ -187,8 +187,6 @@ class Traits:
     q4_rows: int
     # products of bytes share 16 bits, so steps of activations are larger
     narrow_sums: bool
-    # most rows whose sums of floats are taken in two chains rather than one
-    two_chains: int
     # activations beside bfloat16 weights stay float32
     float_activations: bool
 
@@ -200,9 +198,9 @@ class Traits:
 
 def traits(isa: str | None = None) -> Traits:
     """Of a variant that runs here; None: the best. Raises ConfigError for one that does not."""
-    out = (ctypes.c_int64 * 4)()
+    out = (ctypes.c_int64 * 3)()
     check(library().paceline_traits(None if isa is None else isa.encode(), out))
-    return Traits(out[0], bool(out[1]), out[2], bool(out[3]))
+    return Traits(out[0], bool(out[1]), bool(out[2]))
 
 
 def variants_for(

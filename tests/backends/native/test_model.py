@@ -183,8 +183,6 @@ def _way(isa: str, dtype: str, rows: int) -> str:
     """Steps whose rows have the same numbers: those of the same kernels."""
     if dtype == "q4":
         return "4 bits" if rows <= traits(isa).q4_rows else "its int8 copy"
-    if dtype in ("float32", "bfloat16"):
-        return "two chains of sums" if rows <= traits(isa).two_chains else "one chain"
     return "any"
 
 
