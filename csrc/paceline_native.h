@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 9
+#define PACELINE_ABI 10
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -27,6 +27,7 @@ typedef struct {
   int32_t weights; /* 0 float32, 1 bfloat16, 2 int8, 3 4-bit */
   int32_t kv;      /* 0 float32, 1 bfloat16, 2 int8 */
   int32_t threads;
+  int32_t screens; /* nonzero: the likeliest tokens of one or two rows may be found by screening (screen.cpp) */
   float eps;
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
   const char* isa;        /* null: the best that works here */
@@ -40,8 +41,8 @@ typedef struct {
   const int32_t* tables;      /* [sequences, table_width] block ids */
   const int32_t* sample_rows; /* [sampled], ascending token rows */
   float* logits;              /* [sampled, vocab]; null where only `likeliest` is wanted, which takes less */
-  /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits` it may be found
-   * by screening (screen.cpp), which can miss it if one is more than 6 standard deviations off. */
+  /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits`, and with `screens`, it
+   * is found by screening, which can miss it if one is more than 6 standard deviations off. */
   int32_t* likeliest;
 } PacelineStep;
 

@@ -70,7 +70,7 @@ struct Counts {
 
 void Model::reserve_screen() {
   const Panels head = head_.main.view();
-  if (head_.main.kind() != Weights::kI8 || head.columns % kActGroup != 0 || head.rows < kLeastVocab) return;
+  if (!config_.screens || head_.main.kind() != Weights::kI8 || head.columns % kActGroup != 0 || head.rows < kLeastVocab) return;
   screen_ = head;
   screen_.panel_bytes = head.panel_bytes / 2;
   screen_.data = arena_.take(size_t(head_.main.panel_count() * screen_.panel_bytes));

@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -268,6 +269,27 @@ def _bound() -> str:
     return text_table(rows)
 
 
+def _at_once() -> str:
+    """Without targets, all at once: tokens a second, and seconds."""
+    rows = [["at once", "default", "tokens/s", "E2E mean s", "last first token s"]]
+    for count in (64, 256):
+        for name in ("for nothing, and no default", "for nothing"):
+            figures = []
+            for seed in SEEDS:
+                drawn = stream(count / 50.0, 1.0, 60.0, 40_000, seed)[:count]
+                loads = [replace(load, at=0.0) for load in drawn]
+                options = {"policy": "deadline"} | ASKING[name][0]
+                served = _play(loads, options, [Slo()] * len(loads))
+                ends = [each.last_token or 0.0 for each in served]
+                tokens = sum(each.output_tokens for each in served)
+                begun = max(each.first_token or 0.0 for each in served)
+                figures.append((tokens / max(ends), statistics.mean(ends), begun))
+            means = [statistics.mean(column) for column in zip(*figures, strict=True)]
+            default = "none" if "no default" in name else "1 s, 100 ms"
+            rows.append([str(count), default, *(f"{mean:.1f}" for mean in means)])
+    return text_table(rows)
+
+
 def tables() -> dict[str, str]:
     """Requests a second, per cent, and milliseconds."""
     return {
@@ -275,6 +297,7 @@ def tables() -> dict[str, str]:
         "bound": _bound(),
         "account": _account(7.0),
         "defaults": _defaults(),
+        "at-once": _at_once(),
     }
 
 

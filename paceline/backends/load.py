@@ -88,6 +88,7 @@ def _load(
         block_size=settings.block_size,
         max_model_len=length,
         threads=placement.threads,
+        screen_head=settings.screen_head,
     )
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length)
     chosen = time.monotonic()
@@ -203,7 +204,13 @@ def _choose_loader(
     block_size: int,
     max_model_len: int,
     threads: int,
+    screen_head: bool,
 ) -> ModelLoader:
+    if screen_head and (formats.compute != "native" or formats.dtype not in ("int8", "q4")):
+        raise ConfigError(
+            f"--screen-head changes nothing with {formats.compute} compute and {formats.dtype} "
+            "weights: it is for native compute with int8 or q4"
+        )
     if formats.compute == "native":
         from paceline.backends.native.step import NativeLoader
 
@@ -215,6 +222,7 @@ def _choose_loader(
             max_model_len=max_model_len,
             threads=threads,
             isa=formats.isa,
+            screen_head=screen_head,
         )
     from paceline.backends.torch.load import TorchLoader
 

@@ -32,6 +32,9 @@ class BackendSettings:
     # level of the native kernels, a name of ``native.variants()``, such as "avx2"; None: the best
     # that runs
     isa: str | None = None
+    # find the likeliest token of one or two greedy requests without reading the whole head: right
+    # but for errors of more than 6 standard deviations. Native compute, int8 or q4 weights alone
+    screen_head: bool = False
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # tokens per KV block

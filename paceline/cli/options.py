@@ -105,6 +105,14 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "the same for every command (default: the fastest that runs, see docs/processors.md)",
     )
     group.add_argument(
+        "--screen-head",
+        action="store_true",
+        default=default.load.screen_head,
+        help="with int8 or q4 weights, find the next token of one or two greedy requests without "
+        "reading the whole output head: quicker, and right but for errors of more than 6 standard "
+        "deviations, which a head can be made to have (docs/accuracy.md)",
+    )
+    group.add_argument(
         "--tensor-parallel-size",
         "-tp",
         type=_one_device,
@@ -249,6 +257,7 @@ def engine_settings(
         kv_dtype=args.kv_dtype,
         compute=args.compute,
         isa=args.isa,
+        screen_head=args.screen_head,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         num_blocks=args.num_blocks,

@@ -64,6 +64,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--kv-dtype", load.kv_dtype, "auto"),
         ("--compute", load.compute, "auto"),
         ("--isa", load.isa, None),
+        ("--screen-head", load.screen_head, False),
         ("--threads", load.threads, None),
         ("--numa", load.numa, "auto"),
     ):

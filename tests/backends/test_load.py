@@ -112,6 +112,10 @@ def test_bfloat16_agrees_with_float32(llama_folder: Path, llama: WorkerBackend) 
         ({"device": "tpu"}, r"device 'tpu' is not supported"),
         ({"device": "cuda:77"}, r"cuda:77.*sees \d+ CUDA devices"),
         ({"threads": 0}, r"threads must be at least 1"),
+        (
+            {"screen_head": True, "dtype": "float32"},
+            r"--screen-head changes nothing with \w+ compute",
+        ),
     ],
 )
 def test_settings_that_cannot_be(

@@ -77,6 +77,7 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--dtype", "float32"], "dtype", "float32"),
         (["--compute", "native"], "compute", "native"),
         (["--isa", "avx2"], "isa", "avx2"),
+        (["--screen-head"], "screen_head", True),
         (["--kv-dtype", "int8"], "kv_dtype", "int8"),
         (["--max-model-len", "100"], "max_model_len", 100),
         (["--threads", "3"], "threads", 3),

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 9
+ABI: Final = 10
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -62,6 +62,7 @@ class Config(ctypes.Structure):
         ("weights", c_int32),
         ("kv", c_int32),
         ("threads", c_int32),
+        ("screens", c_int32),
         ("eps", c_float),
         ("sliding", c_char_p),
         ("isa", c_char_p),

@@ -62,6 +62,8 @@ class NativeModel:
         kv_dtype: a key of ``KV_DTYPES``; None: float32 for float32 weights, else bfloat16.
         threads: None: as ``machine.choose_threads`` says.
         isa: a name of ``variants()``; None: the best.
+        screen_head: find the likeliest tokens of one or two rows without reading the whole head
+            (csrc/screen.cpp), right but for errors of more than 6 standard deviations.
 
     Raises:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
@@ -79,6 +81,7 @@ class NativeModel:
         block_size: int = _TILE,
         threads: int | None = None,
         isa: str | None = None,
+        screen_head: bool = False,
     ) -> None:
         self._handle: int | None = None
         self._library = library()
@@ -128,6 +131,7 @@ class NativeModel:
             weights=DTYPES[dtype],
             kv=KV_DTYPES[kv_dtype],
             threads=choose_threads(threads),
+            screens=screen_head,
             eps=config.rms_norm_eps,
             sliding=sliding,
             isa=None if isa is None else isa.encode(),

@@ -89,6 +89,7 @@ class NativeLoader:
     threads: int
     # level of the kernels; None: the best that runs here
     isa: str | None = None
+    screen_head: bool = False
 
     # memory is taken when it is written
     max_host_bytes = math.inf
@@ -111,6 +112,7 @@ class NativeLoader:
             block_size=self.block_size,
             threads=self.threads,
             isa=self.isa,
+            screen_head=self.screen_head,
         )
 
         def move(count: int) -> None:

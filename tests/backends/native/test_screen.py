@@ -18,7 +18,7 @@ NARROW = tiny_config(vocab_size=8192, hidden_size=64, tie_word_embeddings=False)
 
 
 def _make(weights: Weights, config: ModelConfig = CONFIG, **options: object) -> NativeModel:
-    values: dict[str, object] = {"dtype": "q4", "num_blocks": 16, "threads": 2}
+    values: dict[str, object] = {"dtype": "q4", "num_blocks": 16, "threads": 2, "screen_head": True}
     return NativeModel(
         config,
         weights.items(),
@@ -69,6 +69,13 @@ def test_the_same_token_as_with_logits(isa: str, dtype: str, rows: int) -> None:
     # a third row is one too many
     settled, whole = (12 * rows, 0) if rows < 3 else (0, 12 * rows)
     assert model.choices() == {"settled": settled, "too_many": 0, "whole": whole}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "q4"])
+def test_the_whole_head_is_read_unless_screening_was_asked_for(dtype: str) -> None:
+    model = _make(random_weights(CONFIG, 1), dtype=dtype, screen_head=False)
+    _compare(model, 2, 5, seed=2)
+    assert model.choices() == {"settled": 0, "too_many": 0, "whole": 10}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
