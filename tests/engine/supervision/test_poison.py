@@ -79,6 +79,15 @@ async def sent(client: SupervisedEngineClient, number: int) -> None:
     await until(lambda: sum(call.engine is not None for call in client._calls.values()) == number)
 
 
+async def begun(client: SupervisedEngineClient, number: int) -> None:
+    """Until so many requests are in steps that the engine has under way."""
+
+    def is_so() -> bool:
+        return len(client._latest.requests_in_flight() or ()) == number
+
+    await until(is_so)
+
+
 async def test_who_was_only_queued_goes_on_at_once() -> None:
     # the next engine's first step takes for ever
     slow: Callable[[int], dict[str, float]] = lambda _: {"step_time": 30.0}  # noqa: E731
@@ -102,10 +111,10 @@ async def test_turns_end_by_time_and_who_hurries_is_first(monkeypatch: pytest.Mo
     monkeypatch.setattr(supervisor, "_TURN_SECONDS", 0.6)
     slow: Callable[[int], dict[str, float]] = lambda _: {"step_time": 30.0}  # noqa: E731
     async with supervised(step_time=0.5, later=slow) as client:
-        patient = innocent(1, 5, slo=Slo(best_effort=True))
-        hurried = innocent(2, 5, slo=Slo(ttft=0.01))
+        patient = innocent(1, 5, slo=Slo(best_effort=True), whole=True)
+        hurried = innocent(2, 5, slo=Slo(ttft=0.01), whole=True)
         tasks = spawn(client, patient, hurried)
-        await asyncio.sleep(0.2)
+        await begun(client, 2)
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: not client.faults.up)
         await sent(client, 1)
@@ -119,11 +128,12 @@ async def test_turns_end_by_time_and_who_hurries_is_first(monkeypatch: pytest.Mo
 
 
 async def test_who_waits_for_a_turn_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_QUARANTINE_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "_QUARANTINE_SECONDS", 1.0)
     slow: Callable[[int], dict[str, float]] = lambda _: {"step_time": 30.0}  # noqa: E731
     async with supervised(step_time=0.5, later=slow) as client:
-        tasks = spawn(client, *(innocent(i, 5) for i in range(4)))
-        await asyncio.sleep(0.2)
+        tasks = spawn(client, *(innocent(i, 5, whole=True) for i in range(4)))
+        # a request that has not begun is no suspect and would go on at once
+        await begun(client, 4)
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: not client.faults.up)
         await sent(client, 1)
