@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NoReturn
 
-__all__ = ["Parser", "bounded_float", "bounded_int", "byte_count"]
+__all__ = ["Parser", "bounded_float", "bounded_int", "byte_count", "weights_by_name"]
 
 _UNITS = {
     "": 1,
@@ -131,6 +131,25 @@ def bounded_float(low: float, high: float = math.inf) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def weights_by_name(text: str) -> dict[str, float]:
+    """``gold=3,batch=0.5``: finite numbers above 0 by name. An empty text: none."""
+    weights: dict[str, float] = {}
+    for entry in filter(None, text.split(",")):
+        name, equals, number = entry.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not (equals and name and math.isfinite(weight) and weight > 0.0):
+            raise argparse.ArgumentTypeError(
+                f"{entry!r} is not NAME=WEIGHT with a weight above 0; example: gold=3,batch=0.5"
+            )
+        if name in weights:
+            raise argparse.ArgumentTypeError(f"{name!r} has two weights")
+        weights[name] = weight
+    return weights
 
 
 def byte_count(text: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.cli.arguments import bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import bounded_float, bounded_int, byte_count, weights_by_name
 from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import PREEMPTION_MODES
@@ -98,6 +98,14 @@ SCHEDULING: Final = (
         field="adaptive_token_budget",
         help="size each step by its predicted time: the slack that requests with targets leave, "
         "and no more than makes it efficient",
+    ),
+    Flag(
+        name="--tenant-weights",
+        field="tenant_weights",
+        parse=weights_by_name,
+        metavar="NAME=W,...",
+        policies=("fair",),
+        help="with the fair policy, shares of the tenants named here; each of the others has 1",
     ),
     Flag(
         name="--coalesce-window-ms",
@@ -299,7 +307,7 @@ def add_flags(
     for flag in flags:
         value = None if default is None else flag.default_of(default)
         help_text = flag.help
-        if value is not None:
+        if value not in (None, {}):
             help_text += f" (default {_shown(value)})"
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.choices is not None:

@@ -213,6 +213,14 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="what the machine costs, for the metric paceline:cost_per_million_tokens",
     )
     group.add_argument(
+        "--metrics-tenants",
+        type=bounded_int(0),
+        default=0,
+        metavar="N",
+        help="tenants that metrics tell apart by the names that callers give, beside those with "
+        "keys: the first that ask; later ones are counted together (default 0)",
+    )
+    group.add_argument(
         "--otlp-endpoint",
         metavar="URL",
         help="send a trace of every request to this OTLP/HTTP collector, such as "
@@ -305,6 +313,7 @@ def _server_config(
         default_sampling=default_sampling(settings),
         slo_classes={each.slo_class: each for each in args.slo_class},
         price_per_hour=args.price_per_hour,
+        metrics_tenants=args.metrics_tenants,
         trust_request_chat_template=args.trust_request_chat_template,
         tool_call_parser=args.tool_call_parser,
         sse_keep_alive=args.sse_keep_alive,

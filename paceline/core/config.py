@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final
 
 from paceline.core.errors import ConfigError
@@ -97,6 +98,8 @@ class SchedulerConfig:
     # without asking; and none that asks for less time yields before so long. None: no such target
     default_ttft_s: float | None = None
     default_tpot_s: float | None = None
+    # policy "fair": shares of the tenants named here, where each of the others has 1.0
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
     best_effort_step_s: float = 0.03
     # a name in paceline.core.policies.POLICIES
@@ -143,6 +146,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}, or running requests could not all advance"
             )
+        for tenant, weight in self.tenant_weights.items():
+            if not (isfinite(weight) and weight > 0.0):
+                raise ConfigError(
+                    f"tenant_weights must be positive numbers, got {weight} for tenant {tenant!r}"
+                )
         if self.preemption not in PREEMPTION_MODES:
             raise ConfigError(
                 f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}"

@@ -42,6 +42,7 @@ from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import check_integrity, make_state, take_stats
 from paceline.core.step.update import Updates, update_of
+from paceline.core.tenant_weights import TenantWeights
 
 __all__ = ["Scheduler"]
 
@@ -65,7 +66,9 @@ class Scheduler:
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._steps, self._last = state.steps, state.last
         # without a reason to tell tenants apart they are not counted
-        self._tenants = TenantShares() if self.policy.keeps_tenants_apart else None
+        self._tenants = None
+        if self.policy.keeps_tenants_apart:
+            self._tenants = TenantShares(TenantWeights(config.tenant_weights))
         self._door = Door(state, self._tenants)
         rows = Rows(state)
         self._admission = Admission(state, rows)

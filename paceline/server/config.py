@@ -21,9 +21,11 @@ from paceline.server.batch_config import BatchConfig
 from paceline.server.tool_formats import TOOL_FORMATS
 from paceline.server.tracing import check_endpoint
 
-__all__ = ["MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
+__all__ = ["MAX_METRICS_TENANTS", "MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 
 MAX_MODEL_NAME_CHARS: Final = 256
+# each has nine series
+MAX_METRICS_TENANTS: Final = 1000
 # also of extensions and desktop applications
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
@@ -58,6 +60,9 @@ class ServerConfig:
     slo_classes: Mapping[str, Slo] = field(default_factory=dict)
     # what the machine costs, in any currency; 0: cost is not reported
     price_per_hour: float = 0.0
+    # tenants that metrics tell apart beside those that have keys: the first that ask. Their names
+    # come from callers, and whoever reads metrics sees them
+    metrics_tenants: int = 0
     # how the model writes tool calls, a name of tool_formats; None: as its chat template says
     tool_call_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
@@ -112,6 +117,10 @@ class ServerConfig:
         _require(
             math.isfinite(self.slow_reader_timeout) and self.slow_reader_timeout >= 0,
             f"slow_reader_timeout must be 0 or more seconds, got {self.slow_reader_timeout}",
+        )
+        _require(
+            0 <= self.metrics_tenants <= MAX_METRICS_TENANTS,
+            f"metrics_tenants must be 0 to {MAX_METRICS_TENANTS}, got {self.metrics_tenants}",
         )
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)

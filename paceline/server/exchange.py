@@ -163,14 +163,14 @@ class ExchangeMiddleware:
             await limiter.enter(ticket)
 
 
-def tenant_of(request: Request) -> str:
-    """Who is served, for fairness: the key, or whom a header names where there are no keys or the
-    key is an admin's (a gateway's)."""
+def tenant_of(request: Request, named: str) -> str:
+    """Who is served, for fairness: the key; or where there are no keys, or the key is an admin's (a
+    gateway's), whom a header names, or else the body (``named``)."""
     state = request.scope["state"]
     principal: str = state.get("principal", "")
     if principal and not state["speaks_for_others"]:
         return principal
-    return parse_tenant(request.headers) or principal
+    return parse_tenant(request.headers) or named or principal
 
 
 def _caller_id(scope: Scope) -> bytes | None:

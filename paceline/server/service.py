@@ -29,6 +29,7 @@ from paceline.server.bodies.targets import CLASSES
 from paceline.server.config import ServerConfig
 from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.metrics.faults import FaultCollector
+from paceline.server.metrics.tenants import TenantObserver
 from paceline.server.prompts import PromptMaker
 from paceline.server.response_store import ResponseStore
 from paceline.server.runs import RunObserver, merged, run_one
@@ -164,6 +165,8 @@ class Service:
         """Whoever hears of one request, which ``tally`` knows by ``index``."""
         counted = RequestObserver(self.metrics.requests, request)
         observers: list[RunObserver] = [counted]
+        if self.metrics.tenants is not None:
+            observers.append(TenantObserver(self.metrics.tenants, request.tenant, counted))
         if self.limiter is not None:
             observers.append(_Tallied(tally, index))
         if self.tracing is not None:
@@ -234,6 +237,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         names[0],
         price_per_hour=config.price_per_hour,
         ready=lambda: service.is_ready,
+        max_tenants=config.metrics_tenants,
+        known_tenants=frozenset(key.name for key in config.api_keys),
     )
     _listen(client, metrics)
     readers = SlowReaders()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.backends.settings import BackendSettings
-from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count, weights_by_name
 from paceline.cli.main import build_parser
 from paceline.cli.options import (
     add_admission_options,
@@ -70,6 +70,13 @@ def test_bounded_float_refuses(text: str) -> None:
         bounded_float(0.0, 2.0)(text)
 
 
+@pytest.mark.parametrize("text", ["a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=inf", "a=1,a=2"])
+def test_weights_refuse(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        weights_by_name(text)
+    assert weights_by_name("") == {}
+
+
 @pytest.mark.parametrize(
     ("flags", "field", "value"),
     [
@@ -95,6 +102,7 @@ def test_bounded_float_refuses(text: str) -> None:
         (["--max-num-batched-tokens", "512"], "max_num_batched_tokens", 512),
         (["--scheduling-policy", "priority"], "policy", "priority"),
         (["--priority-ageing", "5"], "priority_ageing_s", 5.0),
+        (["--tenant-weights", "gold=3,b=c=0.5"], "tenant_weights", {"gold": 3.0, "b=c": 0.5}),
         (["--bypass-window", "0"], "bypass_window", 0),
         (["--max-bypasses", "2"], "max_bypasses", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
@@ -300,6 +308,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         ("", []),
         ("--priority-ageing 5", ["--priority-ageing has no effect with"]),
         ("--priority-ageing 5 --scheduling-policy priority", []),
+        ("--tenant-weights a=2", ["--tenant-weights has no effect with"]),
+        ("--tenant-weights a=2 --scheduling-policy fair", []),
         ("--max-token-gap-ms 100", []),
         ("--default-ttft-ms 500", []),
         ("--default-ttft-ms 500 --scheduling-policy fair", ["--default-ttft-ms has no effect"]),

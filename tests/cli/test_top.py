@@ -90,6 +90,43 @@ def test_quantiles_are_promqls() -> None:
     assert quantile(0.5, {1.0: 0.0, math.inf: 0.0}) is None
 
 
+def of_tenant(name: str, ended: int, tokens: int, good: int, unfinished: int) -> list[str]:
+    values = {
+        "unfinished_requests": unfinished,
+        "requests_total": ended,
+        "goodput_requests_total": good,
+        "shed_requests_total": ended // 10,
+        "prompt_tokens_total": tokens // 4,
+        "generation_tokens_total": tokens - tokens // 4,
+        "time_to_first_token_seconds_sum": ended * 0.2,
+        "time_to_first_token_seconds_count": ended,
+    }
+    return [f'paceline:tenant_{kind}{{tenant="{name}"}} {value}' for kind, value in values.items()]
+
+
+def test_tenants_by_what_they_took() -> None:
+    before = scrape(1.0, *of_tenant("ada", 10, 1000, 10, 2))
+    after = scrape(
+        3.0,
+        *of_tenant("ada", 20, 1400, 15, 1),
+        *of_tenant("bob", 4, 1200, 4, 0),
+        *(line for number in range(6) for line in of_tenant(f"idle{number}", 0, 0, 0, 0)),
+    )
+    frame = make_frame(before, after)
+    bob, ada, idle, *_ = frame.tenants
+    assert (bob.name, bob.ended, bob.tokens_per_s, bob.share) == ("bob", 4, 600, 0.75)
+    assert (ada.name, ada.unfinished, ada.ended, ada.shed) == ("ada", 1, 10, 1)
+    assert ada.attainment == 0.5 and ada.mean_ttft == pytest.approx(0.2)
+    assert (idle.name, idle.mean_ttft, idle.attainment) == ("idle0", None, None)
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(frame, "http://x/metrics"))
+    console.file.close()
+    text = console.export_text()
+    assert "the first 5, 3 more" in text and "10 (1 shed)" in text
+    assert "75%" in text and "200.0 ms" in text and "idle3" not in text
+    assert make_frame(BEFORE, AFTER).tenants == () and "tenant" not in text_of()
+
+
 def text_of(**changes: Any) -> str:
     console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(render(make_frame(BEFORE, AFTER), "http://x/metrics", **changes))

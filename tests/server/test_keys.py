@@ -123,11 +123,14 @@ async def test_the_tenant_is_the_key(guarded: FastAPI, http: httpx.AsyncClient) 
     try:
         for key in (USER, ADMIN):
             headers = bearer(key) | {"x-llm-d-inference-fairness-id": "carol"}
-            body = chat_body(max_tokens=1)
+            body = chat_body(max_tokens=1, user="dave")
             await http.post("/v1/chat/completions", json=body, headers=headers)
+            await http.post("/v1/chat/completions", json=body, headers=bearer(key))
+            body = chat_body(max_tokens=1)
+            await http.post("/v1/chat/completions", json=body, headers=bearer(key))
     finally:
         client.generate = original
-    assert seen == ["alice", "carol"]
+    assert seen == ["alice"] * 3 + ["carol", "dave", "root"]
 
 
 def test_a_key_file() -> None:

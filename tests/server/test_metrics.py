@@ -24,6 +24,7 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.metrics.buckets import series_1_2_5
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
+from paceline.server.metrics.tenants import TenantMetrics
 from tests.server.helpers import VOCAB, chat_body, connect, metric, say, scrape
 
 pytestmark = pytest.mark.anyio
@@ -287,6 +288,52 @@ async def test_collectors_of_prometheus_client_are_served_too() -> None:
     await client.close()
     described = {family.name: family for family in service_of(app).metrics.families}
     assert described["paceline:more_total"].labels == ("kind",)
+
+
+async def served_by_tenant(config: ServerConfig) -> str:
+    """Metrics after requests of three tenants, one of them too long a name, and one of none."""
+    client = null_client(NullBackend(vocab_size=VOCAB), max_num_seqs=4)
+    async with connect(create_app(client, config)) as http:
+        for fields in (
+            {"user": "ada", "max_tokens": 3, "slo": {"ttft_ms": 60_000}},
+            {"user": "unheard", "safety_identifier": "ada", "max_tokens": 5},
+            {"user": "x" * 500, "max_tokens": 1, "slo": {"ttft_ms": 1e-6}},
+            {"user": "late", "max_tokens": 1},
+            {"max_tokens": 1},
+        ):
+            answer = await http.post("/v1/chat/completions", json=chat_body() | fields)
+            assert answer.status_code == 200, answer.text
+        anthropic = {"metadata": {"user_id": "ada"}, "max_tokens": 2}
+        assert (await http.post("/v1/messages", json=chat_body() | anthropic)).status_code == 200
+        text = await scrape(http)
+    await client.close()
+    return text
+
+
+async def test_what_tenants_got() -> None:
+    text = await served_by_tenant(ServerConfig(metrics_tenants=2))
+
+    def of(tenant: str, name: str = "requests_total") -> float:
+        return metric(text, f"paceline:tenant_{name}", tenant=tenant)
+
+    assert of("ada") == of("ada", "goodput_requests_total") == 3
+    assert of("ada", "generation_tokens_total") == 3 + 5 + 2
+    assert of("ada", "prompt_tokens_total") > 3 and of("ada", "unfinished_requests") == 0
+    assert of("ada", "time_to_first_token_seconds_count") == 3
+    (digest,) = re.findall(r'tenant_requests_total\{.*tenant="(sha256:[0-9a-f]{32})"', text)
+    assert of(digest) == 1 and of(digest, "goodput_requests_total") == 0
+    # a third one, and a request without any
+    assert of("_other") == of("_none") == 1
+
+
+async def test_metrics_tell_no_tenants_apart_where_that_is_not_wanted() -> None:
+    assert "paceline:tenant" not in await served_by_tenant(ServerConfig())
+
+
+async def test_keys_have_series_of_their_own_however_many_there_are() -> None:
+    metrics = TenantMetrics(Registry({}), 1, frozenset({"a", "b", "c"}))
+    labels = [metrics.label(name) for name in ("new", "newer", "a", "c", "", "new")]
+    assert labels == ["new", "_other", "a", "c", "_none", "new"]
 
 
 async def test_who_holds_what_by_class() -> None:

@@ -57,7 +57,7 @@ async def test_every_family_is_listed_and_nothing_else(monkeypatch: pytest.Monke
     # everything that has metrics of its own
     monkeypatch.setattr(RateStore, "shared", True)
     limits = KeyLimits(concurrent=3)
-    app = create_app(client, ServerConfig(price_per_hour=1.0, limits=limits))
+    app = create_app(client, ServerConfig(price_per_hour=1.0, limits=limits, metrics_tenants=1))
     served = {
         f"`{family.name}`": [
             family.kind,

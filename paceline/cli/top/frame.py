@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.cli.top.scrape import Scrape
 
-__all__ = ["ClassRow", "Frame", "Quantiles", "make_frame", "quantile"]
+__all__ = ["ClassRow", "Frame", "Quantiles", "TenantRow", "make_frame", "quantile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,24 @@ class ClassRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantRow:
+    """One tenant. Rates are per second."""
+
+    name: str
+    unfinished: int
+    # how many ended meanwhile, and of those, how many admission refused
+    ended: int
+    shed: int
+    tokens_per_s: float
+    # of the tokens of all tenants meanwhile
+    share: float | None
+    # seconds, on average of those that had one meanwhile
+    mean_ttft: float | None
+    # share of the requests that ended meanwhile that met their targets
+    attainment: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """Rates are per second, of the time between the readings."""
 
@@ -50,6 +68,8 @@ class Frame:
     running: int
     waiting: int
     classes: tuple[ClassRow, ...]
+    # those with the most tokens first; empty where the server does not tell tenants apart
+    tenants: tuple[TenantRow, ...]
     # what holds the head of the queue up now; None: nobody waits
     held_by: str | None
     # share of the time that the head of the queue was held up, by reason
@@ -112,6 +132,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         running=int(after.total("vllm:num_requests_running")),
         waiting=int(after.total("vllm:num_requests_waiting")),
         classes=_classes(before, after),
+        tenants=_tenants(before, after, seconds),
         held_by=next((reason for reason, on in held.items() if on), None),
         held_share={
             reason: share / seconds
@@ -185,6 +206,36 @@ def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
                 attainment_since_start=_ratio(good, ended),
                 ended=int(new),
                 violations=violations,
+            )
+        )
+    return tuple(rows)
+
+
+def _tenants(before: Scrape, after: Scrape, seconds: float) -> tuple[TenantRow, ...]:
+    def grew(name: str, tenant: str) -> float:
+        name = f"paceline:tenant_{name}"
+        return after.total(name, tenant=tenant) - before.total(name, tenant=tenant)
+
+    unfinished = after.by("paceline:tenant_unfinished_requests", "tenant")
+    tokens = {
+        name: grew("prompt_tokens_total", name) + grew("generation_tokens_total", name)
+        for name in unfinished
+    }
+    total = sum(tokens.values())
+    rows = []
+    for name in sorted(unfinished, key=lambda name: (-tokens[name], -unfinished[name], name)):
+        ended = grew("requests_total", name)
+        ttft = "time_to_first_token_seconds"
+        rows.append(
+            TenantRow(
+                name=name,
+                unfinished=int(unfinished[name]),
+                ended=int(ended),
+                shed=int(grew("shed_requests_total", name)),
+                tokens_per_s=tokens[name] / seconds,
+                share=_ratio(tokens[name], total),
+                mean_ttft=_ratio(grew(f"{ttft}_sum", name), grew(f"{ttft}_count", name)),
+                attainment=_ratio(grew("goodput_requests_total", name), ended),
             )
         )
     return tuple(rows)

@@ -15,6 +15,8 @@ from paceline.cli.top.frame import Frame, Quantiles
 __all__ = ["render"]
 
 _BAR: Final = 40
+# lines of the table of tenants
+_MAX_TENANTS: Final = 5
 _COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
 _REASONS: Final[Mapping[str, str]] = {
     "step": "the step under way",
@@ -35,12 +37,15 @@ _PRESSURE: Final = (
 
 
 def render(frame: Frame, url: str, problem: str = "") -> RenderableType:
-    """Everything, about 25 lines.
+    """Everything, about 25 lines, and up to eight more where tenants are told apart.
 
     Args:
         problem: why ``frame`` is not the latest; "" if it is.
     """
-    return Group(_head(frame, url, problem), _batch(frame), _classes(frame), _memory(frame))
+    panels = [_head(frame, url, problem), _batch(frame), _classes(frame)]
+    if frame.tenants:
+        panels.append(_tenants(frame))
+    return Group(*panels, _memory(frame))
 
 
 def _head(frame: Frame, url: str, problem: str) -> RenderableType:
@@ -120,6 +125,26 @@ def _classes(frame: Frame) -> RenderableType:
         )
     body: RenderableType = table if frame.classes else Text("no requests yet", "dim")
     return Panel(body, title="classes", title_align="left")
+
+
+def _tenants(frame: Frame) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table.add_column("tenant", max_width=24, no_wrap=True, overflow="ellipsis")
+    for name in ("unfinished", "ended", "tokens/s", "share", "TTFT mean", "on target"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in frame.tenants[:_MAX_TENANTS]:
+        table.add_row(
+            row.name,
+            str(row.unfinished),
+            f"{row.ended}" + (f" ({row.shed} shed)" if row.shed else ""),
+            f"{row.tokens_per_s:.0f}",
+            _percent(row.share),
+            _time(row.mean_ttft),
+            _coloured(row.attainment),
+        )
+    left = len(frame.tenants) - _MAX_TENANTS
+    more = f" (the first {_MAX_TENANTS}, {left} more)" if left > 0 else ""
+    return Panel(table, title=f"tenants{more}", title_align="left")
 
 
 def _memory(frame: Frame) -> RenderableType:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Final
 
+from paceline.core.tenant_weights import TenantWeights
+
 __all__ = ["TenantShares"]
 
 # of an equal share: a tenant with no more than this is light
@@ -19,7 +21,8 @@ _LATELY: Final = 256
 class TenantShares:
     """Counts requests by tenant: the unfinished, and the last that came."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: TenantWeights) -> None:
+        self._weights = weights
         self._unfinished: Counter[str] = Counter()
         self._num_unfinished = 0
         self._last: deque[str] = deque()
@@ -58,9 +61,12 @@ class TenantShares:
         return self._unfinished[tenant]
 
     def is_light(self, tenant: str) -> bool:
-        """Whether a tenant with one more request would have at most half an equal share of all."""
+        """Whether a tenant with one more request would have at most half its share of all, which
+        is an equal one unless tenants have weights."""
         own = self._unfinished[tenant] + 1
-        tenants = len(self._unfinished) + (tenant not in self._unfinished)
-        if tenants == 1:
+        is_known = tenant in self._unfinished
+        if len(self._unfinished) == is_known:
             return False
-        return own <= _LIGHT * (self._num_unfinished + 1) / tenants
+        weight = self._weights.of(tenant)
+        weights = self._weights.sum_of(self._unfinished) + (0.0 if is_known else weight)
+        return own <= _LIGHT * (self._num_unfinished + 1) * weight / weights

@@ -13,6 +13,7 @@ from paceline.core.policies.fcfs import FcfsPolicy
 from paceline.core.queues.fair_queue import FairQueue
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
+from paceline.core.tenant_weights import TenantWeights
 from paceline.core.tier import Tier
 
 __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
@@ -31,7 +32,8 @@ _MAX_LOOKS: Final = 64
 
 class FairPolicy(FcfsPolicy):
     """The waiting tenant with the least weighted tokens served goes first (VTC, OSDI'24, arXiv
-    2401.00588). Only uncached prompt tokens count, so sharing a prefix is rewarded, not charged.
+    2401.00588); ``tenant_weights`` are shares, as in its weighted form. Only uncached prompt tokens
+    count, so sharing a prefix is rewarded, not charged.
 
     A tenant that comes back from idle is lifted to a level that rises with what is served
     (``_Turns``), or to the least counter of those that wait if that is more. The least alone would
@@ -43,7 +45,7 @@ class FairPolicy(FcfsPolicy):
     Those that come back one after another go in that order, not each below the one before it. Two
     tenants that both always have requests waiting then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
-    one of them had saved up.
+    one of them had saved up: each divided by its tenant's weight, as all that is served is.
 
     Each tier counts for itself: what a tenant's best-effort requests were served, where others left
     room, is not held against its ordinary ones.
@@ -57,6 +59,7 @@ class FairPolicy(FcfsPolicy):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
+        self._weights = TenantWeights(context.config.tenant_weights)
         # by tier
         self._turns: list[_Turns] = []
 
@@ -67,12 +70,13 @@ class FairPolicy(FcfsPolicy):
 
     def make_queue(self) -> WaitingQueue:
         step = self._context.config.max_num_batched_tokens
-        turns = _Turns(PROMPT_WEIGHT * _SAVED_STEPS * step)
+        turns = _Turns(PROMPT_WEIGHT * _SAVED_STEPS * step, self._weights)
         self._turns.append(turns)
         return turns.queue
 
     def counter(self, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
-        """Weighted tokens served to ``tenant``'s requests of one tier, lifts included."""
+        """Weighted tokens served to ``tenant``'s requests of one tier, by its weight; lifts
+        included."""
         return self._turns[tier].counter(tenant)
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
@@ -98,8 +102,9 @@ class FairPolicy(FcfsPolicy):
             if index == len(own):
                 heapq.heappop(heads)
                 continue
-            counter += PROMPT_WEIGHT * request.num_new_tokens
-            counter += OUTPUT_WEIGHT * self._context.work.output_tokens(request)
+            tokens = PROMPT_WEIGHT * request.num_new_tokens
+            tokens += OUTPUT_WEIGHT * self._context.work.output_tokens(request)
+            counter += tokens / self._weights.of(tenant)
             heapq.heapreplace(heads, (counter, own[index].order, tenant, index))
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
@@ -126,17 +131,18 @@ class _Turns:
 
     The level is the virtual time of fair queueing (Demers, Keshav and Shenker, SIGCOMM'89): the
     counter of a tenant that had always waited if what is served were handed out in drops, to all
-    alike. So a token raises it by one part in as many as share: those that wait, and those who do
-    not but were served more than their share, until the level has come up with them. A waiting
-    tenant is above it for a time, then, and later ones enter above that tenant.
+    by their weights. So a token raises it by one part in the weights of those that share: those
+    that wait, and those who do not but were served more than their share, until the level has come
+    up with them. A waiting tenant is above it for a time, then, and later ones enter above it.
 
     What is served while no request waits is taken from no tenant: then the level is the largest
     counter that there ever was. No tenant enters above that, or further below the level than by
     what can be saved up: ``saved``, divided among those that share.
     """
 
-    def __init__(self, saved: float) -> None:
-        self.queue = FairQueue(self.counter, self._lift)
+    def __init__(self, saved: float, weights: TenantWeights) -> None:
+        self.queue = FairQueue(self.counter, self._lift, weights)
+        self._weights = weights
         self._saved = saved
         self._counters: dict[str, float] = {}
         # counters until some are forgotten
@@ -157,16 +163,16 @@ class _Turns:
 
     def charge(self, tokens: Mapping[str, float]) -> None:
         """``tokens``, weighted, are spent at once on requests of each of these tenants."""
-        counters = self._counters
+        counters, weights = self._counters, self._weights
         for tenant, spent in tokens.items():
-            counters[tenant] = counters.get(tenant, 0.0) + spent
+            counters[tenant] = counters.get(tenant, 0.0) + spent / weights.of(tenant)
         self._largest = max(self._largest, *map(counters.__getitem__, tokens))
         waiting = self.queue.tenants
         if waiting:
             for tenant in tokens:
                 if tenant not in waiting and tenant not in self._ahead:
                     self._enter(tenant)
-            self._level += sum(tokens.values()) / (len(waiting) + len(self._ahead))
+            self._level += sum(tokens.values()) / weights.sum_of(waiting, self._ahead)
             heap = self._heap
             while heap and heap[0][0] <= self._level:
                 entered, name = heapq.heappop(heap)
@@ -198,7 +204,8 @@ class _Turns:
         own = self.counter(tenant)
         saved = 0.0
         if request.favoured:
-            saved = self._saved / max(1, len(self.queue.tenants) + len(self._ahead))
+            sharing = self._weights.sum_of(self.queue.tenants, self._ahead)
+            saved = self._saved / (sharing or self._weights.of(tenant))
         counter = max(own, min(self._level - saved, self._largest))
         self._counters[tenant] = counter
         self._lent[tenant] = max(own, self._level) - counter

@@ -9,6 +9,7 @@ from typing import Final
 
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request
+from paceline.core.tenant_weights import TenantWeights
 
 __all__ = ["FairQueue"]
 
@@ -24,13 +25,18 @@ class FairQueue:
         counter: tokens served to a tenant so far, weighted. It may only grow.
         on_return: called when a tenant comes back from idle, before its request is queued: with
             that and the least counter of those that have requests waiting; None: none has.
+        weights: the tenants' shares, for forecasts.
     """
 
     def __init__(
-        self, counter: Callable[[str], float], on_return: Callable[[Request, float | None], None]
+        self,
+        counter: Callable[[str], float],
+        on_return: Callable[[Request, float | None], None],
+        weights: TenantWeights,
     ) -> None:
         self._counter = counter
         self._on_return = on_return
+        self._weights = weights
         self._aged = RequestQueue()
         self._tenants: dict[str, RequestQueue] = {}
         # (counter, order of the head, tenant); stale once the counter or the head has moved on
@@ -113,13 +119,19 @@ class FairQueue:
                 yield entry
 
     def num_ahead(self, request: Request) -> int:
-        """As if tenants took turns, one request each."""
+        """As if tenants took turns: one request each, or as many as their weights are."""
         own = self._tenants.get(request.asked.tenant)
         turns = 1 + (len(own) if own is not None else 0)
-        sample = list(islice(self._tenants.values(), _SAMPLED))
+        sample = list(islice(self._tenants.items(), _SAMPLED))
         if not sample:
             return len(self._aged)
-        others = sum(min(len(queue), turns) for queue in sample if queue is not own)
+        weights = self._weights
+        each = turns / weights.of(request.asked.tenant)
+        others = sum(
+            min(len(queue), each * weights.of(tenant))
+            for tenant, queue in sample
+            if queue is not own
+        )
         return len(self._aged) + turns - 1 + round(others * len(self._tenants) / len(sample))
 
     def pop(self) -> Request | None:

@@ -27,7 +27,7 @@ from paceline.server.bodies.sampling_fields import (
     parse_bad_words,
     parse_sampling,
 )
-from paceline.server.bodies.targets import parse_slo
+from paceline.server.bodies.targets import CALLER_FIELDS, parse_service_tier, parse_slo
 from paceline.server.bodies.tool_calls import ToolPlan, parse_tools
 from paceline.server.bodies.unserved import (
     REFUSED_IN_CHAT,
@@ -78,8 +78,10 @@ class GenerationOptions:
     priority: int
     cache_salt: str | None
     slo: Slo
-    # who asks, said by a header; "" when none did
+    # who asks; "" when nothing said so
     tenant: str
+    # the tier that the answer tells; None: none was asked for
+    service_tier: str | None
     # the caller's own id, part of the answer's
     request_id: str | None
     add_special_tokens: bool
@@ -314,6 +316,10 @@ def _options(
         asked = prompt_logprobs
     include_usage, continuous = _usage_options(stream_options or {})
     explain = fields.boolean("explain", False)
+    service_tier, tier_class = parse_service_tier(fields.raw("service_tier"))
+    for name in CALLER_FIELDS:
+        # the tenant was made from them
+        fields.string(name)
     return GenerationOptions(
         sampling=replace(
             parse_sampling(fields, rules, max_tokens, logprobs, tools), prompt_logprobs=asked
@@ -330,8 +336,9 @@ def _options(
         skip_special_tokens=fields.boolean("skip_special_tokens", not (tools and tools.calls)),
         priority=or_else(fields.integer("priority", -INT64, INT64 - 1), 0),
         cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
-        slo=parse_slo(fields.raw("slo"), rules.slo_classes),
+        slo=parse_slo(fields.raw("slo"), rules.slo_classes, tier_class),
         tenant=tenant,
+        service_tier=service_tier,
         request_id=_request_id(fields),
         add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
         truncate_prompt_tokens=_truncation(fields),

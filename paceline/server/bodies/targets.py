@@ -9,7 +9,11 @@
 
     x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets, where the body sets none
     x-llm-d-inference-ttl                                   drop it if not started by then: "30s"
-    x-llm-d-inference-fairness-id                           who asks, for the fair policy
+    x-llm-d-inference-fairness-id                           who asks: the tenant
+
+    "service_tier": "flex" | "priority"                     the class batch | interactive
+    "safety_identifier", "user", "metadata.user_id"         who asks, where neither a key nor a
+                                                            header says so
 
 The older header names ``x-slo-ttft-ms``, ``x-slo-tpot-ms`` and ``x-gateway-inference-fairness-id``
 mean the same.
@@ -17,6 +21,7 @@ mean the same.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -25,7 +30,16 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import Slo
 from paceline.http.fields import check_number, check_string, show
 
-__all__ = ["CLASSES", "parse_slo", "parse_tenant", "with_headers"]
+__all__ = [
+    "CALLER_FIELDS",
+    "CLASSES",
+    "SERVICE_TIERS",
+    "named_tenant",
+    "parse_service_tier",
+    "parse_slo",
+    "parse_tenant",
+    "with_headers",
+]
 
 # what a class means when the request says no more
 CLASSES: Final[Mapping[str, Slo]] = {
@@ -43,6 +57,17 @@ _MAX_TENANT_CHARS: Final = 128
 _HEADERS: Final = {
     "ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
     "tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+}
+# of OpenAI's bodies: who asks, the newer name first
+CALLER_FIELDS: Final = ("safety_identifier", "user")
+# OpenAI's tiers, as a request may name them: what is served, and the class where slo names none
+SERVICE_TIERS: Final[Mapping[str, tuple[str, str | None]]] = {
+    "auto": ("default", None),
+    "default": ("default", None),
+    # bought beforehand there, and nothing here
+    "scale": ("default", None),
+    "flex": ("flex", "batch"),
+    "priority": ("priority", "interactive"),
 }
 _TENANT_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 
@@ -91,10 +116,30 @@ def _duration(value: str) -> float:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
-    """The targets of one request, given what classes there are. Raises InvalidRequestError."""
+def parse_service_tier(value: Any) -> tuple[str | None, str | None]:
+    """The tier that the answer tells, and the class that it stands for; None for none. Raises
+    InvalidRequestError."""
     if value is None:
-        return classes["standard"]
+        return None, None
+    name = check_string(value, "service_tier", 1, 64)
+    if name not in SERVICE_TIERS:
+        raise InvalidRequestError(
+            f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {show(name)}",
+            "service_tier",
+        )
+    return SERVICE_TIERS[name]
+
+
+def parse_slo(
+    value: Any, classes: Mapping[str, Slo] = CLASSES, tier_class: str | None = None
+) -> Slo:
+    """The targets of one request, given what classes there are. Raises InvalidRequestError.
+
+    Args:
+        tier_class: the class that its service tier stands for.
+    """
+    if value is None:
+        return classes[tier_class or "standard"]
     if type(value) is str:
         value = {"class": value}
     if type(value) is not dict:
@@ -109,7 +154,13 @@ def parse_slo(value: Any, classes: Mapping[str, Slo] = CLASSES) -> Slo:
             "slo",
         )
     name = value.get("class")
-    name = "standard" if name is None else check_string(name, "slo.class", 1, 64)
+    if name is not None and tier_class is not None:
+        raise InvalidRequestError(
+            f"slo names class {show(name)} and service_tier stands for {tier_class}: give one of "
+            "the two",
+            "service_tier",
+        )
+    name = (tier_class or "standard") if name is None else check_string(name, "slo.class", 1, 64)
     if name not in classes:
         raise InvalidRequestError(
             f"slo.class must be one of {', '.join(classes)}, got {show(name)}", "slo.class"
@@ -142,3 +193,14 @@ def parse_tenant(headers: Mapping[str, str]) -> str:
             _TENANT_HEADERS[0],
         )
     return value
+
+
+def named_tenant(body: Any, *names: str) -> str:
+    """Who asks, as the first of these fields that says so does; "" when none does, or ``body`` is
+    no object. A long name stands as its digest."""
+    for value in map(body.get, names) if type(body) is dict else ():
+        if type(value) is str and value:
+            if len(value) <= _MAX_TENANT_CHARS:
+                return value
+            return "sha256:" + hashlib.sha256(value.encode(errors="replace")).hexdigest()[:32]
+    return ""

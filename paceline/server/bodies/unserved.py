@@ -79,11 +79,8 @@ REFUSED_IN_COMPLETIONS: Final[RefusedFields] = {
 }
 # accepted for compatibility; they describe the caller, not the answer
 NO_EFFECT: Final = (
-    "user",
     "metadata",
     "store",
-    "service_tier",
-    "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",

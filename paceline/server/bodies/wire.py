@@ -221,6 +221,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     created: int
     model: str
+    service_tier: str | UnsetType = UNSET
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -263,6 +264,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
+    service_tier: str | UnsetType = UNSET
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
 

@@ -192,8 +192,9 @@ class RequestObserver:
         "_timelines",
         "_times",
         "_tokens",
-        "_ttft",
+        "has_met_targets",
         "is_finished",
+        "ttft",
     )
 
     def __init__(self, metrics: RequestMetrics, request: GenerationRequest) -> None:
@@ -208,17 +209,25 @@ class RequestObserver:
         self._prompt_tokens: int | None = None
         self._cached_tokens = 0
         self._preemptions = 0
-        self._ttft: float | None = None
+        # seconds from arrival
+        self.ttft: float | None = None
         # of the choices that have ended, where the engine told
         self._timelines: list[Timeline] = []
         self._times: RequestTimes | None = None
         # everything was delivered
         self.is_finished = False
+        # it has ended, and met every target it had
+        self.has_met_targets = False
         self._max_tokens = request.sampling.max_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return sum(self._tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """0 until the first token."""
+        return self._prompt_tokens or 0
 
     @property
     def _chunks(self) -> int | None:
@@ -241,15 +250,15 @@ class RequestObserver:
             if timelines
             else None,
             predicted_ttft=round(predicted[0], 4) if predicted else None,
-            ttft=None if self._ttft is None else round(self._ttft, 4),
+            ttft=None if self.ttft is None else round(self.ttft, 4),
             tokens_per_second=self._tokens_per_second(),
         )
 
     def _tokens_per_second(self) -> float | None:
-        if self._ttft is None:
+        if self.ttft is None:
             return None
         begun = sum(1 for count in self._tokens if count)
-        seconds = max(self._last) - self._arrival - self._ttft
+        seconds = max(self._last) - self._arrival - self.ttft
         return tokens_per_second(sum(self._tokens), begun, seconds)
 
     def output(self, output: GenerationOutput, now: float) -> None:
@@ -262,8 +271,8 @@ class RequestObserver:
             metrics.prompt_tokens_cached.value += cached
             metrics.prompt_tokens_hit.value += cached
             metrics.prompt_tokens_computed.value += prompt - cached
-            self._ttft = now - self._arrival
-            metrics.time_to_first_token.observe(self._ttft)
+            self.ttft = now - self._arrival
+            metrics.time_to_first_token.observe(self.ttft)
         for choice in output.choices:
             index = choice.index
             count = len(choice.token_ids)
@@ -354,6 +363,7 @@ class RequestObserver:
         # the series is there from the first request on, or a rate of it would begin too late
         goodput = metrics.goodput.at(slo.slo_class)
         metrics.judged.at(slo.slo_class).value += 1
+        self.has_met_targets = not missed
         goodput.value += not missed
         for kind in missed:
             metrics.violations.at(slo.slo_class, kind).value += 1

@@ -13,6 +13,7 @@ from paceline.http.exposition import Description, Registry
 from paceline.server.metrics.engine import EngineMetrics
 from paceline.server.metrics.http import HttpMetrics
 from paceline.server.metrics.requests import RequestMetrics
+from paceline.server.metrics.tenants import TenantMetrics
 
 __all__ = ["AGE_METRIC", "ServerMetrics"]
 
@@ -34,6 +35,8 @@ class ServerMetrics:
         model_name: the label's value; names that callers send never become labels.
         price_per_hour: what the machine costs; 0: no metrics of cost.
         ready: whether requests would be served now.
+        max_tenants: tenants with series of their own beside ``known_tenants``. Without either
+            there are no metrics of tenants.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class ServerMetrics:
         *,
         price_per_hour: float = 0.0,
         ready: Callable[[], bool],
+        max_tenants: int = 0,
+        known_tenants: frozenset[str] = frozenset(),
     ) -> None:
         self._stats = stats
         self._ready_now = ready
@@ -53,6 +58,10 @@ class ServerMetrics:
         self.registry = registry = Registry({"model_name": model_name, "engine": _ENGINE})
         self._engine = EngineMetrics(registry, info, _ENGINE)
         self.requests = RequestMetrics(registry, info.max_model_len)
+        # None: nobody asked for them
+        self.tenants: TenantMetrics | None = None
+        if max_tenants or known_tenants:
+            self.tenants = TenantMetrics(registry, max_tenants, known_tenants)
         self._ready = registry.number(
             "gauge", "paceline:ready", "1 while requests are served, 0 while /health fails."
         )

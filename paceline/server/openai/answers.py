@@ -32,10 +32,15 @@ class AnswerHead:
     model: str
     # two callers may use the same X-Request-Id; the engine tells requests apart by this
     nonce: str
+    # None: none was asked for
+    service_tier: str | None = None
 
     @classmethod
-    def of(cls, prefix: str, request_id: str, model: str) -> AnswerHead:
-        return cls(f"{prefix}-{request_id}", int(time.time()), model, token_hex(8))
+    def of(
+        cls, prefix: str, request_id: str, model: str, service_tier: str | None = None
+    ) -> AnswerHead:
+        at = int(time.time())
+        return cls(f"{prefix}-{request_id}", at, model, token_hex(8), service_tier)
 
     def engine_id(self, index: int) -> str:
         """The engine's id for prompt number ``index``; unique, and found by the caller's id."""

@@ -48,7 +48,7 @@ async def chat_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of("chatcmpl", request_id, service.model_name)
+    head = AnswerHead.of("chatcmpl", request_id, service.model_name, request.options.service_tier)
     prompt, outputs = await start_chat(service, request, head, arrival, shortcut)
     stream = ChatStream(head, request, prompt, service.client.tokenizer)
     shortcut.render_with(stream.middle)
@@ -64,7 +64,7 @@ async def chat_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    head = AnswerHead.of("chatcmpl", request_id, service.model_name)
+    head = AnswerHead.of("chatcmpl", request_id, service.model_name, request.options.service_tier)
     prompt, outputs = await start_chat(service, request, head, arrival)
     options = request.options
     pieces = ChatPieces(request, prompt, explain=options.explain)
@@ -83,6 +83,7 @@ async def chat_answer(
             id=head.id,
             created=head.created,
             model=head.model,
+            service_tier=head.service_tier,
             choices=told,
             usage=pieces.count.usage(),
             prompt_logprobs=prompt_logprobs_json(prompt, prompt_logprobs, writer),
@@ -185,6 +186,7 @@ class ChatStream:
             id=head.id,
             created=head.created,
             model=head.model,
+            service_tier=head.service_tier or UNSET,
             choices=[],
             usage=self._pieces.count.usage(),
         )
@@ -230,6 +232,7 @@ class ChatStream:
             id=head.id,
             created=head.created,
             model=head.model,
+            service_tier=head.service_tier or UNSET,
             choices=[choice],
             usage=usage,
             prompt_token_ids=prompt,

@@ -53,7 +53,7 @@ async def completion_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of("cmpl", request_id, service.model_name)
+    head = AnswerHead.of("cmpl", request_id, service.model_name, request.options.service_tier)
     prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
@@ -71,7 +71,7 @@ async def completion_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    head = AnswerHead.of("cmpl", request_id, service.model_name)
+    head = AnswerHead.of("cmpl", request_id, service.model_name, request.options.service_tier)
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
     async with aclosing(outputs):
@@ -84,6 +84,7 @@ async def completion_answer(
             id=head.id,
             created=head.created,
             model=head.model,
+            service_tier=head.service_tier,
             choices=[
                 _choice(i, choice, echoes[i // n], prompts[i // n], request, writer, told[i // n])
                 for i, choice in enumerate(whole.choices)
@@ -248,6 +249,7 @@ class CompletionStream:
             id=head.id,
             created=head.created,
             model=head.model,
+            service_tier=head.service_tier or UNSET,
             choices=[],
             usage=self._usage.usage(),
         )
@@ -288,6 +290,7 @@ class CompletionStream:
             id=head.id,
             created=head.created,
             model=head.model,
+            service_tier=head.service_tier or UNSET,
             choices=[choice],
             usage=self._usage.usage() if self._continuous else UNSET,
         )

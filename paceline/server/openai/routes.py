@@ -20,7 +20,7 @@ from paceline.server.bodies.protocol import (
     parse_chat,
     parse_completion,
 )
-from paceline.server.bodies.targets import with_headers
+from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_headers
 from paceline.server.exchange import read_object, request_id_of, tenant_of
 from paceline.server.openai.chat import chat_answer, chat_events
 from paceline.server.openai.completions import completion_answer, completion_events
@@ -90,7 +90,7 @@ async def generate(
     service.refuse_if_draining()
     body = await read_object(request, service.config)
     body = with_headers(body, request.headers)
-    parsed = parse(body, service.rules, tenant_of(request))
+    parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
     return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)
 
 

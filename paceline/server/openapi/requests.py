@@ -12,6 +12,7 @@ from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.sampling_fields import INT32, INT64
 from paceline.server.bodies.structured import STRUCTURED_KINDS
+from paceline.server.bodies.targets import SERVICE_TIERS
 from paceline.server.bodies.unserved import NO_EFFECT
 from paceline.server.openapi.schemas import (
     ANYTHING,
@@ -230,6 +231,11 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
         "cache_salt": _SALT,
         "request_id": {"type": "string", "pattern": "^[!-~]{1,128}$"},
         "slo": _SLO,
+        "service_tier": bounded(
+            string(*SERVICE_TIERS), "flex: class batch; priority: class interactive"
+        ),
+        "user": bounded(STRING, "the tenant, where neither a key nor a header says"),
+        "safety_identifier": bounded(STRING, "before user"),
         "explain": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
@@ -281,6 +287,7 @@ _RESPONSES_SAME: Final = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "reasoning_effort", "seed",
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "structured_outputs", "priority", "cache_salt", "request_id", "slo", "tool_choice",
+    "service_tier", "user", "safety_identifier",
 )  # fmt: skip
 
 
@@ -366,6 +373,10 @@ def _messages(rules: RequestRules) -> Schema:
         "tool_choice": choice,
         "output_config": record({}, {"format": nullable(form)}),
         "thinking": record({"type": string("disabled")}),
+        "metadata": bounded(
+            record({}, {"user_id": nullable(STRING)}),
+            "user_id: the tenant, where neither a key nor a header says",
+        ),
     }
     optional = {name: sampling[name] for name in same}
     optional |= {name: nullable(schema) for name, schema in fields.items()}

@@ -29,8 +29,7 @@ _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls"
 # passed on under the same name
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt")
 NO_EFFECT: Final = (
-    "metadata", "service_tier", "inference_geo", "cache_control", "betas", "speed",
-    "user_profile_id",
+    "service_tier", "inference_geo", "cache_control", "betas", "speed", "user_profile_id",
 )  # fmt: skip
 REFUSED: Final = ("container", "context_management", "diagnostics", "mcp_servers")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -96,6 +95,8 @@ def _finish(fields: Fields, chat: dict[str, Any]) -> dict[str, Any]:
             "type": "json_schema",
             "json_schema": {"schema": wanted.get("schema")},
         }
+    # the tenant was made from it
+    Fields(fields.object("metadata") or {}).string("user_id")
     for name in REFUSED:
         if fields.raw(name) is not None:
             raise InvalidRequestError(f"{name} is not served in /v1/messages", name)

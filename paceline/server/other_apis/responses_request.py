@@ -14,12 +14,10 @@ __all__ = ["NO_EFFECT", "REFUSED", "ResponsesRequest", "parse_responses", "previ
 _SAME: Final = (
     "model", "temperature", "top_p", "stream", "seed", "user", "parallel_tool_calls",
     "presence_penalty", "frequency_penalty", "slo", "priority", "cache_salt", "top_k", "min_p",
-    "repetition_penalty", "structured_outputs", "request_id",
+    "repetition_penalty", "structured_outputs", "request_id", "service_tier",
+    "safety_identifier",
 )  # fmt: skip
-NO_EFFECT: Final = (
-    "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "user",
-)  # fmt: skip
+NO_EFFECT: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 REFUSED: Final = (
     "conversation", "prompt", "max_tool_calls", "context_management", "moderation", "image",
     "access_programs",
@@ -131,7 +129,7 @@ def parse_responses(
         "parallel_tool_calls": chat.get("parallel_tool_calls", True),
         "previous_response_id": previous,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "service_tier": "default",
+        "service_tier": request.options.service_tier or "default",
         "store": store,
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **text},

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from paceline.engine.types import GenerationOutput
 from paceline.http.errors import Reply, error_response
 from paceline.http.shortcut import Shortcut
-from paceline.server.bodies.targets import with_headers
+from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_headers
 from paceline.server.errors import anthropic_error_body
 from paceline.server.exchange import principal_of, read_object, request_id_of, tenant_of
 from paceline.server.openai.embeddings import refuse_embeddings
@@ -71,7 +71,8 @@ def other_apis_router(service: Service) -> APIRouter:
     async def messages(request: Request) -> Response:
         arrival = time.monotonic()
         body = await body_of(request)
-        parsed = parse_messages_api(body, service.rules, tenant_of(request))
+        named = named_tenant(body.get("metadata"), "user_id")
+        parsed = parse_messages_api(body, service.rules, tenant_of(request, named))
         request_id = request_id_of(request)
 
         def failed(reply: Reply) -> bytes:
@@ -97,9 +98,8 @@ def other_apis_router(service: Service) -> APIRouter:
         owner = principal_of(request)
         previous = previous_id(body)
         before = [] if previous is None else service.responses.conversation(previous, owner)
-        parsed = parse_responses(
-            body, service.rules, tenant_of(request), before=before, owner=owner
-        )
+        tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
+        parsed = parse_responses(body, service.rules, tenant, before=before, owner=owner)
         return await respond(
             service,
             request,

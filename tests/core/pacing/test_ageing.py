@@ -15,6 +15,7 @@ from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
+from paceline.core.tenant_weights import TenantWeights
 from paceline.core.tier import Tier
 from tests.core.machine import Machine
 from tests.driving import ask, make_request
@@ -246,7 +247,7 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
     served = dict.fromkeys("ab", 0.0)
 
     def make_queue() -> FairQueue:
-        return FairQueue(served.__getitem__, lambda tenant, least: None)
+        return FairQueue(served.__getitem__, lambda tenant, least: None, TenantWeights({}))
 
     room = WaitingRoom(make_queue, lambda key: key, KVCacheManager(Machine().cache))
     night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]

@@ -14,6 +14,7 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
+from paceline.core.tenant_weights import TenantWeights
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
@@ -21,7 +22,7 @@ from tests.driving import Driver, make_request
 
 
 def test_light_is_at_most_half_an_equal_share() -> None:
-    shares = TenantShares()
+    shares = TenantShares(TenantWeights({}))
     assert not shares.is_light("a"), "nobody else is there"
     for _ in range(7):
         shares.came("b")
@@ -38,8 +39,23 @@ def test_light_is_at_most_half_an_equal_share() -> None:
     assert not shares.is_light("a"), "nobody else is there any more"
 
 
+def test_light_is_at_most_half_the_share_that_weights_give() -> None:
+    shares = TenantShares(TenantWeights({"a": 3.0}))
+    for _ in range(7):
+        shares.came("b")
+    # with one more, 8 requests: a's share is 6, half of it 3
+    for _ in range(4):
+        assert shares.is_light("a")
+        shares.came("a")
+    # of 12 it is 9, half of it 4.5, and this would be the fifth
+    assert not shares.is_light("a")
+    for _ in range(6):
+        shares.went("b")
+    assert not shares.is_light("b"), "two of six are more than half of a quarter"
+
+
 def test_several_tenants_lately() -> None:
-    shares = TenantShares()
+    shares = TenantShares(TenantWeights({}))
     shares.came("a")
     assert not shares.are_several
     shares.came("b")
@@ -71,7 +87,7 @@ def test_triage_goes_through_as_many_rows_as_there_are_tenants_to_tell_apart(
 
 
 def test_somebody_whose_requests_last_long_is_still_there() -> None:
-    shares = TenantShares()
+    shares = TenantShares(TenantWeights({}))
     shares.came("b")
     for _ in range(300):
         shares.came("a")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.tenant_weights import TenantWeights
 from tests.driving import make_request
 
 
 def test_a_fair_queue_does_not_grow_while_its_head_is_tried_in_vain() -> None:
     served = dict.fromkeys("ab", 0.0)
-    queue = FairQueue(served.__getitem__, lambda tenant, least: None)
+    queue = FairQueue(served.__getitem__, lambda tenant, least: None, TenantWeights({}))
     for index in range(6):
         request = make_request(f"r{index}", 1, tenant="ab"[index % 2])
         request.order = (float(index), index)
@@ -40,7 +41,7 @@ def test_a_fair_queue_does_not_look_at_all_tenants_when_one_comes_back() -> None
         looks += 1
         return served[tenant]
 
-    queue = FairQueue(counter, lambda request, least: lifted.append(least))
+    queue = FairQueue(counter, lambda request, least: lifted.append(least), TenantWeights({}))
     waiting: set[str] = set()
     for index in range(2000):
         tenant = f"t{index}"

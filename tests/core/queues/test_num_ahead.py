@@ -7,6 +7,7 @@ import pytest
 from paceline.core.queues.fair_queue import FairQueue
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.slo import Slo
+from paceline.core.tenant_weights import TenantWeights
 from tests.core.machine import Machine
 from tests.driving import make_request
 
@@ -35,12 +36,24 @@ def test_a_long_queue_is_sampled() -> None:
 
 
 def test_tenants_take_turns() -> None:
-    queue = FairQueue(lambda tenant: 0.0, lambda request, least: None)
+    queue = FairQueue(lambda tenant: 0.0, lambda request, least: None, TenantWeights({}))
     for number in range(12):
         queue.push(make_request(f"r{number}", 4, tenant="many" if number < 10 else "few"))
     assert queue.num_ahead(make_request("a", 4, tenant="new")) == 2
     assert queue.num_ahead(make_request("b", 4, tenant="few")) == 2 + 3
     assert queue.num_ahead(make_request("c", 4, tenant="many")) == 10 + 2
+
+
+def test_tenants_take_as_many_turns_as_they_weigh() -> None:
+    weights = TenantWeights({"many": 3.0})
+    queue = FairQueue(lambda tenant: 0.0, lambda request, least: None, weights)
+    for number in range(12):
+        queue.push(make_request(f"r{number}", 4, tenant="many" if number < 10 else "few"))
+    assert queue.num_ahead(make_request("a", 4, tenant="new")) == 3 + 1
+    assert queue.num_ahead(make_request("b", 4, tenant="few")) == 2 + 9
+    # 11 turns of three times the weight
+    assert queue.num_ahead(make_request("c", 4, tenant="many")) == 10 + 2
+    assert queue.num_ahead(make_request("d", 4, tenant="new")) == 3 + 1
 
 
 @pytest.mark.parametrize("policy", ["deadline", "priority"])

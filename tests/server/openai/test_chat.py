@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.server.helpers import chat_body, chat_prompt, events, expected_text, say
+from tests.server.helpers import chat_body, chat_prompt, events, expected_text, metric, say, scrape
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -308,6 +308,55 @@ async def test_tools_that_may_not_be_called_are_in_the_prompt(http: httpx.AsyncC
 async def test_accepted_fields(http: httpx.AsyncClient, fields: dict[str, object]) -> None:
     response = await http.post(URL, json=chat_body(max_tokens=1) | fields)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "slo_class"),
+    [
+        ("auto", "default", "standard"),
+        ("default", "default", "standard"),
+        ("scale", "default", "standard"),
+        ("flex", "flex", "batch"),
+        ("priority", "priority", "interactive"),
+        (None, None, "standard"),
+    ],
+)
+async def test_a_service_tier_is_a_class(
+    http: httpx.AsyncClient, asked: str | None, told: str | None, slo_class: str
+) -> None:
+    body = chat_body(max_tokens=1, service_tier=asked)
+    # or there may be no series of that class yet
+    await http.post(URL, json=body)
+    before = await scrape(http)
+    assert (await http.post(URL, json=body)).json()["service_tier"] == told
+    chunks = events((await http.post(URL, json=body | {"stream": True})).text)
+    assert {chunk.get("service_tier") for chunk in chunks} == {told}
+    after = await scrape(http)
+    name = "paceline:slo_requests_total"
+    assert metric(after, name, slo_class=slo_class) - metric(before, name, slo_class=slo_class) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"service_tier": "gold"}, "one of auto, default, scale, flex, priority, got 'gold'"),
+        ({"service_tier": 1}, "service_tier must be a string"),
+        ({"service_tier": "flex", "slo": "interactive"}, "give one of the two"),
+        ({"user": 7}, "user must be a string"),
+        ({"safety_identifier": ["a"]}, "safety_identifier must be a string"),
+    ],
+)
+async def test_who_asks_and_its_tier_are_checked(
+    http: httpx.AsyncClient, fields: dict[str, object], words: str
+) -> None:
+    response = await http.post(URL, json=chat_body(max_tokens=1) | fields)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+async def test_targets_go_with_a_tier(http: httpx.AsyncClient) -> None:
+    body = chat_body(max_tokens=1, service_tier="flex", slo={"deadline_ms": 60_000})
+    assert (await http.post(URL, json=body)).json()["service_tier"] == "flex"
 
 
 async def test_earlier_tool_calls_are_accepted(http: httpx.AsyncClient) -> None:

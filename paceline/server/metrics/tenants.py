@@ -1,0 +1,98 @@
+"""What tenants asked for and got: a bounded number of them, for callers may make names up."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline.core.errors import QueueFullError, RequestError
+from paceline.engine.types import GenerationOutput
+from paceline.http.exposition import Registry
+from paceline.server.metrics.requests import RequestObserver
+
+__all__ = ["NO_TENANT", "OTHER_TENANTS", "TenantMetrics", "TenantObserver"]
+
+# label of requests that name no tenant, and of tenants beyond the bound
+NO_TENANT: Final = "_none"
+OTHER_TENANTS: Final = "_other"
+
+
+class TenantMetrics:
+    """The families; ``TenantObserver`` counts.
+
+    Args:
+        most: tenants with series of their own, the first that ask; those that come later share
+            ``OTHER_TENANTS``.
+        known: tenants with series of their own beside those, such as the names of API keys.
+    """
+
+    def __init__(self, registry: Registry, most: int, known: frozenset[str] = frozenset()) -> None:
+        self._most = most + len(known)
+        self._names = set(known)
+        self.unfinished = registry.numbers(
+            "gauge", "paceline:tenant_unfinished_requests", "Requests that wait or run.", "tenant"
+        )
+        self.requests = registry.numbers(
+            "counter", "paceline:tenant_requests", "Requests that ended, shed ones too.", "tenant"
+        )
+        self.goodput = registry.numbers(
+            "counter",
+            "paceline:tenant_goodput_requests",
+            "Requests that met every target they had.",
+            "tenant",
+        )
+        self.shed = registry.numbers(
+            "counter",
+            "paceline:tenant_shed_requests",
+            "Requests that the engine's admission refused.",
+            "tenant",
+        )
+        self.prompt_tokens = registry.numbers(
+            "counter", "paceline:tenant_prompt_tokens", "Prompt tokens processed.", "tenant"
+        )
+        self.generation_tokens = registry.numbers(
+            "counter", "paceline:tenant_generation_tokens", "Output tokens.", "tenant"
+        )
+        self.time_to_first_token = registry.histograms(
+            "paceline:tenant_time_to_first_token_seconds", "Arrival to first token.", (), "tenant"
+        )
+
+    def label(self, tenant: str) -> str:
+        """The label's value for a tenant."""
+        if not tenant:
+            return NO_TENANT
+        if tenant not in self._names:
+            if len(self._names) >= self._most:
+                return OTHER_TENANTS
+            self._names.add(tenant)
+        return tenant
+
+
+class TenantObserver:
+    """Counts one request for its tenant when it ends, by what ``counted`` has seen of it."""
+
+    def __init__(self, metrics: TenantMetrics, tenant: str, counted: RequestObserver) -> None:
+        self._metrics, self._counted = metrics, counted
+        self._label = metrics.label(tenant)
+        metrics.unfinished.at(self._label).value += 1
+
+    def output(self, output: GenerationOutput, now: float) -> None:
+        """What it came to is counted elsewhere."""
+
+    def restarted(self) -> None:
+        """What was delivered stays counted."""
+
+    def end(self, error: Exception | None, now: float) -> None:
+        """See ``RequestObserver.end``: a request that the engine never took counts nowhere, unless
+        it was shed."""
+        metrics, label, counted = self._metrics, self._label, self._counted
+        metrics.unfinished.at(label).value -= 1
+        shed = isinstance(error, QueueFullError)
+        if isinstance(error, RequestError) and not shed:
+            return
+        metrics.requests.at(label).value += 1
+        metrics.shed.at(label).value += shed
+        metrics.goodput.at(label).value += counted.has_met_targets
+        metrics.prompt_tokens.at(label).value += counted.num_prompt_tokens
+        metrics.generation_tokens.at(label).value += counted.num_output_tokens
+        if counted.ttft is not None:
+            metrics.time_to_first_token.at(label).observe(counted.ttft)
