@@ -22,7 +22,15 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
 
-__all__ = ["FinishReason", "Forecast", "History", "Request", "RequestSpec", "RequestStatus"]
+__all__ = [
+    "FinishReason",
+    "Forecast",
+    "History",
+    "Request",
+    "RequestSpec",
+    "RequestStatus",
+    "ResumedOutput",
+]
 
 
 class RequestStatus(enum.Enum):
@@ -40,6 +48,18 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedOutput:
+    """What another engine has made of a request before. The request goes on as if it had been
+    preempted here: every setting that looks at output (penalties, ``min_tokens``, the grammar, the
+    draws of sampling) goes by positions and tokens, which are the same."""
+
+    token_ids: tuple[int, ...]
+    # seconds on the scheduler's clock, there
+    first_scheduled_time: float
+    first_token_time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +84,8 @@ class RequestSpec:
     slo: Slo = NO_SLO
     # who asks, for fairness; "" when callers are not told apart
     tenant: str = ""
+    # None: it begins here
+    resumed: ResumedOutput | None = None
 
 
 class Forecast(NamedTuple):
@@ -187,7 +209,11 @@ class Request:
         asked, sampling = self.asked, self.asked.sampling
         self.request_id = asked.request_id
         self.num_prompt_tokens = num_prompt = len(asked.prompt_token_ids)
-        self.num_tokens = self.num_new_tokens = num_prompt
+        if (resumed := asked.resumed) is not None:
+            self.output_token_ids += resumed.token_ids
+            self.first_scheduled_time = resumed.first_scheduled_time
+            self.first_token_time = resumed.first_token_time
+        self.num_tokens = self.num_new_tokens = num_prompt + len(self.output_token_ids)
         self.max_total_tokens = num_prompt + sampling.max_tokens
         self.stop_ids = sampling.eos_token_ids | sampling.stop_token_ids
         lengths = num_prompt.bit_length(), sampling.max_tokens.bit_length()

@@ -106,7 +106,8 @@ class Scheduler:
         if request.targets.aims or request.best_effort:
             self._pacing = self._paced
         if request.asked.fork_of is None:
-            self._door.watch(request)
+            if request.asked.resumed is None:
+                self._door.watch(request)
             self._waiting.arrive(request)
             return
         parent = self._requests[request.asked.fork_of]

@@ -1,7 +1,8 @@
 """One GenerationRequest with ``n`` choices is ``n`` sequences to the engine: the rule, once.
 
 Choice ``i`` of request ``r`` is the sequence ``r/i``. It is sampled with ``seed + i``, and from the
-second on it is a fork of the first, whose prompt blocks it shares.
+second on it is a fork of the first, whose prompt blocks it shares. Choices that go on behind what
+another engine made of them are no forks: they have nothing in common any more but the prompt.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import InvalidRequestError, RequestError
-from paceline.core.request import Request, RequestSpec
+from paceline.core.request import Request, RequestSpec, ResumedOutput
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
-from paceline.engine.types import GenerationRequest
+from paceline.engine.types import GenerationRequest, ResumedChoice
 
-__all__ = ["add_to_core", "choice_id", "choice_ids", "request_of"]
+__all__ = ["add_to_core", "choice_id", "choice_ids", "open_choices", "request_of"]
 
 _SEEDS = 2**64
 
@@ -28,8 +29,17 @@ def request_of(choice: str) -> str:
     return choice.rpartition("/")[0]
 
 
+def open_choices(request: GenerationRequest) -> tuple[int, ...]:
+    """Indices of the choices that are to be made, which are all but those that ended elsewhere."""
+    resume = request.resume
+    if resume is None:
+        return tuple(range(request.n))
+    return tuple(index for index, choice in enumerate(resume.choices) if not choice.ended)
+
+
 def choice_ids(request: GenerationRequest) -> tuple[str, ...]:
-    return tuple(choice_id(request.request_id, index) for index in range(request.n))
+    """Of the choices that are to be made."""
+    return tuple(choice_id(request.request_id, index) for index in open_choices(request))
 
 
 def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
@@ -45,7 +55,9 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
         # not used twice at a time
         salt = f"prompt_logprobs {request.request_id}"
     added: list[str] = []
-    for index, request_id in enumerate(choice_ids(request)):
+    is_new = request.resume is None
+    for index in open_choices(request):
+        request_id = choice_id(request.request_id, index)
         sequence = Request(
             RequestSpec(
                 request_id=request_id,
@@ -56,8 +68,9 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
                 cache_salt=salt,
                 slo=request.slo,
                 tenant=request.tenant,
-                fork_of=choice_id(request.request_id, 0) if index else None,
-                num_forks=0 if index else request.n - 1,
+                fork_of=choice_id(request.request_id, 0) if index and is_new else None,
+                num_forks=request.n - 1 if is_new and not index else 0,
+                resumed=_resumed(request, index),
             )
         )
         try:
@@ -68,12 +81,30 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
         added.append(request_id)
 
 
+def _resumed(request: GenerationRequest, index: int) -> ResumedOutput | None:
+    if request.resume is None:
+        return None
+    token_ids, times = request.resume.choices[index].token_ids, request.resume.times
+    if times is not None:
+        return ResumedOutput(token_ids, times.first_scheduled, times.first_token)
+    if not token_ids:
+        # the first token is still to come, with its target
+        return None
+    # as if it had kept its pace until now
+    first = request.arrival_time - len(token_ids) * (request.slo.tpot or 0.0)
+    return ResumedOutput(token_ids, first, first)
+
+
 def _sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return sampling
     # seeds are 64 bits, signed, and wrap
     seed = (sampling.seed + index + _SEEDS // 2) % _SEEDS - _SEEDS // 2
     return replace(sampling, seed=seed, prompt_logprobs=None)
+
+
+def _choices(request: GenerationRequest) -> tuple[ResumedChoice, ...]:
+    return () if request.resume is None else request.resume.choices
 
 
 def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
@@ -83,6 +114,7 @@ def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
         "logit_bias": [token_id for token_id, _ in request.sampling.logit_bias],
         "stop_token_ids": request.sampling.stop_token_ids,
         "allowed_token_ids": request.sampling.allowed_token_ids or (),
+        "resume_output_ids": [i for choice in _choices(request) for i in choice.token_ids],
         "bad_words": [token_id for word in request.sampling.bad_words for token_id in word],
     }
     for param, token_ids in ids.items():

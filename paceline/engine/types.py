@@ -28,6 +28,8 @@ __all__ = [
     "GenerationOutput",
     "GenerationRequest",
     "RequestTimes",
+    "Resume",
+    "ResumedChoice",
     "SchedulerStats",
     "Timeline",
     "TokenLogprobs",
@@ -36,6 +38,41 @@ __all__ = [
 
 # what a request fails with whose grammar leaves more ways open than can be followed: its own fault
 TOO_AMBIGUOUS: Final = "the output's grammar leaves too much open at this place"
+
+
+class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """When things happened to a request, for metrics."""
+
+    arrival: float
+    first_scheduled: float
+    first_token: float
+    last_token: float
+    # between two deliveries of tokens
+    longest_gap: float = 0.0
+
+
+class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a choice was."""
+
+    token_ids: tuple[int, ...]
+    # all of it was delivered: nothing more is made
+    ended: bool = False
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """What was delivered of a request before, by an engine that has ended: the request goes on
+    behind that, and only what is new is delivered."""
+
+    choices: tuple[ResumedChoice, ...]
+    # None: no token came, or nobody knows
+    times: RequestTimes | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +96,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # what the caller needs, and who asks
     slo: Slo = NO_SLO
     tenant: str = ""
-    # nothing is shown to the caller before the end, so the answer may be begun anew
+    # nothing is shown to the caller before the end
     whole: bool = False
+    # None: it begins here
+    resume: Resume | None = None
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -81,17 +120,6 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     timeline: Timeline | None = None
 
 
-class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """When things happened to a request, for metrics."""
-
-    arrival: float
-    first_scheduled: float
-    first_token: float
-    last_token: float
-    # between two deliveries of tokens
-    longest_gap: float = 0.0
-
-
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One delivery to the caller of ``EngineClient.generate``."""
 
@@ -108,8 +136,6 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_preemptions: int = 0
     # of every prompt token but the first, once, if they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    # what was delivered before is void: a ``whole`` request begins anew on another engine
-    restarted: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,8 +174,8 @@ class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[tuple[str, int], ...] = ()
     # seconds from the latest loss to the next engine's readiness
     recovery_seconds: float = 0.0
-    # requests sent to another engine once more, and those that failed instead: because something
-    # of the answer was out already or it happened too often, because they had ended the engine
+    # requests sent to another engine with what was out, and those that failed instead: because it
+    # happened too often, because they had ended the engine
     num_resent: int = 0
     num_lost: int = 0
     num_poisoned: int = 0

@@ -44,10 +44,6 @@ class RunObserver(Protocol):
         """A delivery; called for every token, so it is to be quick."""
         ...
 
-    def restarted(self) -> None:
-        """What was delivered is void and will be delivered anew."""
-        ...
-
     def end(self, error: Exception | None, now: float) -> None:
         """The end, however it came: called once. Without an error, either all was delivered or
         whoever asked went away."""
@@ -75,7 +71,7 @@ async def run_one(
     observers = observe()
     heard = tuple(observer.output for observer in observers)
     failure: Exception | None = None
-    # of a request whose answer goes out whole: what may still turn out to be void
+    # of a request whose answer goes out whole
     held: list[GenerationOutput] = []
 
     def hold(output: GenerationOutput) -> None:
@@ -102,11 +98,6 @@ async def run_one(
     outputs = client.generate(request, sink)
     try:
         async for output in outputs:
-            if output.restarted:
-                for observer in observers:
-                    observer.restarted()
-                held.clear()
-                continue
             now = time.monotonic()
             for hear in heard:
                 hear(output, now)

@@ -184,9 +184,6 @@ class _Tallied:
     def output(self, output: GenerationOutput, now: float) -> None:
         self._tally.note(self._index, output.num_output_tokens)
 
-    def restarted(self) -> None:
-        """What was generated for nobody is charged until more than that was generated anew."""
-
     def end(self, error: Exception | None, now: float) -> None:
         """The limiter ends with the exchange."""
 
@@ -200,9 +197,6 @@ class _Logged:
 
     def output(self, output: GenerationOutput, now: float) -> None:
         """What it came to is counted elsewhere."""
-
-    def restarted(self) -> None:
-        """The line tells of the engine that ended it."""
 
     def end(self, error: Exception | None, now: float) -> None:
         request, counted = self._request, self._counted

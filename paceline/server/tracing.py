@@ -169,9 +169,6 @@ class RequestTrace:
             if choice.timeline is not None:
                 self._timelines[choice.index] = choice.timeline
 
-    def restarted(self) -> None:
-        """Nothing is taken back: what comes anew stands in its place."""
-
     def end(self, error: Exception | None, now: float) -> None:
         """Make the spans.
 

@@ -52,9 +52,10 @@ class FaultyBackend(NullBackend):
             future: Future[StepResult] = Future()
             future.set_exception(RuntimeError("the matrix is on fire"))
             return future
-        prompts = [new.token_ids for new in plan.new_requests]
-        for new in plan.new_requests:
-            if self._die_on in new.token_ids:
+        # without the output of a request that goes on here
+        prompts = [new.token_ids[: new.num_prompt_tokens] for new in plan.new_requests]
+        for new, prompt in zip(plan.new_requests, prompts, strict=True):
+            if self._die_on in prompt:
                 # its last known token yields the first
                 self._deadly[new.request_id] = new.num_prompt_tokens - 1 + self._die_at
         if any(

@@ -101,9 +101,8 @@ def test_a_lost_engine_is_replaced(server: LiveServer) -> None:
         assert metric(down, "paceline:engine_up") == 0
         assert metric(down, "vllm:num_requests_running") == 0
         for text, error in (future.result(30) for future in streams):
-            assert error is not None and error["code"] == 503
-            assert "try again" in error["message"]
-            assert text and unfaulted.startswith(text)
+            assert error is None
+            assert text == unfaulted
         for answer in (future.result(30) for future in wholes):
             assert answer.status_code == 200, answer.text
             choices = answer.json()["choices"]

@@ -17,7 +17,7 @@ from paceline.server.runs import merged, run_one
 pytestmark = pytest.mark.anyio
 
 
-def output(*ids: int, end: str | None = None, restarted: bool = False) -> GenerationOutput:
+def output(*ids: int, end: str | None = None) -> GenerationOutput:
     return GenerationOutput(
         request_id="r",
         choices=(ChoiceDelta(index=0, text="x" * len(ids), token_ids=ids, finish_reason=end),),
@@ -25,7 +25,6 @@ def output(*ids: int, end: str | None = None, restarted: bool = False) -> Genera
         num_cached_tokens=0,
         num_output_tokens=len(ids),
         finished=end is not None,
-        restarted=restarted,
     )
 
 
@@ -51,7 +50,7 @@ class Client:
         for number, each in enumerate(self._outputs):
             if isinstance(each, Exception):
                 raise each
-            if number and not each.restarted and sink(each):
+            if number and sink(each):
                 continue
             yield each
 
@@ -63,9 +62,6 @@ class Observer:
 
     def output(self, output: GenerationOutput, now: float) -> None:
         self.heard += [choice.token_ids for choice in output.choices]
-
-    def restarted(self) -> None:
-        self.heard.append("restarted")
 
     def end(self, error: Exception | None, now: float) -> None:
         self.ends.append(error)
@@ -117,13 +113,6 @@ async def test_observers_hear_all_whichever_way_it_goes() -> None:
     read, observer, written = await run(*outputs, whole=True)
     assert (read, written) == ([(1, 2, 3, 4, 5)], [])
     assert observer.heard == everything
-
-
-async def test_what_was_void_is_read_once_and_said_to_be() -> None:
-    outputs = output(1), output(2), output(restarted=True), output(7), output(8, end="length")
-    read, observer, _ = await run(*outputs, whole=True)
-    assert read == [(7, 8)]
-    assert observer.heard == [(1,), (2,), "restarted", (7,), (8,)]
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,9 @@ class Door:
         request.aim(state.policy.assumed(request), state.config.default_ttft_s or 0.0)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.FAVOUR)
-        if asked.fork_of is not None:
-            # the queue had places for all forks when their parent came
+        if asked.fork_of is not None or asked.resumed is not None:
+            # the queue had places for all forks when their parent came, and a caller has been
+            # promised the rest of an answer that has begun
             request.key = state.policy.key(request)
             return
         num_waiting, limit = len(state.waiting) + len(state.forks), state.config.max_num_waiting
@@ -208,7 +209,8 @@ def check_door(
         NeverFitsError: prompt + max_tokens exceed the context or the whole KV cache.
         InvalidRequestError: empty prompt, duplicate id, unknown ``fork_of``.
     """
-    prompt, output = request.num_prompt_tokens, request.asked.sampling.max_tokens
+    asked = request.asked
+    prompt, output = request.num_prompt_tokens, asked.sampling.max_tokens
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least 1 token is needed", "prompt")
     if request.request_id in live:
@@ -219,6 +221,8 @@ def check_door(
             f"the maximum context length of {config.max_model_len} tokens",
             "max_tokens",
         )
+    if asked.resumed is not None:
+        _check_resumed(request, asked.resumed.token_ids)
     # the last sampled token is never fed back, so it needs no place
     stored = request.max_total_tokens - 1
     if not fits(stored, block_size=cache.block_size, num_blocks=cache.num_blocks):
@@ -228,9 +232,27 @@ def check_door(
             f"the whole cache has {cache.num_blocks}",
             "max_tokens",
         )
-    if request.asked.fork_of is not None:
-        parent = live.get(request.asked.fork_of)
-        if parent is None or parent.asked.prompt_token_ids != request.asked.prompt_token_ids:
+    if asked.fork_of is not None:
+        parent = live.get(asked.fork_of)
+        if parent is None or parent.asked.prompt_token_ids != asked.prompt_token_ids:
             raise InvalidRequestError(
-                f"fork_of={request.asked.fork_of!r} names no live request with the same prompt", "n"
+                f"fork_of={asked.fork_of!r} names no live request with the same prompt", "n"
+            )
+
+
+def _check_resumed(request: Request, token_ids: tuple[int, ...]) -> None:
+    """Return if an output that begins with these has not ended with them."""
+    sampling = request.asked.sampling
+    if len(token_ids) >= sampling.max_tokens:
+        raise InvalidRequestError(
+            f"resume_output_ids holds {len(token_ids)} tokens, and max_tokens="
+            f"{sampling.max_tokens} counts them: nothing is left to generate",
+            "resume_output_ids",
+        )
+    for position, token_id in enumerate(token_ids, 1):
+        if token_id in request.stop_ids and position >= sampling.min_tokens:
+            raise InvalidRequestError(
+                f"resume_output_ids has token {token_id}, which ends the output, at position "
+                f"{position - 1} of {len(token_ids)}",
+                "resume_output_ids",
             )

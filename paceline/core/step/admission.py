@@ -137,8 +137,8 @@ class Admission:
         assert extension is not None, "admit() promised the blocks"
         if extension.copy is not None:
             step.copies.append(extension.copy)
-        if self._charges and not request.num_preemptions:
-            # a preemption may lose tokens of the prompt, but they are charged once
+        if self._charges and not request.num_preemptions and request.asked.resumed is None:
+            # a preemption or an engine that ends loses tokens, but they are charged once
             self._served(request, request.num_tokens - request.num_computed_tokens, 0)
         history = request.history
         recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)

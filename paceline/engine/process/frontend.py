@@ -42,6 +42,7 @@ from paceline.engine.types import (
     EngineStats,
     GenerationOutput,
     GenerationRequest,
+    Resume,
 )
 
 __all__ = ["EngineFrontend"]
@@ -57,7 +58,7 @@ _ABORT_GRACE: Final = 5.0
 class _Stream:
     """Outputs of one request between the engine and its reader."""
 
-    def __init__(self, sink: Sink | None) -> None:
+    def __init__(self, sink: Sink | None, num_output_tokens: int) -> None:
         self._sink = sink
         self._unread: list[GenerationOutput] = []
         self._error: Exception | None = None
@@ -66,7 +67,7 @@ class _Stream:
         # something was read: the sink is not asked before
         self._begun = False
         # of all choices, read or not
-        self.num_output_tokens = 0
+        self.num_output_tokens = num_output_tokens
 
     def put(self, output: GenerationOutput) -> None:
         if self._error is not None:
@@ -94,8 +95,9 @@ class _Stream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the stream; what is unread is still read first."""
-        self._error = error
+        """End the stream; what is unread is still read first. The first error counts."""
+        if self._error is None:
+            self._error = error
         self._wake()
 
     async def get(self) -> GenerationOutput:
@@ -140,6 +142,8 @@ class EngineFrontend(abc.ABC):
         self._draining = False
         # why nothing more comes from the engine
         self._dead: str | None = None
+        # what another engine may go on from, of requests that were under way then
+        self._resumes: dict[str, Resume] = {}
         now = time.monotonic()
         # the last sign of life, and the last that work moved (or began)
         self._heard_at = now
@@ -176,6 +180,11 @@ class EngineFrontend(abc.ABC):
         stream = self._streams.get(request_id)
         return 0 if stream is None else stream.num_output_tokens
 
+    def take_resume(self, request_id: str) -> Resume | None:
+        """Of a request that the engine's end cut short: what its reader gets before the error, for
+        another engine to go on from. None if it had ended; told once."""
+        return self._resumes.pop(request_id, None)
+
     async def generate(
         self, request: GenerationRequest, sink: Sink | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
@@ -187,7 +196,8 @@ class EngineFrontend(abc.ABC):
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
         self._processor.add(request)
-        stream = self._streams[request.request_id] = _Stream(sink)
+        resumed = 0 if request.resume is None else request.resume.num_output_tokens
+        stream = self._streams[request.request_id] = _Stream(sink, resumed)
         if self._idle.is_set():
             self._idle.clear()
             self._progress_at = time.monotonic()
@@ -275,6 +285,8 @@ class EngineFrontend(abc.ABC):
             return
         self._dead = reason
         for request_id, stream in self._streams.items():
+            if self._processor.unfinished_choices(request_id):
+                self._resumes[request_id] = self._processor.resume(request_id)
             self._processor.discard(request_id)
             stream.fail(EngineDeadError(reason))
         self._note_idle()

@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
+from paceline.engine.fanout import open_choices
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.quarantine import Place, Suspect
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 
-__all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "fail_wait", "restarted_output"]
+__all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "fail_wait"]
 
 
 class Aborted(Exception):
@@ -30,6 +31,7 @@ class Engine:
 class Call:
     """One ``generate`` under way."""
 
+    # with what engines that ended have delivered of it
     request: GenerationRequest
     # what it waits on while there is no engine, and for its turn
     waiter: asyncio.Future[None] | None = None
@@ -39,8 +41,6 @@ class Call:
     # times the engine ended under it, by somebody else as far as is known
     losses: int = 0
     suspect: Suspect = field(default_factory=Suspect)
-    # a delta is out
-    begun: bool = False
     aborted: bool = False
 
 
@@ -62,28 +62,18 @@ def fail_wait(call: Call, error: Exception) -> None:
         waits_for.set_exception(error)
 
 
-def restarted_output(request: GenerationRequest) -> GenerationOutput:
-    return GenerationOutput(
-        request_id=request.request_id,
-        choices=(),
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_output_tokens=0,
-        finished=False,
-        restarted=True,
-    )
-
-
 def aborted_output(request: GenerationRequest) -> GenerationOutput:
-    """The last word on a request that never got to an engine."""
+    """The last word on a request that no engine has."""
+    resume = request.resume
     return GenerationOutput(
         request_id=request.request_id,
         choices=tuple(
             ChoiceDelta(index=index, text="", token_ids=(), finish_reason="abort")
-            for index in range(request.n)
+            for index in open_choices(request)
         ),
         num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_output_tokens=0,
+        num_cached_tokens=0 if resume is None else resume.num_cached_tokens,
+        num_output_tokens=0 if resume is None else resume.num_output_tokens,
         finished=True,
+        times=None if resume is None else resume.times,
     )

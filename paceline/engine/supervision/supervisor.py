@@ -5,9 +5,9 @@
     generate() --> the engine of the moment --> deltas
                         |  it ended, it stands still, it was stopped
                         v
-         killed, another one started     nothing of the answer is out: sent there once more
-                                         something is out: EngineLostError
+         killed, another one started     sent there with what is out, and goes on behind that
                                          it ended by this request: PoisonedRequestError
+                                         it ended too often: EngineLostError
 
 Requests that the engine was computing when it ended are suspects, and enter the next one by the
 rules of ``quarantine``: so that an engine that ends again has one of them to blame, and the others
@@ -25,6 +25,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
+
+import msgspec
 
 from paceline.core.errors import (
     EngineDeadError,
@@ -46,7 +48,6 @@ from paceline.engine.supervision.supervised import (
     Engine,
     aborted_output,
     fail_wait,
-    restarted_output,
 )
 from paceline.engine.supervision.totals import added
 from paceline.engine.supervision.watchdog import watch
@@ -174,8 +175,7 @@ class SupervisedEngineClient:
     async def generate(
         self, request: GenerationRequest, sink: Sink | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """See ``EngineClient.generate`` and the module. A ``whole`` request that begins anew
-        delivers an output with ``restarted`` first."""
+        """See ``EngineClient.generate`` and the module."""
         self._raise_if_dead()
         if self._draining:
             raise EngineDrainingError("the server is shutting down and takes no new requests")
@@ -187,16 +187,12 @@ class SupervisedEngineClient:
             while True:
                 async with contextlib.aclosing(self._attempt(call, sink)) as outputs:
                     async for output in outputs:
-                        call.begun = True
                         yield output
                         if output.finished:
                             return
                 self._judge(call)
-                if call.begun:
-                    call.begun = False
-                    yield restarted_output(request)
         except Aborted:
-            yield aborted_output(request)
+            yield aborted_output(call.request)
         finally:
             del self._calls[request.request_id]
             if not self._calls:
@@ -268,6 +264,9 @@ class SupervisedEngineClient:
             # told of by _engine_gone before; what becomes of the request is _judge's
             if call.engine is None:
                 raise
+            resume = call.engine.client.take_resume(request.request_id)
+            if resume is not None and resume.num_output_tokens:
+                call.request = msgspec.structs.replace(request, resume=resume)
         finally:
             call.place, suspect.on_trial = None, False
             if place is not None:
@@ -290,7 +289,7 @@ class SupervisedEngineClient:
             )
         if engine.guilty is None:
             call.losses += 1
-        if call.losses >= _MAX_LOSSES or (call.begun and not call.request.whole):
+        if call.losses >= _MAX_LOSSES:
             self._counts.lost += 1
             raise self._lost()
         self._counts.resent += 1

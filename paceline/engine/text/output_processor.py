@@ -20,10 +20,17 @@ import msgspec
 from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason
-from paceline.engine.fanout import choice_ids
+from paceline.engine.fanout import choice_id, open_choices
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.detokenizer import IncrementalDetokenizer, StopFound, StopStrings
-from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest, RequestTimes
+from paceline.engine.types import (
+    ChoiceDelta,
+    GenerationOutput,
+    GenerationRequest,
+    RequestTimes,
+    Resume,
+    ResumedChoice,
+)
 
 __all__ = ["OutputProcessor", "Processed", "merge_outputs"]
 
@@ -61,12 +68,51 @@ class _Request:
     # waiting for the next output; None once told
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     told_prompt_logprobs: bool = False
+    # output of each choice so far, for an engine that would have to go on with it
+    token_ids: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> _Request:
+        live = {choice_id(request.request_id, index) for index in open_choices(request)}
+        self = cls(request, live, num_preemptions=[0] * request.n)
+        resume = request.resume
+        if resume is None:
+            self.token_ids = [[] for _ in range(request.n)]
+            return self
+        self.token_ids = [list(choice.token_ids) for choice in resume.choices]
+        self.num_output_tokens = resume.num_output_tokens
+        self.num_cached_tokens = resume.num_cached_tokens
+        self.num_preemptions[0] = resume.num_preemptions
+        # they came with the first token
+        self.told_prompt_logprobs = self.num_output_tokens > 0
+        if (times := resume.times) is not None:
+            self.first_scheduled, self.first_token = times.first_scheduled, times.first_token
+            self.last_token, self.longest_gap = times.last_token, times.longest_gap
+        return self
+
+    def resume(self) -> Resume:
+        """What another engine is to go on from."""
+        live = self.live
+        return Resume(
+            choices=tuple(
+                ResumedChoice(
+                    token_ids=tuple(token_ids),
+                    ended=choice_id(self.request.request_id, index) not in live,
+                )
+                for index, token_ids in enumerate(self.token_ids)
+            ),
+            times=self.times(),
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=sum(self.num_preemptions),
+        )
 
     def account(self, update: RequestUpdate, num_tokens: int, index: int, now: float) -> None:
         """Take in the numbers of one update, of which ``num_tokens`` tokens count."""
         self.num_output_tokens += num_tokens
-        self.num_preemptions[index] = update.num_preemptions
-        if index == 0:
+        resume = self.request.resume
+        before = 0 if resume is None or index else resume.num_preemptions
+        self.num_preemptions[index] = before + update.num_preemptions
+        if index == 0 and resume is None:
             # the others are forks: what they share is the first one's prompt
             self.num_cached_tokens = update.num_cached_tokens
         if not self.first_scheduled:
@@ -78,17 +124,19 @@ class _Request:
                 self.longest_gap = now - self.last_token
             self.last_token = now
 
+    def times(self) -> RequestTimes | None:
+        if self.first_token is None:
+            return None
+        return RequestTimes(
+            arrival=self.request.arrival_time,
+            first_scheduled=self.first_scheduled,
+            first_token=self.first_token,
+            last_token=self.last_token,
+            longest_gap=self.longest_gap,
+        )
+
     def output(self, choices: tuple[ChoiceDelta, ...]) -> GenerationOutput:
-        times = None
         request = self.request
-        if self.first_token is not None:
-            times = RequestTimes(
-                arrival=request.arrival_time,
-                first_scheduled=self.first_scheduled,
-                first_token=self.first_token,
-                last_token=self.last_token,
-                longest_gap=self.longest_gap,
-            )
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return GenerationOutput(
             request_id=request.request_id,
@@ -98,7 +146,7 @@ class _Request:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             finished=not self.live,
-            times=times,
+            times=self.times(),
             num_preemptions=sum(self.num_preemptions),
         )
 
@@ -106,13 +154,14 @@ class _Request:
 class _Choice:
     """One sequence on its way to text."""
 
-    __slots__ = ("detokenizer", "index", "num_tokens", "owner", "stops", "timeline")
+    __slots__ = ("detokenizer", "index", "num_tokens", "owner", "stops", "timeline", "token_ids")
 
     def __init__(self, owner: _Request, index: int, tokenizer: Tokenizer) -> None:
         request = owner.request
         self.owner = owner
         self.index = index
         self.num_tokens = 0
+        self.token_ids = owner.token_ids[index]
         # the latest
         self.timeline: Timeline | None = None
         self.detokenizer: IncrementalDetokenizer | None = None
@@ -124,6 +173,28 @@ class _Choice:
         if request.stop:
             self.stops = StopStrings(
                 request.stop, include_in_output=request.include_stop_str_in_output
+            )
+        for token_id in self.token_ids:
+            self._pass_over(token_id)
+
+    def _pass_over(self, token_id: int) -> None:
+        """Take in a token whose text was delivered by another engine.
+
+        Raises:
+            InvalidRequestError: a stop string ends with it.
+        """
+        self.num_tokens += 1
+        if self.detokenizer is None:
+            return
+        text = self.detokenizer.push((token_id,))
+        if self.stops is None:
+            return
+        may_stop = self.num_tokens > self.owner.request.sampling.min_tokens
+        if isinstance(found := self.stops.push(text, may_stop=may_stop), StopFound):
+            raise InvalidRequestError(
+                f"the text of resume_output_ids has the stop string {found.stop!r}, which ends the "
+                f"output, after {self.num_tokens} of {len(self.token_ids)} tokens",
+                "resume_output_ids",
             )
 
     def take(self, update: RequestUpdate) -> ChoiceDelta:
@@ -234,15 +305,22 @@ class OutputProcessor:
             raise InvalidRequestError("stop holds an empty string, which is everywhere", "stop")
         if request.stop and not request.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True: no text is made", "stop")
-        ids = choice_ids(request)
-        owner = _Request(request, set(ids), num_preemptions=[0] * request.n)
+        owner = _Request.of(request)
+        choices = {
+            choice_id(request.request_id, index): _Choice(owner, index, self._tokenizer)
+            for index in open_choices(request)
+        }
         self._requests[request.request_id] = owner
-        for index, choice in enumerate(ids):
-            self._choices[choice] = _Choice(owner, index, self._tokenizer)
+        self._choices |= choices
 
     def request(self, request_id: str) -> GenerationRequest:
         """An unfinished request. KeyError if it is not one."""
         return self._requests[request_id].request
+
+    def resume(self, request_id: str) -> Resume:
+        """What was delivered of an unfinished request, for another engine to go on from. KeyError
+        if it is not one."""
+        return self._requests[request_id].resume()
 
     def unfinished_choices(self, request_id: str) -> tuple[str, ...]:
         """Ids of the choices that have not ended; () for an unknown request."""
@@ -291,6 +369,7 @@ class OutputProcessor:
                 _log.exception("making text of %s failed", update.request_id)
                 delta = _failed(choice, error)
             owner = choice.owner
+            choice.token_ids += delta.token_ids
             owner.account(update, len(delta.token_ids), choice.index, now)
             if delta.finish_reason is not None:
                 del self._choices[update.request_id]

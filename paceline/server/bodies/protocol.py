@@ -82,6 +82,8 @@ class GenerationOptions:
     tenant: str
     # the tier that the answer tells; None: none was asked for
     service_tier: str | None
+    # what another engine has made of the answer before
+    resume_output_ids: tuple[int, ...]
     # the caller's own id, part of the answer's
     request_id: str | None
     add_special_tokens: bool
@@ -182,6 +184,11 @@ def parse_completion(
         add_special_tokens=True,
         tenant=tenant,
     )
+    if options.resume_output_ids and (echo or len(prompts) > 1):
+        beside = "echo" if echo else f"{len(prompts)} prompts"
+        raise InvalidRequestError(
+            f"resume_output_ids is not served with {beside}", "resume_output_ids"
+        )
     sequences = len(prompts) * options.n
     if rules.max_sequences is not None and sequences > rules.max_sequences:
         raise InvalidRequestError(
@@ -316,6 +323,13 @@ def _options(
         asked = prompt_logprobs
     include_usage, continuous = _usage_options(stream_options or {})
     explain = fields.boolean("explain", False)
+    n = or_else(fields.integer("n", 1, rules.max_choices), 1)
+    resumed = _resumed(fields, rules)
+    if resumed and (n > 1 or tools is not None):
+        beside = f"n={n}" if n > 1 else "tools"
+        raise InvalidRequestError(
+            f"resume_output_ids is not served with {beside}", "resume_output_ids"
+        )
     service_tier, tier_class = parse_service_tier(fields.raw("service_tier"))
     for name in CALLER_FIELDS:
         # the tenant was made from them
@@ -325,7 +339,7 @@ def _options(
             parse_sampling(fields, rules, max_tokens, logprobs, tools), prompt_logprobs=asked
         ),
         max_tokens=max_tokens,
-        n=or_else(fields.integer("n", 1, rules.max_choices), 1),
+        n=n,
         stream=stream,
         # the explanation is part of the usage
         include_usage=include_usage or explain,
@@ -339,6 +353,7 @@ def _options(
         slo=parse_slo(fields.raw("slo"), rules.slo_classes, tier_class),
         tenant=tenant,
         service_tier=service_tier,
+        resume_output_ids=resumed,
         request_id=_request_id(fields),
         add_special_tokens=fields.boolean("add_special_tokens", add_special_tokens),
         truncate_prompt_tokens=_truncation(fields),
@@ -358,6 +373,17 @@ def _usage_options(stream_options: dict[str, Any]) -> tuple[bool, bool]:
         return usage, fields.boolean("continuous_usage_stats", False)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"stream_options.{error}", "stream_options") from None
+
+
+def _resumed(fields: Fields, rules: RequestRules) -> tuple[int, ...]:
+    values = fields.token_ids("resume_output_ids", rules.vocab_size) or ()
+    if len(values) >= rules.max_model_len:
+        raise InvalidRequestError(
+            f"resume_output_ids holds {len(values)} tokens: this model's maximum context length is "
+            f"{rules.max_model_len} tokens",
+            "resume_output_ids",
+        )
+    return tuple(values)
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -44,9 +44,8 @@ class FaultCollector(Collector):
         )
         yield self._counter(
             "requests_hit_by_engine_loss",
-            "Requests under way when an engine ended: sent once more (resent), failed because "
-            "their answer had begun or it happened too often (lost), or because it was their "
-            "fault (poisoned).",
+            "Requests under way when an engine ended: sent once more (resent), failed because it "
+            "happened too often (lost), or because it was their fault (poisoned).",
             "outcome",
             {
                 "resent": faults.num_resent,

@@ -289,16 +289,6 @@ class RequestObserver:
             self.is_finished = True
             self._times = output.times
 
-    def restarted(self) -> None:
-        """What was delivered is void and will be delivered anew. It stays counted, as tokens that
-        were made; the first token was the first."""
-        n = len(self._tokens)
-        self._last = [0.0] * n
-        self._tokens = [0] * n
-        self._finished = [False] * n
-        self._timelines = []
-        self._times = None
-
     def _ended(self, choice: ChoiceDelta, times: RequestTimes | None) -> None:
         metrics, timeline = self._metrics, choice.timeline
         assert choice.finish_reason is not None

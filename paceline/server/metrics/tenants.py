@@ -78,9 +78,6 @@ class TenantObserver:
     def output(self, output: GenerationOutput, now: float) -> None:
         """What it came to is counted elsewhere."""
 
-    def restarted(self) -> None:
-        """What was delivered stays counted."""
-
     def end(self, error: Exception | None, now: float) -> None:
         """See ``RequestObserver.end``: a request that the engine never took counts nowhere, unless
         it was shed."""

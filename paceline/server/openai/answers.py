@@ -13,6 +13,8 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
+    Resume,
+    ResumedChoice,
     TokenLogprobs,
     tokens_per_second,
 )
@@ -183,5 +185,8 @@ def generation_request(
         cache_salt=options.cache_salt,
         slo=options.slo,
         tenant=options.tenant,
+        resume=Resume(choices=(ResumedChoice(token_ids=options.resume_output_ids),))
+        if options.resume_output_ids
+        else None,
         whole=not options.stream,
     )

@@ -34,6 +34,7 @@ from paceline.server.openapi.schemas import (
 )
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
+from paceline.server.other_apis.token_generate import BESIDE
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
 
@@ -125,14 +126,13 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     chat, completion = _chat(rules), _completion(rules)
     messages = _messages(rules)
     count = {key: value for key, value in messages["properties"].items() if key != "max_tokens"}
-    beside = ("model", "stream", "stream_options", "request_id", "priority", "cache_salt", "slo")
     ids = _token_ids(rules)
     switches = ("add_special_tokens", "return_token_strs")
     told = {"model": _model(rules), **dict.fromkeys(switches, nullable(BOOLEAN))}
     sampling = {
         name: schema
         for name, schema in completion["properties"].items()
-        if name not in {*beside, "prompt", "echo", "stop"}
+        if name not in {*BESIDE, "prompt", "echo", "stop"}
     }
     return {
         "/v1/chat/completions": chat,
@@ -143,7 +143,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         "/inference/v1/generate": closed(
             record(
                 {"token_ids": array(ids, 1)},
-                {name: completion["properties"][name] for name in beside}
+                {name: completion["properties"][name] for name in BESIDE}
                 | {"sampling_params": nullable(record({}, sampling))},
             )
         ),
@@ -236,6 +236,9 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
         ),
         "user": bounded(STRING, "the tenant, where neither a key nor a header says"),
         "safety_identifier": bounded(STRING, "before user"),
+        "resume_output_ids": bounded(
+            array(ids), "output made before, which the answer goes on behind: one choice, no tools"
+        ),
         "explain": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}

@@ -25,9 +25,10 @@ from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_l
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.service import Service
 
-__all__ = ["parse_token_generate", "token_answer", "token_events"]
+__all__ = ["BESIDE", "parse_token_generate", "token_answer", "token_events"]
 
-_BESIDE: Final[tuple[str, ...]] = (
+# fields of a body that are not in its sampling_params, beside the prompt
+BESIDE: Final[tuple[str, ...]] = (
     "model",
     "stream",
     "stream_options",
@@ -35,6 +36,7 @@ _BESIDE: Final[tuple[str, ...]] = (
     "priority",
     "cache_salt",
     "slo",
+    "resume_output_ids",
 )
 # OpenAI's default for completions
 _DEFAULT_MAX_TOKENS: Final = 16
@@ -65,7 +67,7 @@ def parse_token_generate(
     if token_ids is None:
         raise InvalidRequestError("token_ids is missing", "token_ids")
     sampling = dict(fields.object("sampling_params") or {})
-    for name in _BESIDE:
+    for name in BESIDE:
         fields.raw(name)
     unknown = fields.unknown()
     if unknown:
@@ -73,12 +75,12 @@ def parse_token_generate(
             f"{', '.join(unknown)}: unknown here; sampling fields go into sampling_params",
             unknown[0].strip("'"),
         )
-    clash = sorted(sampling.keys() & {*_BESIDE, "prompt", "echo", "stop"})
+    clash = sorted(sampling.keys() & {*BESIDE, "prompt", "echo", "stop"})
     if clash:
         raise InvalidRequestError(
             f"sampling_params must not hold {', '.join(clash)}", "sampling_params"
         )
-    beside = {name: body[name] for name in _BESIDE if name in body}
+    beside = {name: body[name] for name in BESIDE if name in body}
     request = parse_completion({**sampling, **beside, "prompt": token_ids}, rules, tenant)
     return replace(request, options=replace(request.options, detokenize=False))
 

@@ -185,7 +185,7 @@ async def test_nothing_follows_what_a_sink_raised(finished: bool) -> None:
             finished=finished,
         )
 
-    stream = _Stream(sink)
+    stream = _Stream(sink, 0)
     stream.put(said(1))
     assert (await stream.get()).num_output_tokens == 1
     reading = asyncio.ensure_future(stream.get())

@@ -77,10 +77,7 @@ async def whole(client: SupervisedEngineClient, request: GenerationRequest) -> G
     held: list[GenerationOutput] = []
     async with aclosing(client.generate(request)) as outputs:
         async for output in outputs:
-            if output.restarted:
-                held.clear()
-            else:
-                held.append(output)
+            held.append(output)
     return merge_outputs(held)
 
 
@@ -107,34 +104,33 @@ class TestReplacing:
         async with supervised() as client:
             unfaulted = tokens(await whole(client, make("before", max_tokens=300)))
             tasks = spawn(client, *(make(f"r{i}", max_tokens=300, whole=True) for i in range(20)))
-            stream, begun = await first(client, make("stream", max_tokens=1900))
+            stream, begun = await first(client, make("stream", max_tokens=600))
             got = list(tokens(begun))
             await running(client, 21)
             pid, steps = client.pid, client.stats.num_steps
             os.kill(pid, signal.SIGKILL)
+            await until(lambda: not client.faults.up)
             with pytest.raises(
                 EngineLostError, match=r"SIGKILL; another engine.*try again"
             ) as lost:
-                async for output in stream:
-                    got += tokens(output)
-            assert lost.value.retry_after >= 1.0
-            assert tuple(got[:300]) == unfaulted[: len(got)]
-            with pytest.raises(EngineLostError):
                 client.check_health()
-            assert not client.faults.up
+            assert lost.value.retry_after >= 1.0
             # one that comes meanwhile waits
             tasks += spawn(client, make("late", max_tokens=300))
+            async for output in stream:
+                got += tokens(output)
+            assert len(got) == 600 and tuple(got[:300]) == unfaulted
             for answer in await asyncio.gather(*tasks):
                 assert tokens(answer) == unfaulted
             client.check_health()
             assert client.pid != pid
             # counters go on where they were, gauges do not
-            assert client.stats.num_steps >= steps + 300
+            assert client.stats.num_steps > steps
             await running(client, 0)
             assert client.stats.scheduler.num_free_blocks == client.stats.scheduler.num_blocks
             faults = client.faults
             assert faults.up and faults.losses == (("exit", 1),)
-            assert (faults.num_resent, faults.num_lost, faults.num_poisoned) == (20, 1, 0)
+            assert (faults.num_resent, faults.num_lost, faults.num_poisoned) == (21, 0, 0)
             assert faults.recovery_seconds > 0
 
     async def test_stopped_while_idle(self) -> None:
