@@ -7,7 +7,8 @@ token lost or doubled is an answer that differs, or a broken one that is not the
 fault after the other, each seen from its clients' side:
 
 * the engine process killed (SIGKILL) and stopped (SIGSTOP) under 64 streams and 16 requests that
-  are not streamed; recovery is from the signal until ``/health/ready`` says 200;
+  are not streamed, TIMES (1) times each; recovery is from the signal until ``/health/ready`` says
+  200. They are greedy and drawn, with penalties, with a JSON schema and of two choices, by turns;
 * ``/metrics`` ten times a second beside 64 streams;
 * 1,000 connections that say nothing beside 200 streams;
 * 100 callers who ask for much and read nothing, beside 16 who read;
@@ -32,7 +33,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from benchmarks.faults.server import FaultyServer
 from benchmarks.faults.storage import Redis, disk_full, redis_gone, small_disk
 
 FLAGS = (
-    "--kv-cache-memory", "512MiB", "--max-engine-restarts", "20", "--stall-timeout", "20",
+    "--kv-cache-memory", "512MiB", "--max-engine-restarts", "60", "--stall-timeout", "20",
     "--slow-reader-timeout", "3", "--log-level", "warning",
 )  # fmt: skip
 
@@ -61,7 +62,9 @@ def show(name: str, work: Coroutine[Any, Any, Row] | Row) -> Row:
     return row
 
 
-def storage_rows(model: str, folder: Path, names: list[str]) -> dict[str, Row]:
+def storage_rows(
+    model: str, folder: Path, names: list[str], flags: Sequence[str]
+) -> dict[str, Row]:
     """The two rows that need a disk and a Redis to take away; told where there is none."""
     results: dict[str, Row] = {}
     disk = folder / "disk"
@@ -69,7 +72,7 @@ def storage_rows(model: str, folder: Path, names: list[str]) -> dict[str, Row]:
     around = small_disk(disk)
     has_redis = shutil.which("redis-server") is not None
     with contextlib.ExitStack() as stack:
-        flags = [*FLAGS, "--batch-dir", str(disk / "batches")]
+        flags = [*flags, "--batch-dir", str(disk / "batches")]
         redis = Redis(folder)
         if has_redis:
             stack.enter_context(redis)
@@ -88,18 +91,18 @@ def storage_rows(model: str, folder: Path, names: list[str]) -> dict[str, Row]:
     return results
 
 
-def run(model: str, names: list[str]) -> dict[str, Row]:
+def run(model: str, names: list[str], flags: Sequence[str]) -> dict[str, Row]:
     results: dict[str, Row] = {}
     with tempfile.TemporaryDirectory(prefix="faults-") as made:
         folder = Path(made)
         first = [name for name in names if name in ROWS]
         if first:
-            with FaultyServer(model, folder / "log", *FLAGS, "--batch-dir", "off") as server:
+            with FaultyServer(model, folder / "log", *flags, "--batch-dir", "off") as server:
                 load = asyncio.run(reference(server))
                 for name in first:
                     results[name] = show(name, ROWS[name](server, load))
         if len(first) < len(names):
-            results |= storage_rows(model, folder, names)
+            results |= storage_rows(model, folder, names, flags)
     return results
 
 
@@ -108,9 +111,11 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     rows = [*ROWS, DISK, REDIS]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW")
+    parser.add_argument("--dtype", default="auto", help="of the weights, as paceline serve has it")
     args = parser.parse_args()
-    results = run(args.model, args.rows)
-    print(json.dumps({"bench": "faults", "machine": machine(), "results": results}))
+    results = run(args.model, args.rows, [*FLAGS, "--dtype", args.dtype])
+    told = {"bench": "faults", "machine": machine(), "dtype": args.dtype, "results": results}
+    print(json.dumps(told))
     return 0
 
 

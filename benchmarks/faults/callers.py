@@ -23,7 +23,7 @@ class Seen:
 
     # of HTTP; 0: the connection broke before there was one
     status: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    token_ids_of: dict[int, list[int]] = field(default_factory=dict)
     # every choice ended, and the stream with [DONE]
     finished: bool = False
     # status in the error, as an event or a body; 0: none
@@ -32,7 +32,15 @@ class Seen:
     retry_after: float | None = None
     # seconds of time.monotonic(): first token, end
     first_token: float | None = None
+    last_token: float = 0.0
     ended: float = 0.0
+    # seconds between two events with tokens
+    longest_gap: float = 0.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of all choices, one after the other."""
+        return [i for index in sorted(self.token_ids_of) for i in self.token_ids_of[index]]
 
     @property
     def outcome(self) -> str:
@@ -89,9 +97,14 @@ def _note(seen: Seen, event: dict[str, Any]) -> None:
         seen.error, seen.message = event["error"]["code"], event["error"]["message"]
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or ()
-        if ids and seen.first_token is None:
-            seen.first_token = time.monotonic()
-        seen.token_ids += ids
+        if ids:
+            now = time.monotonic()
+            if seen.first_token is None:
+                seen.first_token = now
+            else:
+                seen.longest_gap = max(seen.longest_gap, now - seen.last_token)
+            seen.last_token = now
+        seen.token_ids_of.setdefault(choice["index"], []).extend(ids)
 
 
 def counted(seen: Iterable[Seen]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -25,9 +26,36 @@ __all__ = ["ROWS", "Load", "Row", "reference"]
 Row = dict[str, Any]
 
 STREAMS = 64
+# engines that are killed, and as many that are stopped
+TIMES = int(os.environ.get("TIMES") or 1)
 # requests beside the streams whose answers are not streamed
 WHOLE = 16
 TOKENS = 32
+# settings that look at what is out already: draws, penalties, a grammar, several choices
+KINDS: tuple[Row, ...] = (
+    {"temperature": 0, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 7, "ignore_eos": True},
+    {
+        "temperature": 0.8,
+        "seed": 8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+    },
+    {
+        "temperature": 0.8,
+        "seed": 9,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "numbers",
+                "schema": {"type": "array", "items": {"type": "integer"}, "minItems": 20},
+            },
+        },
+    },
+    {"temperature": 0.8, "seed": 10, "n": 2, "ignore_eos": True},
+)
 IDLE, ACTIVE = 1000, 200
 SLOW, SLOW_TOKENS = 100, 250
 MALFORMED = 10_000
@@ -41,12 +69,12 @@ class Load:
     answers: list[list[int]]
 
     def body(self, index: int, *, stream: bool, tokens: int = TOKENS, **more: Any) -> Row:
+        index %= len(self.prompts)
         return {
-            "prompt": self.prompts[index % len(self.prompts)],
+            "prompt": self.prompts[index],
             "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
             "stream": stream,
+            **KINDS[index % len(KINDS)],
             **more,
         }
 
@@ -59,8 +87,7 @@ class Load:
 
 
 async def reference(server: FaultyServer) -> Load:
-    """Greedy answers. The prompts count, so that the next token is never in doubt: sums of
-    another batch's shape, rounded otherwise, cannot make it another one."""
+    """Answers of every kind. The prompts count."""
     prompts = [
         ", ".join(str(number) for number in range(10 * first, 10 * first + 15)) + ","
         for first in range(1, STREAMS + WHOLE + 1)
@@ -84,7 +111,7 @@ async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) 
         for i in range(WHOLE)
     ]
     made = metric(await server.scrape(), "vllm:generation_tokens_total")
-    third = made + (STREAMS + WHOLE) * TOKENS / 3
+    third = made + sum(map(len, load.answers)) / 3
     while metric(await server.scrape(), "vllm:generation_tokens_total") < third:
         await asyncio.sleep(0.02)
     server.hurt(number)
@@ -117,6 +144,7 @@ async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) 
         + mismatches((seen, load.answer(i)) for i, seen in zip(again, retried, strict=True)),
         "seconds_to_red": round(red - hurt, 2),
         "recovery_seconds": round(green - hurt, 2),
+        "longest_pause_of_a_stream_seconds": round(max(s.longest_gap for s in streamed), 2),
         "first_token_of_a_new_request_seconds": round((fresh.first_token or 0.0) - hurt, 2),
         "liveness": dict(live),
         "kv_blocks_left_taken": blocks,
@@ -124,12 +152,27 @@ async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) 
     }
 
 
+def together(runs: Sequence[Row]) -> Row:
+    """Rows of the same fault as one: counts added up, of times the median and the longest."""
+    row: Row = {}
+    for name, value in runs[0].items():
+        values = [run[name] for run in runs]
+        if isinstance(value, dict):
+            row[name] = dict(sum(map(Counter, values), Counter()))
+        elif isinstance(value, float):
+            row[name] = statistics.median(values)
+            row[f"{name}_max"] = max(values)
+        else:
+            row[name] = sum(values)
+    return row
+
+
 async def killed(server: FaultyServer, load: Load) -> Row:
-    return await engine_lost(server, load, signal.SIGKILL)
+    return together([await engine_lost(server, load, signal.SIGKILL) for _ in range(TIMES)])
 
 
 async def stopped(server: FaultyServer, load: Load) -> Row:
-    return await engine_lost(server, load, signal.SIGSTOP)
+    return together([await engine_lost(server, load, signal.SIGSTOP) for _ in range(TIMES)])
 
 
 async def scraped(server: FaultyServer, load: Load) -> Row:

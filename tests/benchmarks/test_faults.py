@@ -17,7 +17,7 @@ def test_a_lost_or_doubled_token_is_found() -> None:
     expected = [1, 2, 3, 4]
 
     def seen(ids: list[int], finished: bool = True) -> int:
-        return mismatches([(Seen(status=200, token_ids=ids, finished=finished), expected)])
+        return mismatches([(Seen(status=200, token_ids_of={0: ids}, finished=finished), expected)])
 
     assert seen([1, 2, 3, 4]) == 0
     # broken off: what came has to be the beginning
@@ -52,18 +52,19 @@ def test_outcomes_are_told_apart() -> None:
     ("answer", "outcome", "ids"),
     [
         (
-            b'data: {"choices":[{"token_ids":[5]}]}\n\ndata: {"choices":[{"token_ids":[6]}]}\n\n'
+            b'data: {"choices":[{"index":0,"token_ids":[5]}]}\n\n'
+            b'data: {"choices":[{"index":0,"token_ids":[6]}]}\n\n'
             b"data: [DONE]\n\n",
             "200 complete",
             [5, 6],
         ),
         (
-            b'data: {"choices":[{"token_ids":[5]}]}\n\n'
+            b'data: {"choices":[{"index":0,"token_ids":[5]}]}\n\n'
             b'data: {"error":{"code":503,"message":"x"}}\n\ndata: [DONE]\n\n',
             "200 then error 503",
             [5],
         ),
-        (b'data: {"choices":[{"token_ids":[5]}]}\n\n', "200 then broken off", [5]),
+        (b'data: {"choices":[{"index":0,"token_ids":[5]}]}\n\n', "200 then broken off", [5]),
     ],
 )
 def test_what_a_client_writes_down(answer: bytes, outcome: str, ids: list[int]) -> None:
