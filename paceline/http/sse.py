@@ -17,6 +17,7 @@ from paceline.http.shortcut import BODY_WRITER, BodyWriter, Shortcut
 __all__ = [
     "DONE",
     "KEEP_ALIVE",
+    "SSE",
     "EventStream",
     "TextEvents",
     "event",
@@ -29,6 +30,7 @@ _T = TypeVar("_T")
 # straight to the library: ``wire.encode`` would be one more call for every token
 _encode: Final = msgspec.json.Encoder().encode
 
+SSE: Final = "text/event-stream"
 DONE: Final = b"data: [DONE]\n\n"
 # a comment, which readers skip
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -70,6 +72,7 @@ class EventStream(Response):
         failed: the last bytes of the stream when ``events`` raises.
         keep_alive: seconds without an event after which a comment is sent, so that nobody between
             here and the caller thinks the connection dead; 0 sends none.
+        media_type: other than ``SSE`` where these are no server-sent events, and have no comments.
         shortcut: opened after ``first``, where the scope has a ``BodyWriter``, and closed again.
     """
 
@@ -81,8 +84,9 @@ class EventStream(Response):
         keep_alive: float = 0.0,
         *,
         shortcut: Shortcut[Any],
+        media_type: str = SSE,
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
         # Response counted its empty body
         del self.headers["content-length"]
         self._first = first

@@ -9,7 +9,9 @@ from starlette.responses import Response
 
 from paceline.http.errors import HttpError, Reply, error_response, reply_to
 
-__all__ = ["anthropic_error_body", "refusal"]
+__all__ = ["OLLAMA_PREFIX", "anthropic_error_body", "ollama_error_body", "refusal"]
+
+OLLAMA_PREFIX: Final = "/api/"
 
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
@@ -28,10 +30,17 @@ def anthropic_error_body(reply: Reply, request_id: str) -> bytes:
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
+def ollama_error_body(reply: Reply) -> bytes:
+    """An error in Ollama's shape."""
+    return msgspec.json.encode({"error": reply.message})
+
+
 def refusal(error: HttpError, path: str, request_id: str) -> Response:
     """The answer to what is refused before its route is known, in the shape of that route."""
     reply = reply_to(error, drain_timeout=0.0)
     body = None
     if path.startswith("/v1/messages"):
         body = anthropic_error_body(reply, request_id)
+    elif path.startswith(OLLAMA_PREFIX):
+        body = ollama_error_body(reply)
     return error_response(reply, body)

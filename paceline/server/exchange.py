@@ -44,6 +44,8 @@ GENERATE_PATHS: Final = frozenset(
         "/v1/messages",
         "/v1/responses",
         "/inference/v1/generate",
+        "/api/chat",
+        "/api/generate",
     }
 )
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")

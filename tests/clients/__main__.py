@@ -35,6 +35,7 @@ MODEL = "smollm2-135m"
 # of one client's whole conversation
 SECONDS = 600.0
 _NOT_ANTHROPIC = ("models", "logprobs", "completions", "responses")
+_NOT_OLLAMA = ("tool stream", "logprobs", "responses")
 _NOT_LLM = ("async", "tool stream", "tool result")
 
 
@@ -58,6 +59,7 @@ CLIENTS = (
     Client("anthropic", "anthropic", "scripts/anthropic_sdk.py", _NOT_ANTHROPIC),
     Client("litellm", "litellm", "scripts/litellm_sdk.py", ("models",)),
     Client("langchain", "langchain-openai", "scripts/langchain_client.py", ("models",)),
+    Client("ollama", "ollama", "scripts/ollama_client.py", _NOT_OLLAMA),
     Client("llm", "llm", "scripts/llm_command.py", _NOT_LLM),
 )
 

@@ -23,6 +23,10 @@ from paceline.server.other_apis import responses_request
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.other_apis.anthropic import REFUSED as ANTHROPIC_REFUSED
 from paceline.server.other_apis.anthropic import parse_messages_api
+from paceline.server.other_apis.ollama_request import CHAT_REFUSED as OLLAMA_CHAT_REFUSED
+from paceline.server.other_apis.ollama_request import GENERATE_REFUSED as OLLAMA_GENERATE_REFUSED
+from paceline.server.other_apis.ollama_request import NO_EFFECT as OLLAMA_NO_EFFECT
+from paceline.server.other_apis.ollama_request import parse_ollama_chat, parse_ollama_generate
 from paceline.server.other_apis.responses_request import parse_responses
 from paceline.server.other_apis.token_generate import parse_token_generate
 
@@ -94,6 +98,16 @@ CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
         set(ANTHROPIC_NO_EFFECT),
         set(ANTHROPIC_REFUSED),
     ),
+    "/api/chat": (
+        lambda: parse_ollama_chat({"messages": MESSAGES}, RULES),
+        set(OLLAMA_NO_EFFECT),
+        set(OLLAMA_CHAT_REFUSED),
+    ),
+    "/api/generate": (
+        lambda: parse_ollama_generate({"prompt": "x"}, RULES),
+        set(OLLAMA_NO_EFFECT),
+        set(OLLAMA_GENERATE_REFUSED),
+    ),
     "/v1/batches": (
         lambda: parse_batch({"input_file_id": "x", "endpoint": URLS[0], "completion_window": "1h"}),
         set(),
@@ -133,6 +147,8 @@ async def test_refused_fields_are_refused_and_ignored_ones_change_nothing(
         ("/v1/completions", {"prompt": "x", "max_tokens": 3}),
         ("/v1/responses", {"input": "x", "max_output_tokens": 3}),
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+        ("/api/chat", {"messages": MESSAGES, "options": {"num_predict": 3}, "stream": False}),
+        ("/api/generate", {"prompt": "x", "options": {"num_predict": 3}, "stream": False}),
     ):
         told = documented(f"`{path}`")
         plain = (await http.post(path, json=body)).json()
@@ -141,11 +157,11 @@ async def test_refused_fields_are_refused_and_ignored_ones_change_nothing(
             if name == "spaces_between_special_tokens":
                 value = False
             answer = await http.post(path, json={**body, name: value})
-            assert answer.status_code == 400 and name in answer.json()["error"]["message"], name
+            assert answer.status_code == 400 and name in answer.text, name
         for name in sorted(told["ignored"]):
             answer = await http.post(path, json={**body, name: "x"})
             assert answer.status_code == 200, (name, answer.text)
-            for key in ("choices", "content"):
+            for key in ("choices", "content", "message", "response"):
                 assert answer.json().get(key) == plain.get(key)
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from paceline.engine.types import GenerationOutput
 from paceline.http.errors import Reply, error_body, reply_to
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, EventStream, event, first_event, unless_disconnected
+from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected
 from paceline.server.bodies.protocol import (
     GenerationOptions,
     RequestRules,
@@ -27,7 +27,7 @@ from paceline.server.openai.completions import completion_answer, completion_eve
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 
-__all__ = ["JSON_BODY", "Events", "generate", "generate_router", "respond"]
+__all__ = ["JSON_BODY", "Answered", "Events", "generate", "generate_router", "respond"]
 
 # bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
 JSON_BODY: Final = {
@@ -36,6 +36,18 @@ JSON_BODY: Final = {
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }
+
+
+class Answered(Protocol):
+    """What decides how an answer goes out."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def request_id(self) -> str | None:
+        """The caller's own, if there is one."""
+        ...
 
 
 class _Parsed(Protocol):
@@ -98,22 +110,25 @@ async def respond(
     service: Service,
     request: Request,
     parsed: _P,
-    options: GenerationOptions,
+    options: Answered,
     arrival: float,
     events: Events[_P],
     answer: Callable[[Service, _P, str, float], Awaitable[bytes]],
     failed: Callable[[Reply], bytes],
+    media_type: str = SSE,
 ) -> Response:
     """Run a parsed request and answer it, whole or as a stream.
 
     Args:
         failed: the last bytes of a stream that breaks.
+        media_type: of a stream.
     """
     request_id = options.request_id or request_id_of(request)
     if not options.stream:
         whole = answer(service, parsed, request_id, arrival)
         return json_response(await unless_disconnected(request.receive, whole))
-    keep_alive = service.config.sse_keep_alive
+    # other streams have no comments
+    keep_alive = service.config.sse_keep_alive if media_type == SSE else 0.0
     shortcut: Shortcut[GenerationOutput] = Shortcut()
     source = events(service, parsed, request_id, arrival, shortcut)
     first, rest = await first_event(source, request.receive, keep_alive)
@@ -121,4 +136,4 @@ async def respond(
     def describe(error: Exception) -> bytes:
         return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
-    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut)
+    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut, media_type=media_type)

@@ -43,6 +43,8 @@ class Answer:
     events: Schema | None = None
     # "data: [DONE]" after the last one
     ends_with_done: bool = True
+    # of lines of JSON instead of events
+    streams_lines: bool = False
     media_type: str = "application/json"
     # the shape of errors
     error: str = "Error"
@@ -74,6 +76,7 @@ def answer_schemas() -> dict[str, Schema]:
                 )
             }
         ),
+        "OllamaError": record({"error": STRING}),
         "AnthropicError": record(
             {
                 "type": string("error"),
@@ -207,6 +210,17 @@ def _page(description: str, of: str) -> Answer:
     )
 
 
+def _ollama(description: str, **more: Schema) -> Answer:
+    """An answer, and a line of it where it streams."""
+    line = record({"model": STRING, "created_at": STRING, "done": BOOLEAN, **more})
+    return Answer(description, line, line, streams_lines=True, error="OllamaError")
+
+
+def _models(description: str) -> Answer:
+    model = record({"name": STRING, "model": STRING, "details": OBJECT})
+    return Answer(description, record({"models": array(model, 1)}), error="OllamaError")
+
+
 # by method and path
 ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("POST", "/v1/chat/completions"): Answer("a message", ref("ChatAnswer"), ref("ChatChunk")),
@@ -231,6 +245,18 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ),
     ("POST", "/v1/messages/count_tokens"): Answer(
         "the prompt's length", record({"input_tokens": INTEGER}), error="AnthropicError"
+    ),
+    ("POST", "/api/chat"): _ollama("a message", message=OBJECT),
+    ("POST", "/api/generate"): _ollama("the rest of the prompt", response=STRING),
+    ("POST", "/api/show"): Answer(
+        "one of them",
+        record({"model_info": OBJECT, "capabilities": array(STRING)}),
+        error="OllamaError",
+    ),
+    ("GET", "/api/tags"): _models("what is served"),
+    ("GET", "/api/ps"): _models("what is loaded"),
+    ("GET", "/api/version"): Answer(
+        "this server's", record({"version": STRING}), error="OllamaError"
     ),
     ("POST", "/v1/files"): Answer("what is kept now", ref("File")),
     ("GET", "/v1/files"): _page("what is kept", "File"),

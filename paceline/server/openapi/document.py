@@ -19,6 +19,7 @@ from paceline.server.bodies.rules import RequestRules
 from paceline.server.openapi.answers import ANSWERS, Answer, answer_schemas
 from paceline.server.openapi.requests import EXAMPLES, request_schemas, shared_schemas
 from paceline.server.openapi.schemas import STRING, Schema, record, ref
+from paceline.server.other_apis.ollama_request import LINES
 
 __all__ = ["openapi_document"]
 
@@ -78,7 +79,7 @@ def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
     document = get_openapi(
         title=app.title,
         version=app.version,
-        description="OpenAI's and Anthropic's APIs and vLLM's extensions; see docs/api.md.",
+        description="OpenAI's, Anthropic's and Ollama's APIs, vLLM's extensions; see docs/api.md.",
         routes=app.routes,
     )
     requests = request_schemas(rules)
@@ -149,7 +150,9 @@ def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | 
 
 def _content(answer: Answer) -> dict[str, Any]:
     content: dict[str, Any] = {answer.media_type: {"schema": answer.schema}}
-    if answer.events is not None:
+    if answer.events is not None and answer.streams_lines:
+        content[LINES] = {"schema": answer.events}
+    elif answer.events is not None:
         # what each event is, as OpenAPI 3.2 has it; OpenAI's streams end with [DONE]
         told = STRING | {"contentMediaType": "application/json", "contentSchema": answer.events}
         data = {"anyOf": [{"const": "[DONE]"}, told]} if answer.ends_with_done else told

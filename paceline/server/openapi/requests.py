@@ -33,6 +33,10 @@ from paceline.server.openapi.schemas import (
     string,
 )
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.other_apis.ollama_request import OPTIONS as OLLAMA_OPTIONS
+from paceline.server.other_apis.ollama_request import (
+    OPTIONS_NO_EFFECT as OLLAMA_OPTIONS_NO_EFFECT,
+)
 from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
 from paceline.server.other_apis.token_generate import BESIDE
 
@@ -47,6 +51,8 @@ EXAMPLES: Final[dict[str, Schema]] = {
     "/v1/messages": {"messages": _ASKED, "max_tokens": 16},
     "/v1/messages/count_tokens": {"messages": _ASKED},
     "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},
+    "/api/chat": {"messages": _ASKED, "stream": False, "options": {"num_predict": 16}},
+    "/api/generate": {"prompt": "One, two,", "stream": False, "options": {"num_predict": 8}},
     "/tokenize": {"prompt": "One, two,"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -139,6 +145,15 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         "/v1/completions": completion,
         "/v1/responses": _responses(rules),
         "/v1/messages": messages,
+        "/api/chat": _ollama(rules, _OLLAMA_CHAT, {"tools": chat["properties"]["tools"]}),
+        "/api/generate": _ollama(
+            rules,
+            {},
+            {"prompt": nullable(STRING), "system": nullable(STRING), "raw": nullable(BOOLEAN)},
+        ),
+        "/api/show": record(
+            {}, {"model": nullable(_ollama_model(rules)), "verbose": nullable(BOOLEAN)}
+        ),
         "/v1/messages/count_tokens": closed(record({"messages": _ANTHROPIC_MESSAGES}, count)),
         "/inference/v1/generate": closed(
             record(
@@ -386,3 +401,42 @@ def _messages(rules: RequestRules) -> Schema:
     optional |= dict.fromkeys(ANTHROPIC_NO_EFFECT, _IGNORED)
     required = {"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1, rules.max_model_len - 1)}
     return closed(record(required, optional))
+
+
+_OLLAMA_CHAT: Final[dict[str, Schema]] = {
+    "messages": array(
+        record({"role": string("system", "user", "assistant", "tool")}, {"content": STRING})
+    )
+}
+
+
+def _ollama_model(rules: RequestRules) -> Schema:
+    names = rules.served_model_names
+    return string(*names, *(f"{name}:latest" for name in names if ":" not in name))
+
+
+def _ollama(
+    rules: RequestRules,
+    required: dict[str, Schema],
+    optional: dict[str, Schema],
+) -> Schema:
+    sampling = _sampling(rules)
+    options = {name: sampling[same] for name, same in OLLAMA_OPTIONS.items()}
+    options["num_predict"] = nullable(integer(-2, max(1, rules.max_model_len - 1)))
+    options |= dict.fromkeys(OLLAMA_OPTIONS_NO_EFFECT, _IGNORED)
+    options["num_ctx"] = nullable(integer(0, rules.max_model_len))
+    return closed(
+        record(
+            required,
+            {
+                "model": nullable(_ollama_model(rules)),
+                **optional,
+                "stream": nullable(bounded(BOOLEAN, "true unless it says otherwise")),
+                "format": bounded({"type": ["string", "object", "null"]}, "json or a schema"),
+                "options": nullable(closed(record({}, options))),
+                "think": nullable({"const": False}),
+                "keep_alive": _IGNORED,
+                **{name: sampling[name] for name in ("slo", "priority", "cache_salt")},
+            },
+        )
+    )

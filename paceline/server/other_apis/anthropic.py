@@ -22,6 +22,7 @@ __all__ = [
     "count_tokens",
     "messages_answer",
     "messages_events",
+    "object_of",
     "parse_messages_api",
 ]
 
@@ -239,7 +240,12 @@ async def messages_answer(
         content.append({"type": "text", "text": said})
     for call in last.calls:
         content.append(
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.name,
+                "input": object_of(call.arguments),
+            }
         )
     return encode(
         _message(head)
@@ -260,7 +266,7 @@ def _message(head: AnswerHead) -> dict[str, Any]:
     }
 
 
-def _object(arguments: str) -> Any:
+def object_of(arguments: str) -> Any:
     """Arguments as the object they are; what was cut off by a limit is an empty one."""
     try:
         value = msgspec.json.decode(arguments)

@@ -1,0 +1,226 @@
+"""Ollama's API: ``/api/chat``, ``/api/generate``, and what its clients ask about models.
+
+Answers stream as lines of JSON unless ``stream`` is false; the last line has the counts and times,
+in nanoseconds. Bodies become those of chat and completions (``ollama_request``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from paceline.engine.types import GenerationOutput
+from paceline.http.fields import Fields
+from paceline.http.shortcut import Shortcut
+from paceline.server.bodies.protocol import ChatRequest, CompletionRequest, check_model
+from paceline.server.bodies.tool_calls import Call
+from paceline.server.bodies.wire import encode
+from paceline.server.openai.answers import AnswerHead, generation_request
+from paceline.server.openai.chat_pieces import chat_pieces
+from paceline.server.other_apis.anthropic import object_of
+from paceline.server.other_apis.ollama_request import OllamaRequest, served_name
+from paceline.server.prompts import sampling_for, truncated
+from paceline.server.service import Service
+
+__all__ = [
+    "ollama_answer",
+    "ollama_lines",
+    "running_models",
+    "served_models",
+    "shown_model",
+]
+
+_NS: Final = 1e9
+
+
+class _News(NamedTuple):
+    """What one delivery adds."""
+
+    text: str
+    # of the whole answer, with its last piece
+    calls: list[Call]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reason: str | None
+
+
+async def ollama_lines(
+    service: Service,
+    request: OllamaRequest,
+    request_id: str,
+    arrival: float,
+    _: Shortcut[GenerationOutput],
+) -> AsyncGenerator[bytes, None]:
+    """The lines of a streamed answer."""
+    async for value in _values(service, request, request_id, arrival):
+        yield encode(value) + b"\n"
+
+
+async def ollama_answer(
+    service: Service, request: OllamaRequest, request_id: str, arrival: float
+) -> bytes:
+    """The body of an answer that is not streamed: all lines as one."""
+    texts: list[str] = []
+    calls: list[Any] = []
+    last: dict[str, Any] = {}
+    async for last in _values(service, request, request_id, arrival):
+        said = last.get("message")
+        texts.append(last["response"] if said is None else said["content"])
+        calls += [] if said is None else said.get("tool_calls", [])
+    text = "".join(texts)
+    if "message" in last:
+        last["message"]["content"] = text
+        if calls:
+            last["message"]["tool_calls"] = calls
+    else:
+        last["response"] = text
+    return encode(last)
+
+
+async def _values(
+    service: Service, request: OllamaRequest, request_id: str, arrival: float
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The lines of an answer, not yet written."""
+    is_chat = request.is_chat
+
+    def line(text: str, **more: Any) -> dict[str, Any]:
+        value: dict[str, Any] = {"model": request.model, "created_at": _now()}
+        if is_chat:
+            return value | {"message": {"role": "assistant", "content": text}} | more
+        return value | {"response": text} | more
+
+    if request.nothing:
+        yield line("", done=True, done_reason=request.nothing)
+        return
+    head = AnswerHead.of("ollama", request_id, service.model_name)
+    first: float | None = None
+    async with aclosing(_news(service, request, head, arrival)) as news:
+        async for text, calls, num_prompt, num_output, reason in news:
+            if num_output and first is None:
+                first = time.monotonic()
+            if text:
+                yield line(text, done=False)
+            if calls and is_chat:
+                value = line("", done=False)
+                value["message"]["tool_calls"] = [_call(call) for call in calls]
+                yield value
+            if reason is not None:
+                ended = time.monotonic()
+                begun = ended if first is None else first
+                yield line(
+                    "",
+                    done=True,
+                    done_reason="length" if reason == "length" else "stop",
+                    total_duration=round(_NS * (ended - arrival)),
+                    # it was there before the request came
+                    load_duration=0,
+                    prompt_eval_count=num_prompt,
+                    prompt_eval_duration=round(_NS * (begun - arrival)),
+                    eval_count=num_output,
+                    eval_duration=round(_NS * (ended - begun)),
+                )
+
+
+async def _news(
+    service: Service, request: OllamaRequest, head: AnswerHead, arrival: float
+) -> AsyncGenerator[_News, None]:
+    asked = request.asked
+    assert asked is not None, "a request with nothing to do is answered at once"
+    if isinstance(asked, ChatRequest):
+        async with aclosing(chat_pieces(service, asked, head, arrival)) as pieces:
+            async for piece in pieces:
+                is_last, usage = piece.finish_reason is not None, piece.usage
+                yield _News(
+                    piece.text,
+                    piece.calls if is_last else [],
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                    piece.finish_reason,
+                )
+        return
+    outputs = await _start_raw(service, asked, head, arrival)
+    async with aclosing(outputs):
+        async for _, output in outputs:
+            (delta,) = output.choices or (None,)
+            yield _News(
+                "" if delta is None else delta.text,
+                [],
+                output.num_prompt_tokens,
+                output.num_output_tokens,
+                None if delta is None else delta.finish_reason,
+            )
+
+
+async def _start_raw(
+    service: Service, request: CompletionRequest, head: AnswerHead, arrival: float
+) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
+    options, most = request.options, service.rules.max_model_len
+    (ids,) = await service.prompts.completion(request)
+    prompt = truncated(ids, options, most)
+    bad_words = await service.prompts.bad_words(options.bad_words)
+    sampling = sampling_for(
+        prompt, options, max_model_len=most, default_max_tokens=None, bad_words=bad_words
+    )
+    return service.run((generation_request(head.engine_id(0), prompt, sampling, options, arrival),))
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"function": {"name": call.name, "arguments": object_of(call.arguments)}}
+
+
+def _now() -> str:
+    return _rfc3339(time.time())
+
+
+def _rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+# ---------------------------------------------------------------------------- models
+
+
+def _details(service: Service) -> dict[str, Any]:
+    return {"quantization_level": service.client.info.dtype}
+
+
+def served_models(service: Service) -> dict[str, Any]:
+    """The answer to ``/api/tags``."""
+    at = _rfc3339(service.created)
+    return {
+        "models": [
+            {"name": name, "model": name, "modified_at": at, "details": _details(service)}
+            for name in service.rules.served_model_names
+        ]
+    }
+
+
+def running_models(service: Service) -> dict[str, Any]:
+    """The answer to ``/api/ps``: the model that is served is always loaded."""
+    name = service.model_name
+    length = service.rules.max_model_len
+    model = {"name": name, "model": name, "details": _details(service), "context_length": length}
+    return {"models": [model]}
+
+
+def shown_model(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to ``/api/show``. Raises InvalidRequestError or UnknownModelError."""
+    fields = Fields(body)
+    name = fields.string("model") or fields.string("name") or service.model_name
+    fields.boolean("verbose", False)
+    check_model(Fields({"model": served_name(name, service.rules)}), service.rules)
+    info = service.client.info
+    template = service.client.tokenizer.chat_template_source
+    return {
+        "modified_at": _rfc3339(service.created),
+        "template": template or "",
+        "details": _details(service),
+        "model_info": {
+            "general.basename": info.model,
+            "paceline.context_length": service.rules.max_model_len,
+            "paceline.vocab_size": info.vocab_size,
+        },
+        "capabilities": ["completion", *(["tools"] if template and "tools" in template else [])],
+    }

@@ -1,0 +1,114 @@
+"""The endpoints of Ollama's API; those that change models are refused with what to do instead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+import paceline
+from paceline.http.errors import HttpError, Reply, error_response
+from paceline.server.bodies.protocol import RequestRules
+from paceline.server.bodies.targets import with_headers
+from paceline.server.errors import ollama_error_body
+from paceline.server.exchange import read_object, tenant_of
+from paceline.server.openai.routes import JSON_BODY, respond
+from paceline.server.other_apis.ollama import (
+    ollama_answer,
+    ollama_lines,
+    running_models,
+    served_models,
+    shown_model,
+)
+from paceline.server.other_apis.ollama_request import (
+    LINES,
+    OllamaRequest,
+    parse_ollama_chat,
+    parse_ollama_generate,
+)
+from paceline.server.responding import Handler, answering, encoded
+from paceline.server.service import Service
+
+__all__ = ["REFUSED_ROUTES", "ollama_router"]
+
+_MODELS: Final = (
+    "models are not changed over HTTP: paceline pull, list and rm do it, and serve --model chooses"
+)
+_EMBEDDINGS: Final = "this server has a model that generates text, and makes no embeddings"
+REFUSED_ROUTES: Final = {
+    ("POST", "/api/pull"): _MODELS,
+    ("POST", "/api/push"): _MODELS,
+    ("POST", "/api/create"): _MODELS,
+    ("POST", "/api/copy"): _MODELS,
+    ("DELETE", "/api/delete"): _MODELS,
+    ("POST", "/api/embed"): _EMBEDDINGS,
+    ("POST", "/api/embeddings"): _EMBEDDINGS,
+}
+
+
+def ollama_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    def failed(reply: Reply) -> bytes:
+        return ollama_error_body(reply) + b"\n"
+
+    async def run(
+        request: Request, parse: Callable[[dict[str, Any], RequestRules, str], OllamaRequest]
+    ) -> Response:
+        arrival = time.monotonic()
+        service.refuse_if_draining()
+        body = with_headers(await read_object(request, service.config), request.headers)
+        parsed = parse(body, service.rules, tenant_of(request, ""))
+        return await respond(
+            service, request, parsed, parsed, arrival, ollama_lines, ollama_answer, failed, LINES
+        )
+
+    async def ollama_chat(request: Request) -> Response:
+        return await run(request, parse_ollama_chat)
+
+    async def ollama_generate(request: Request) -> Response:
+        return await run(request, parse_ollama_generate)
+
+    async def ollama_show(request: Request) -> Response:
+        return encoded(shown_model(service, await read_object(request, service.config)))
+
+    async def ollama_tags(_request: Request) -> Response:
+        return encoded(served_models(service))
+
+    async def ollama_ps(_request: Request) -> Response:
+        return encoded(running_models(service))
+
+    async def ollama_version(_request: Request) -> Response:
+        return encoded({"version": paceline.__version__})
+
+    def add(method: str, path: str, handler: Handler, **more: Any) -> None:
+        router.add_api_route(
+            path,
+            answering(
+                service, handler, lambda reply, _: error_response(reply, ollama_error_body(reply))
+            ),
+            methods=[method],
+            response_model=None,
+            **more,
+        )
+
+    add("POST", "/api/chat", ollama_chat, openapi_extra=JSON_BODY)
+    add("POST", "/api/generate", ollama_generate, openapi_extra=JSON_BODY)
+    add("POST", "/api/show", ollama_show, openapi_extra=JSON_BODY)
+    add("GET", "/api/tags", ollama_tags)
+    add("GET", "/api/ps", ollama_ps)
+    add("GET", "/api/version", ollama_version)
+    for (method, path), why in REFUSED_ROUTES.items():
+        add(method, path, _refusing(why), name=path, include_in_schema=False)
+    return router
+
+
+def _refusing(why: str) -> Handler:
+    async def refuse(_request: Request) -> Response:
+        raise HttpError(404, why)
+
+    return refuse
