@@ -45,7 +45,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.common.machine import machine
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import (
@@ -56,6 +55,7 @@ from paceline.backends.native import (
 )
 from paceline.backends.native.pieces import traits
 from paceline.backends.rope import rotary_tables
+from paceline.bench.machine import machine
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
 from paceline.core.errors import ConfigError

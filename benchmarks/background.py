@@ -190,8 +190,8 @@ def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    from benchmarks.common.machine import machine
     from benchmarks.common.processes import free_port
+    from paceline.bench.machine import machine
 
     places, vocab = our_places()
     with tempfile.TemporaryDirectory() as folder:

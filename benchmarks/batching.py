@@ -48,7 +48,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common.machine import machine
+from paceline.bench.machine import machine
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.request import Request, RequestSpec

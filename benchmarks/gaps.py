@@ -91,8 +91,8 @@ def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, f
 
 
 def main() -> int:
-    from benchmarks.common.machine import machine
     from benchmarks.common.processes import free_port
+    from paceline.bench.machine import machine
 
     places, vocab = our_places()
     found: dict[str, tuple[list[Timing], list[Timing]]] = {name: ([], []) for name in BOUNDS}

@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from benchmarks.common.machine import machine
 from benchmarks.grammar_outputs import generate_all
+from paceline.bench.machine import machine
 from paceline.checkpoints.resolve import find_local
 from paceline.core.errors import PacelineError
 from paceline.core.grammar import Grammar

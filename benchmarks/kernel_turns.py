@@ -29,9 +29,9 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks import kernels
-from benchmarks.common.machine import machine
 from paceline.backends.native import NativeModel
 from paceline.backends.native.pieces import PackedMatrix, peak_rate, products_seconds
+from paceline.bench.machine import machine
 
 __all__ = ["Times", "main", "take_turns"]
 

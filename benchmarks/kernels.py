@@ -46,7 +46,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.machine import machine
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.pieces import (
@@ -58,6 +57,7 @@ from paceline.backends.native.pieces import (
 )
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
+from paceline.bench.machine import machine
 from paceline.checkpoints.base import expected_shapes
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.core.sampling_params import SamplingParams

@@ -39,11 +39,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.accuracy import usual_levels
-from benchmarks.common.machine import machine
 from benchmarks.kernels import BLOCK, CONFIG
 from paceline.backends.levels import PATH, fastest, parse
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.bench.machine import machine
 from paceline.checkpoints.base import expected_shapes
 from paceline.checkpoints.config import ModelConfig
 

@@ -28,9 +28,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common.machine import machine
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
+from paceline.bench.machine import machine
 
 STREAMS = 64
 QUICK = bool(os.environ.get("QUICK"))

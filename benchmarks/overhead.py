@@ -44,9 +44,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.client import body_lines, get
-from benchmarks.common.machine import machine
 from benchmarks.common.server import ReadyServer
 from benchmarks.common.statistics import Ratio, paired_ratio
+from paceline.bench.machine import machine
 
 STREAMS = 64
 TOKENS = 64

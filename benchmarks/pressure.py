@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.common.machine import machine
 from paceline.backends.null import NullBackend, expected_tokens
+from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.policies import FcfsPolicy, PolicyContext
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator

@@ -31,8 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import machine
 from benchmarks.common.statistics import paired_ratio
+from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import StepResult
 from paceline.core.predict.step_time import StepShape

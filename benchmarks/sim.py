@@ -45,10 +45,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import machine
 from benchmarks.common.statistics import percentile
 from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
 from benchmarks.sim_vllm import present, vllm
+from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.common.client import complete
-from benchmarks.common.machine import machine
 from benchmarks.common.processes import Process, Unavailable
 from benchmarks.common.server import PacelineServer
+from paceline.bench.machine import machine
 
 MODEL: Final = "smollm2-135m"
 ROUNDS: Final = 3 if os.environ.get("QUICK") else 7

@@ -37,10 +37,10 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.machine import machine
 from benchmarks.faults.rows import ROWS, Row, reference
 from benchmarks.faults.server import FaultyServer
 from benchmarks.faults.storage import Redis, disk_full, redis_gone, small_disk
+from paceline.bench.machine import machine
 
 FLAGS = (
     "--kv-cache-memory", "512MiB", "--max-engine-restarts", "60", "--stall-timeout", "20",

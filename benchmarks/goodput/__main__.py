@@ -49,7 +49,6 @@ from typing import Any
 
 from benchmarks.common.client import Timing
 from benchmarks.common.load import TRACE, name_lengths
-from benchmarks.common.machine import machine
 from benchmarks.common.ours import Ours, our_places
 from benchmarks.common.processes import Unavailable, free_port
 from benchmarks.common.server import Server
@@ -72,6 +71,7 @@ from benchmarks.goodput.loads import (
 )
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.pressure import wasted_tokens
+from paceline.bench.machine import machine
 
 QUICK = bool(os.environ.get("QUICK"))
 BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)

@@ -54,7 +54,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.load import TRACE, arrivals, name_lengths
-from benchmarks.common.machine import machine
 from benchmarks.common.processes import REPOSITORY, Unavailable, free_port
 from benchmarks.common.server import Server
 from benchmarks.common.setup import Peer, Places
@@ -67,6 +66,7 @@ from benchmarks.peers.report import OURS, offline_table, online_table
 from benchmarks.peers.rows import ROWS, Row, parse_row
 from benchmarks.peers.transformers_generate import Transformers
 from benchmarks.peers.vllm_cpu import VllmCpu
+from paceline.bench.machine import machine
 
 MODEL = "smollm2-135m"
 # weights/KV cache, best first

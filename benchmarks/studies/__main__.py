@@ -11,9 +11,9 @@ import sys
 import time
 from importlib import import_module
 
-from benchmarks.common.machine import machine
 from benchmarks.studies.common import Study
 from benchmarks.studies.page import DOCS, write_page
+from paceline.bench.machine import machine
 
 NAMES = (
     "ablation",

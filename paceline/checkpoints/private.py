@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FILE_MODE", "make_private_folder", "private_opener", "tighten"]
+__all__ = ["FILE_MODE", "make_private_folder", "private_opener", "tighten", "write_private"]
 
 FILE_MODE: Final = 0o600
 _FOLDER_MODE: Final = 0o700
@@ -22,6 +22,12 @@ _OTHERS: Final = 0o077
 def private_opener(path: str, flags: int) -> int:
     """The ``opener`` of ``open``: a file that it makes is its owner's alone."""
     return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
+def write_private(path: Path, text: str) -> None:
+    """A file of text in UTF-8, its owner's alone if it is new. Raises OSError."""
+    with open(path, "w", encoding="utf-8", opener=private_opener) as file:
+        file.write(text)
 
 
 def make_private_folder(path: Path) -> None:

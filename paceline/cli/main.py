@@ -21,7 +21,7 @@ __all__ = ["build_parser", "main"]
 # modules of this package, each with an ``add_parser``; in the order of --help
 _COMMANDS: Final = (
     "serve", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor", "plan",
-    "simulate",
+    "simulate", "bench",
 )  # fmt: skip
 
 _EPILOG = """\

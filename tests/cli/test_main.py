@@ -12,7 +12,7 @@ from paceline.cli.main import build_parser
 
 COMMANDS = (
     "serve", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor", "plan",
-    "simulate",
+    "simulate", "bench",
 )  # fmt: skip
 
 

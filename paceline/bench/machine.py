@@ -1,4 +1,4 @@
-"""What a benchmark was run on, for its JSON: one helper for all of them.
+"""What a benchmark was run on, for its JSON: one helper for all of them and ``paceline bench``.
 
 The clock is measured: a chain of additions that wait for one another, one a cycle, on one thread
 (what the system reports is often a nominal figure, in virtual machines always). The bandwidth is

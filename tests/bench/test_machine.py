@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import machine as module
-from benchmarks.common.machine import cpu_model, cpu_name, machine
 from paceline.backends.native import unavailable_reason, variants
+from paceline.bench import machine as module
+from paceline.bench.machine import cpu_model, cpu_name, machine
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_processor_is_named() -> None:
@@ -48,5 +48,5 @@ def test_every_benchmark_says_what_it_was_run_on() -> None:
     assert len(printing) >= 16
     for path in printing:
         text = path.read_text()
-        assert "from benchmarks.common.machine import machine" in text, path
+        assert "from paceline.bench.machine import machine" in text, path
         assert '"machine": ' in text, path

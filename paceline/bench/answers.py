@@ -1,0 +1,258 @@
+"""One answer, from the bytes of its connection and when they came.
+
+The driver feeds what it reads and asks for an :class:`Outcome`. Nothing here raises for what a
+server sends: an answer that is not HTTP, not a stream, not JSON or cut off is an outcome too.
+
+What streams look like differs between servers; understood are
+
+* ``data:`` lines with or without a space, comments, other fields, either line end;
+* text in ``text``, ``delta.content``, ``delta.reasoning_content`` or ``delta.reasoning``, and tool
+  calls; a first chunk with a role alone is not a token;
+* ``usage`` in any event; where a server has none, the chunks with text are counted;
+* an end by ``[DONE]``, or by a ``finish_reason`` alone.
+
+This module does not know clocks or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httptools
+import msgspec
+
+__all__ = ["REFUSALS", "Answer", "Outcome"]
+
+# a server that says so has no room now; anything else is a failure
+REFUSALS: Final = frozenset({429, 503})
+# of a line of a stream, and of a body that is no stream
+_MOST_BYTES: Final = 4 << 20
+_DETAIL_CHARS: Final = 200
+_TEXTS: Final = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request. Seconds of the driver's clock, from the start of the run."""
+
+    # in the order of the plan
+    number: int
+    # when it was to be sent; None: as soon as another had ended
+    due: float | None
+    sent: float
+    ended: float
+    # asked for; of a prompt from a file None
+    asked_prompt_tokens: int | None
+    asked_output_tokens: int
+    # 0 where there was no answer
+    status: int = 0
+    # "" for success, else a few words that group failures: "429", "cut off", "timeout"
+    failure: str = ""
+    # the server's or system's own words about it
+    detail: str = ""
+    # when each chunk with text came; one may hold several tokens
+    chunks: tuple[float, ...] = ()
+    # as the server counted them; None: it did not
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    # seconds to the first token, per token after it, and to the last; None: no such target
+    slo: tuple[float | None, float | None, float | None] = (None, None, None)
+    slo_class: str = "standard"
+    tenant: str = ""
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.failure) and self.status in REFUSALS
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens by the server's count, or chunks."""
+        return self.output_tokens or len(self.chunks)
+
+
+class Answer:
+    """Takes in one answer. Also the callbacks of httptools' parser."""
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._now = 0.0
+        self._status = 0
+        self._stream = False
+        self._has_length = False
+        # what is left of a line; of an answer that is no stream, its body so far
+        self._rest = b""
+        self._usage: Mapping[str, Any] = {}
+        self._finish_reason: str | None = None
+        self._finished_at = 0.0
+        self._ends = False
+        self._chunks: list[float] = []
+        self._failure = ""
+        self._detail = ""
+        # of an answer that is no stream
+        self.body = b""
+        # whether any byte came
+        self.begun = False
+        # whether all of the body came
+        self.complete = False
+        # whether the connection may be used again
+        self.reusable = False
+
+    @property
+    def status(self) -> int:
+        """0 until it is there."""
+        return self._status
+
+    @property
+    def done(self) -> bool:
+        """Whether more bytes would change nothing."""
+        return self.complete or bool(self._failure)
+
+    def feed(self, now: float, data: bytes) -> None:
+        """Take in bytes that came at ``now``; none at all is the connection's end."""
+        self._now = now
+        if not data:
+            # without a length the end of the connection is that of the body
+            if self._status and not self._has_length and not self.complete:
+                self.on_message_complete()
+            elif not self.complete:
+                self.fail("cut off" if self.begun else "no answer", "the connection was closed")
+            return
+        self.begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            # bytes after the end are no matter of this answer, only of its connection
+            if self.complete:
+                self.reusable = False
+            else:
+                self.fail("not HTTP", str(error) or type(error).__name__)
+
+    def fail(self, failure: str, detail: str) -> None:
+        """It ends here. Of several failures the first counts."""
+        if not self._failure:
+            self._failure, self._detail = failure, " ".join(detail.split())[:_DETAIL_CHARS]
+
+    # ---------------------------------------------------------------- the parser's
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            # unasked for: the parser stops here, and the connection is not used again
+            raise ValueError("a second answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-type":
+            self._stream = value.lower().startswith(b"text/event-stream")
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        self._stream = self._stream and self._status == 200
+
+    def on_body(self, data: bytes) -> None:
+        self._rest += data
+        if self._stream:
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                self._line(line)
+        if len(self._rest) > _MOST_BYTES:
+            self.fail("too long", f"more than {_MOST_BYTES} bytes without an end")
+
+    def on_message_complete(self) -> None:
+        if 100 <= self._status < 200:
+            self._status = 0
+            return
+        self.complete = True
+        self.reusable = self._has_length and self._parser.should_keep_alive()
+        self.body = b"" if self._stream else self._rest
+        if self._stream:
+            self._line(self._rest)
+            self._close_stream()
+        elif self._status != 200:
+            self.fail(str(self._status), _message(self._rest))
+        else:
+            self.fail("no stream", f"the answer is not text/event-stream: {_message(self._rest)}")
+        self._rest = b""
+
+    # ---------------------------------------------------------------- the stream's
+
+    def _line(self, line: bytes) -> None:
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self._ends = True
+            return
+        try:
+            event = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.fail("not JSON", data[:_DETAIL_CHARS].decode(errors="replace"))
+            return
+        if not isinstance(event, dict):
+            self.fail("not JSON", data[:_DETAIL_CHARS].decode(errors="replace"))
+            return
+        if event.get("error"):
+            self.fail("error in the stream", _message(data))
+            return
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            self._usage = usage
+        choices = event.get("choices")
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            self._choice(choices[0])
+
+    def _choice(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta")
+        if choice.get("text") or (
+            isinstance(delta, dict) and any(delta.get(name) for name in _TEXTS)
+        ):
+            self._chunks.append(self._now)
+        reason = choice.get("finish_reason")
+        if isinstance(reason, str):
+            self._finish_reason, self._finished_at = reason, self._now
+
+    def _close_stream(self) -> None:
+        if not self._ends and self._finish_reason is None:
+            self.fail("cut off", "the stream ended without [DONE] or a finish_reason")
+        elif not self._chunks and _count(self._usage, "completion_tokens"):
+            # tokens without text, such as an end of sequence alone
+            self._chunks.append(self._finished_at or self._now)
+        elif not self._chunks:
+            self.fail("no token", "the stream has neither text nor counted tokens")
+
+    def results(self) -> dict[str, Any]:
+        """The fields of an Outcome that the answer decides."""
+        details = self._usage.get("prompt_tokens_details")
+        return {
+            "status": self._status,
+            "failure": self._failure,
+            "detail": self._detail,
+            "chunks": tuple(self._chunks),
+            "prompt_tokens": _count(self._usage, "prompt_tokens"),
+            "output_tokens": _count(self._usage, "completion_tokens"),
+            "cached_tokens": _count(details, "cached_tokens"),
+            "finish_reason": self._finish_reason,
+        }
+
+
+def _count(values: Any, name: str) -> int | None:
+    """A count that a server gave, or None: true, -1 and "many" are none."""
+    value = values.get(name) if isinstance(values, dict) else None
+    return value if type(value) is int and value >= 0 else None
+
+
+def _message(body: bytes) -> str:
+    """The words of an error in JSON, whatever its form; else the beginning of the body."""
+    try:
+        value: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body[:_DETAIL_CHARS].decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(value, dict) and value.get(name):
+            value = value[name]
+    return value if isinstance(value, str) else str(value)
