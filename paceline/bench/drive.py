@@ -115,7 +115,8 @@ class _Connections:
         try:
             writer.write(request)
             while not answer.done:
-                answer.feed(self._clock(), await reader.read(_READ_BYTES))
+                data = await reader.read(_READ_BYTES)
+                answer.feed(self._clock(), data)
         except OSError as error:
             answer.fail("cut off" if answer.begun else "no answer", str(error))
         finally:

@@ -106,6 +106,17 @@ def test_another_dialect(command: Command) -> None:
     assert fake.bodies[-1]["max_tokens"] == 128
 
 
+def test_tokens_come_when_the_server_sends_them(command: Command, tmp_path: Path) -> None:
+    """Each of four chunks 50 ms after the one before, the first after the request."""
+    output = tmp_path / "run.json"
+    with start_fake(tokens=4, seconds=0.05) as fake:
+        flags = ("--url", f"127.0.0.1:{fake.port}", "--model", "m", "--output", output)
+        figures(command, *flags, "--concurrency", 2, "--num-requests", 6)
+    for request in json.loads(output.read_text())["requests"]:
+        for index, at in enumerate(request["chunks"], 1):
+            assert request["sent"] + 0.05 * index <= at <= request["ended"]
+
+
 def test_bad_manners_are_counted(command: Command) -> None:
     manners = ("good", "429", "cut", "garbage", "html", "hang")
     with start_fake(*manners) as fake:
