@@ -23,7 +23,7 @@ examples:
   paceline bench --rate 4 --num-requests 200 --slo-ttft-ms 1000 --slo-tpot-ms 100
   paceline bench --url http://gpu1:8000 --concurrency 64 --duration 60 --ignore-eos
   paceline bench --rate 8 --arrivals bursty --input-len 'lognormal(1020,0.8)' \\
-      --output-len 'uniform(50,200)'
+      --output-len 'uniform(50,200)' --html report.html
   paceline bench --trace azure.csv --send-slo --slo-ttft-ms 1000 --output run.json
 
 Any server with OpenAI's streaming chat or completions will do; docs/bench.md says what the figures
@@ -158,6 +158,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         help="JSON with every request's times, this machine and the settings",
     )
+    group.add_argument("--html", type=Path, metavar="FILE", help="one page with plots")
     parser.set_defaults(run=run)
 
 
@@ -286,19 +287,24 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _write(
     args: argparse.Namespace, report: Report, settings: dict[str, Any], began: float
 ) -> None:
-    if args.output is None:
+    if args.output is None and args.html is None:
         return
     from paceline import __version__
     from paceline.bench.machine import machine
+    from paceline.bench.page import bench_page
 
-    about = {
+    about: dict[str, Any] = {
         "paceline_bench": 1,
         "paceline": __version__,
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
         "settings": settings,
         "machine": machine(),
     }
-    _save(args.output, json.dumps(about | report.as_json()) + "\n")
+    if args.output is not None:
+        _save(args.output, json.dumps(about | report.as_json()) + "\n")
+    if args.html is not None:
+        shown = settings | {name: about[name] for name in ("began", "paceline")}
+        _save(args.html, bench_page(report, shown, about["machine"]))
 
 
 def _save(path: Path, text: str) -> None:

@@ -141,6 +141,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "against rate",
     )
     group.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="one page with the table and, without matplotlib, the same plots",
+    )
+    group.add_argument(
         "--timeline",
         type=Path,
         metavar="FILE",
@@ -188,6 +194,8 @@ def run(args: argparse.Namespace) -> int:
         results = [_simulate(point) for point in points]
     if args.plot is not None:
         _plot(args.plot, results)
+    if args.html is not None:
+        _write_page(args, results)
     if args.json:
         print(json.dumps({"runs": [result.entry for result in results]}))
         return 0
@@ -231,6 +239,47 @@ def _plot(path: Path, results: list[_Result]) -> None:
         title="Requests within their targets, simulated",
         at_most_x="all of them",
     )
+
+
+def _write_page(args: argparse.Namespace, results: list[_Result]) -> None:
+    from paceline.checkpoints.private import write_private
+    from paceline.sim.report.page import Section, html_page, latency_charts
+    from paceline.sim.report.svg import Chart, Series
+    from paceline.sim.report.table import comparison
+
+    sections = [Section("Figures", tables=[comparison([result.summary for result in results])])]
+    loads: dict[float, list[_Result]] = {}
+    policies: dict[str, list[_Result]] = {}
+    for result in sorted(results, key=lambda result: result.entry["offered_rate"]):
+        loads.setdefault(result.entry["speedup"], []).append(result)
+        policies.setdefault(result.entry["policy"], []).append(result)
+    if len(loads) > 1:
+        charts = []
+        for title, unit, most, figure in (
+            ("Goodput against the rate offered", "goodput, requests/s", "all of them", "goodput"),
+            ("Attainment against the rate offered", "share within targets", "", "attainment"),
+        ):
+            curves = [
+                Series(name, [(r.entry["offered_rate"], getattr(r.summary, figure)) for r in line])
+                for name, line in policies.items()
+            ]
+            y_max = None if most else 1.02
+            charts.append(
+                Chart(title, "requests/s offered", unit, curves, y_max=y_max, at_most_x=most)
+            )
+        sections.append(Section("Loads", charts))
+    for speedup, runs in loads.items():
+        title = "Latencies" if len(loads) == 1 else f"Latencies at {speedup:g} times the load"
+        charts = latency_charts({result.summary.name: result.metrics for result in runs})
+        sections.append(Section(title, charts))
+    asked = [["setting", ""], ["workload", args.workload], ["step times", args.step_times]]
+    asked += [["seed", str(args.seed)], ["replicas", str(args.replicas)]]
+    sections.append(Section("Settings", tables=[asked]))
+    count = max(result.summary.requests for result in results)
+    try:
+        write_private(args.html, html_page(f"{count} requests, simulated", sections))
+    except OSError as error:
+        raise ConfigError(f"{args.html}: cannot be written: {error}") from error
 
 
 def _simulate(point: _Point) -> _Result:

@@ -14,6 +14,7 @@ import pytest
 from tests.bench.fake_server import start_fake
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
+from tests.sim.report.test_page import parse
 
 STEP = 0.004
 
@@ -32,10 +33,11 @@ def figures(command: Command, *flags: object) -> dict[str, Any]:
 
 
 def test_our_own_server(server: ServerProcess, command: Command, tmp_path: Path) -> None:
-    output = tmp_path / "run.json"
+    output, page = tmp_path / "run.json", tmp_path / "run.html"
     flags = (
         "--rate", 40, "--num-requests", 30, "--input-len", "uniform(50,90)", "--output-len", 20,
         "--ignore-eos", "--slo-ttft-ms", 5000, "--slo-tpot-ms", 1, "--output", output,
+        "--html", page,
     )  # fmt: skip
     done = command("bench", "--url", server.address, *flags)
     assert done.returncode == 0, done.stderr
@@ -57,7 +59,10 @@ def test_our_own_server(server: ServerProcess, command: Command, tmp_path: Path)
     assert values["settings"]["rate"] == 40 and values["settings"]["model"] == "null"
     assert values["machine"]["cores"] >= 1
     assert re.search(r"\| TPOT +\|", done.stdout)
-    assert os.stat(output).st_mode & 0o077 == 0
+    assert (os.stat(output).st_mode | os.stat(page).st_mode) & 0o077 == 0
+    tree = parse(page.read_text())
+    assert "30 requests to null" in "".join(tree.itertext())
+    assert len(list(tree.iter("svg"))) == 6
 
 
 def test_a_closed_loop_on_completions(server: ServerProcess, command: Command) -> None:

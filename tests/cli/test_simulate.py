@@ -19,6 +19,7 @@ from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.sim.step_times.spec import open_step_times
 from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
+from tests.sim.report.test_page import parse
 
 WORKLOAD = "synthetic:rate=20,prompt=lognormal(200,1),output=lognormal(30,1),n=60"
 BASE = ("simulate", "--workload", WORKLOAD)
@@ -321,3 +322,22 @@ def test_tenants_have_figures_of_their_own(capsys: pytest.CaptureFixture[str]) -
     assert set(found["by_tenant"]) == {"a", "b"}
     assert main([*flags]) == 0
     assert "TTFT mean of tenant b ms" in capsys.readouterr().out
+
+
+def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table's cells and a chart for each latency of each load, and one for the loads."""
+    path = tmp_path / "page.html"
+    flags = (*FIXED, "--policy", "fcfs,sjf", "--html", str(path))
+    assert main(list(flags)) == 0
+    tree = parse(path.read_text())
+    cells = {cell.text for cell in tree.iter("td")}
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    (row,) = (line for line in table.splitlines() if "TTFT mean" in line)
+    assert {cell.strip() for cell in row.split("|")[2:4]} <= cells
+    assert len(list(tree.iter("svg"))) == 3
+    assert path.stat().st_mode & 0o077 == 0
+    assert main([*flags, "--speedup", "1,2"]) == 0
+    tree = parse(path.read_text())
+    assert len(list(tree.iter("svg"))) == 2 + 2 * 3
+    assert "Latencies at 2 times the load" in "".join(tree.itertext())
+    assert main([*FIXED, "--html", str(tmp_path / "no" / "page.html")]) == 2

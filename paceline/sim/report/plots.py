@@ -15,6 +15,7 @@ import numpy as np
 from paceline.checkpoints.private import private_opener
 from paceline.core.errors import ConfigError
 from paceline.sim.report.metrics import Metrics
+from paceline.sim.report.page import NAMES, SHOWN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,10 +26,6 @@ __all__ = ["plot_cdfs", "plot_curves"]
 _FORMATS = (".png", ".svg", ".pdf")
 # steps of a curve drawn at most; a screen shows no more
 _MAX_POINTS = 2000
-# per cent of the requests of a run that a distribution shows: the last few would leave the others
-# no room on an axis that begins at zero
-_SHOWN = 99.5
-_NAMES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2e": "End to end"}
 
 
 def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> None:
@@ -47,7 +44,7 @@ def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> No
             values = np.sort(metrics.values(metric)) * 1e3
             if not len(values):
                 continue
-            most = max(most, float(np.percentile(values, _SHOWN)))
+            most = max(most, float(np.percentile(values, SHOWN)))
             at = np.unique(np.linspace(0, len(values) - 1, _MAX_POINTS).astype(int))
             # from the origin, or a curve would begin in the air
             x = np.concatenate(([0.0], values[at]))
@@ -57,7 +54,7 @@ def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> No
         for target in targets:
             axis.axvline(target, color="black", linestyle="--", linewidth=1.0)
             axis.annotate(f" target {target:g}", (target, 0.02), fontsize="small")
-        axis.set_title(_NAMES[metric])
+        axis.set_title(NAMES[metric])
         axis.set_xlabel(f"{metric.upper()} (ms)")
         axis.set_xlim(0.0, 1.05 * max([most, *targets]) or 1.0)
         axis.set_ylim(0.0, 1.02)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.sim.report.metrics import Distribution, Summary
 
-__all__ = ["side_by_side", "text_table"]
+__all__ = ["comparison", "side_by_side", "text_table"]
 
 _Cell = Callable[[Summary], str]
 # tenants with rows of their own, at most; JSON has all
@@ -32,13 +32,18 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def side_by_side(runs: Sequence[Summary]) -> str:
-    """The table of ``paceline simulate``. Figures that no run has are left out."""
+    """The table of ``paceline simulate``."""
+    return text_table(comparison(runs))
+
+
+def comparison(runs: Sequence[Summary]) -> list[list[str]]:
+    """Its cells, the first row its head. Figures that no run has are left out."""
     rows = [["", *(run.name for run in runs)]]
     for label, cell in _rows(runs):
         cells = [cell(run) for run in runs]
         if any(text != "-" for text in cells):
             rows.append([label, *cells])
-    return text_table(rows)
+    return rows
 
 
 def _rows(runs: Sequence[Summary]) -> list[tuple[str, _Cell]]:
