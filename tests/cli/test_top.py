@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from paceline.cli.top.frame import make_frame, quantile
+from paceline.cli.top.frame import Frame, Quantiles, TenantRow, make_frame, quantile
 from paceline.cli.top.scrape import Scrape, Source, parse_metrics
 from paceline.cli.top.view import render
 from paceline.core.errors import ConfigError
@@ -123,13 +124,43 @@ def test_tenants_by_what_they_took() -> None:
     console.file.close()
     text = console.export_text()
     assert "the first 5, 3 more" in text and "10 (1 shed)" in text
-    assert "75%" in text and "200.0 ms" in text and "idle3" not in text
+    assert "75%" in text and "200 ms" in text and "idle3" not in text
     assert make_frame(BEFORE, AFTER).tenants == () and "tenant" not in text_of()
 
 
-def text_of(**changes: Any) -> str:
-    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(render(make_frame(BEFORE, AFTER), "http://x/metrics", **changes))
+def test_below_the_lowest_bound_nothing_is_known() -> None:
+    """All waited less than 0.3 s: that is said, and not 150 ms."""
+
+    def queue(at: float, count: int) -> Scrape:
+        name = "vllm:request_queue_time_seconds_bucket"
+        bounds = ("0.3", "0.5", "+Inf")
+        return scrape(at, *(f'{name}{{le="{bound}"}} {count}' for bound in bounds))
+
+    frame = make_frame(queue(1.0, 5), queue(2.0, 25))
+    assert frame.queue == Quantiles(0.3, 0.3, 20, 0.3)
+    assert "queued <300 ms / <300 ms" in text_of(frame)
+    assert quantile(0.5, {0.3: 4.0, 0.5: 10.0, math.inf: 10.0}) == pytest.approx(0.3 + 0.2 / 6)
+
+
+def test_shares_of_time_are_never_more_than_all_of_it() -> None:
+    """The engine counted 0.3 s by the end of its step, 0.2 s after the reading before."""
+
+    def held(at: float, memory: float, slots: float) -> Scrape:
+        name = "paceline:queue_held_seconds_total"
+        return scrape(
+            at, f'{name}{{reason="memory"}} {memory}', f'{name}{{reason="slots"}} {slots}'
+        )
+
+    frame = make_frame(held(1.0, 5.0, 1.0), held(1.2, 5.2, 1.1))
+    assert frame.held_share == {"memory": pytest.approx(2 / 3), "slots": pytest.approx(1 / 3)}
+    assert make_frame(held(1.0, 5.0, 1.0), held(1.2, 5.1, 1.0)).held_share == {
+        "memory": pytest.approx(0.5)
+    }
+
+
+def text_of(frame: Frame | None = None, *, width: int = 140, **changes: Any) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(frame or make_frame(BEFORE, AFTER), "http://x/metrics", **changes))
     console.file.close()
     return console.export_text()
 
@@ -137,10 +168,11 @@ def text_of(**changes: Any) -> str:
 def test_what_people_see() -> None:
     text = text_of()
     for words in (
-        "held up by memory (not enough KV blocks); memory 25%",
+        "held up by memory (not enough KV blocks)",
+        "of the time  memory 25%",
         "step 20.0 ms",
         "predicted 30.0 ms",
-        "prefill/step 20.0",
+        "prefill tokens 20.0",
         "30.0%",
         "84.5%",
         "ttft 7",
@@ -150,6 +182,56 @@ def test_what_people_see() -> None:
         assert words in text, text
     assert "NOT READY" not in text
     assert "it is gone" in text_of(problem="it is gone")
+
+
+def test_eighty_columns_are_enough() -> None:
+    """Of a busy server no word is cut or broken, and every line fits."""
+    frame = make_frame(BEFORE, AFTER)
+    (row,) = frame.classes
+    classes = tuple(
+        replace(row, name=name, running=1200, waiting=20_000, ended=1000, kv_blocks=100_000)
+        for name in ("interactive", "standard", "batch")
+    )
+    times = Quantiles(0.412, 12.34, 9, 0.001)
+    tenant = TenantRow("somebody-with-a-long-name", 123, 4567, 12, 123_456.0, 0.5, 0.412, 0.993)
+    frame = replace(
+        frame,
+        classes=classes,
+        tenants=(tenant, replace(tenant, name="another")),
+        running=3600,
+        waiting=60_000,
+        output_tokens_per_s=123_456.0,
+        prompt_tokens_per_s=1_234_567.0,
+        ttft=times,
+        inter_token=Quantiles(0.01, 0.0987, 9, 0.01),
+        queue=times,
+        held_share=dict.fromkeys(("memory", "slots", "budget", "policy", "pace"), 0.2),
+        refused={"queue-full": 12, "predicted-wait": 345},
+        cost_per_million_tokens=0.1234,
+        pressure_level=4,
+        kv_host_total=10_000,
+        wasted_tokens_per_s={"recompute": 123.0, "discarded": 45.0},
+        kv_blocks={
+            "interactive": 12_000,
+            "standard": 3000,
+            "batch": 8,
+            "prefix_cache": 5,
+            "free": 1,
+        },
+    )
+    text = text_of(frame, width=80)
+    assert "…" not in text.replace("somebody-with-a-l…", "")
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines) and len(lines) <= 32
+    for words in (
+        "waiting 60000", "prompt 1234567", "0.1234 per million tokens",
+        "TTFT 412 ms / 12.34 s   ITL <10.0 ms / 98.7 ms", "queued 412 ms / 12.34 s",
+        "memory 20%   slots 20%   budget 20%   policy 20%   pace 20%",
+        "another", "4567 (12 shed)", "99.3%",
+        "queue-full 12   predicted-wait 345", "interactive", "running", "since start", "ttft 7",
+        "preemptions/s 0.0   host blocks 0/10000   pressure valve refusing",
+    ):  # fmt: skip
+        assert words in text, text
 
 
 @pytest.mark.parametrize(

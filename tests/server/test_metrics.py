@@ -138,6 +138,9 @@ async def test_counts() -> None:
     assert metric(text, "vllm:prefix_cache_hits_total") >= 32
     for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
         assert metric(text, f"vllm:{name}_seconds_count") == 3
+    # waits of a step or two can be told from one another, and vLLM's bounds are there too
+    for bound in ("0.001", "0.01", "0.3", "7680.0"):
+        assert metric(text, "vllm:request_queue_time_seconds_bucket", le=bound) <= 3
     assert metric(text, "vllm:request_prompt_tokens_sum") == 84
     assert metric(text, "vllm:request_generation_tokens_sum") == 121
     assert metric(text, "vllm:request_max_num_generation_tokens_sum") == 61

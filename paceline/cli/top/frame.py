@@ -13,11 +13,14 @@ __all__ = ["ClassRow", "Frame", "Quantiles", "TenantRow", "make_frame", "quantil
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a histogram's observations between two readings, in seconds; None without any."""
+    """Of a histogram's observations between two readings, in seconds; None without any. One that is
+    ``floor`` is that or less: how much less, the histogram cannot say."""
 
     p50: float | None
     p99: float | None
     count: int
+    # the lowest bound of the histogram
+    floor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Frame:
     tenants: tuple[TenantRow, ...]
     # what holds the head of the queue up now; None: nobody waits
     held_by: str | None
-    # share of the time that the head of the queue was held up, by reason
+    # share of the time that the head of the queue was held up, by reason; 1 in all at most
     held_share: Mapping[str, float]
     # steps, and the tokens in one on average: of prompts, and one apiece of running requests
     steps_per_s: float
@@ -124,6 +127,9 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     held = after.by("paceline:queue_held", "reason")
     host = after.by("paceline:kv_host_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
+    waited = grew_by("paceline:queue_held_seconds_total", "reason")
+    # the engine counts at its steps, so what a reading has may be of more time than was between two
+    held_time = max(seconds, sum(waited.values()))
     return Frame(
         model=after.label("vllm:num_requests_running", "model_name") or "",
         interval=seconds,
@@ -134,11 +140,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         classes=_classes(before, after),
         tenants=_tenants(before, after, seconds),
         held_by=next((reason for reason, on in held.items() if on), None),
-        held_share={
-            reason: share / seconds
-            for reason, share in grew_by("paceline:queue_held_seconds_total", "reason").items()
-            if share > 0
-        },
+        held_share={reason: held / held_time for reason, held in waited.items() if held > 0},
         steps_per_s=steps / seconds,
         prefill_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="prefill"), steps),
         decode_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
@@ -247,12 +249,15 @@ def _quantiles(before: Scrape, after: Scrape, name: str) -> Quantiles:
         float(bound): count - then.get(bound, 0.0)
         for bound, count in after.by(f"{name}_bucket", "le").items()
     }
-    return Quantiles(quantile(0.5, counts), quantile(0.99, counts), int(counts.get(math.inf, 0.0)))
+    total = int(counts.get(math.inf, 0.0))
+    floor = min(counts, default=0.0)
+    return Quantiles(quantile(0.5, counts), quantile(0.99, counts), total, floor)
 
 
 def quantile(share: float, counts: Mapping[float, float]) -> float | None:
     """Of a histogram, as PromQL's ``histogram_quantile`` estimates it: linear within a bucket, and
-    the last finite bound for what lies beyond.
+    the last finite bound for what lies beyond. But within the lowest bucket it is that bucket's
+    bound: zero is no observation to draw a line from, and half of 0.3 s no estimate of 1 ms.
 
     Args:
         counts: observations up to and including each bound, infinity among them.
@@ -265,6 +270,8 @@ def quantile(share: float, counts: Mapping[float, float]) -> float | None:
         if counts[bound] >= wanted:
             if bound == math.inf:
                 return under
+            if not under:
+                return bound
             inside = counts[bound] - below
             return under + (bound - under) * ((wanted - below) / inside if inside else 1.0)
         below, under = counts[bound], bound

@@ -14,7 +14,8 @@ from paceline.cli.top.frame import Frame, Quantiles
 
 __all__ = ["render"]
 
-_BAR: Final = 40
+# of a terminal of 80 columns, inside of a frame
+_BAR: Final = 72
 # lines of the table of tenants
 _MAX_TENANTS: Final = 5
 _COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
@@ -62,55 +63,63 @@ def _head(frame: Frame, url: str, problem: str) -> RenderableType:
 
 
 def _batch(frame: Frame) -> RenderableType:
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+
+    def row(label: str, *parts: str, style: str = "") -> None:
+        grid.add_row(label, Text("   ".join(parts), style))
+
+    row(
+        "requests",
         f"running {frame.running}",
         f"waiting {frame.waiting}",
-        f"requests/s {frame.requests_per_s:.1f}",
-        f"output tokens/s {frame.output_tokens_per_s:.0f}",
-        f"prompt tokens/s {frame.prompt_tokens_per_s:.0f}",
+        f"ended/s {frame.requests_per_s:.1f}",
     )
-    prefill, decode = frame.prefill_tokens_per_step, frame.decode_tokens_per_step
-    grid.add_row(
-        f"steps/s {frame.steps_per_s:.1f}",
-        f"prefill/step {_plain(prefill)}",
-        f"decode/step {_plain(decode)}",
+    row(
+        "tokens/s",
+        f"output {frame.output_tokens_per_s:.0f}",
+        f"prompt {frame.prompt_tokens_per_s:.0f}",
+        f"prefix cache {_percent(frame.prefix_cache_hit_rate)}",
+    )
+    row(
+        "steps/s",
+        f"{frame.steps_per_s:.1f}",
         f"step {_time(frame.step_seconds)}",
         f"predicted {_time(frame.predicted_step_seconds)}",
     )
-    grid.add_row(
+    row(
+        "in a step",
+        f"prefill tokens {_plain(frame.prefill_tokens_per_step)}",
+        f"decode tokens {_plain(frame.decode_tokens_per_step)}",
+    )
+    row(
+        "p50 / p99",
         f"TTFT {_pair(frame.ttft)}",
         f"ITL {_pair(frame.inter_token)}",
-        f"queued {_pair(frame.queue)}",
-        f"prefix cache {_percent(frame.prefix_cache_hit_rate)}",
-        ""
-        if frame.cost_per_million_tokens is None
-        else f"cost/1M tokens {frame.cost_per_million_tokens:.4g}",
     )
-    return Panel(Group(grid, _queue(frame)), title="batch (p50 / p99)", title_align="left")
-
-
-def _queue(frame: Frame) -> Text:
+    row("", f"queued {_pair(frame.queue)}")
     if frame.held_by is None:
-        line = Text("queue: nobody is held up", "dim")
+        row("queue", "nobody is held up", style="dim")
     else:
         reason = _REASONS.get(frame.held_by, frame.held_by)
-        line = Text(f"queue: held up by {frame.held_by} ({reason})", "yellow")
+        row("queue", f"held up by {frame.held_by} ({reason})", style="yellow")
     if frame.held_share:
         shares = sorted(frame.held_share.items(), key=lambda item: -item[1])
-        line.append("; ".join(["", *(f"{name} {share:.0%}" for name, share in shares)]), "dim")
+        row("of the time", *(f"{name} {share:.0%}" for name, share in shares))
     if frame.refused:
-        refused = ", ".join(f"{count} {reason}" for reason, count in frame.refused.items())
-        line.append(f"; refused: {refused}", "red")
-    return line
+        row("refused", *(f"{why} {count}" for why, count in frame.refused.items()), style="red")
+    if frame.cost_per_million_tokens is not None:
+        row("cost", f"{frame.cost_per_million_tokens:.4g} per million tokens")
+    return Panel(grid, title="batch", title_align="left")
 
 
 def _classes(frame: Frame) -> RenderableType:
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    table.add_column("class")
-    for name in ("running", "waiting", "ended", "on target", "since start", "KV blocks"):
-        table.add_column(name, justify="right")
-    table.add_column("missed")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table.add_column("class", max_width=16, no_wrap=True)
+    for name in ("running", "waiting", "ended", "met", "since start", "blocks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("missed", ratio=1)
     for row in frame.classes:
         missed = ", ".join(f"{kind} {count}" for kind, count in row.violations.items())
         table.add_row(
@@ -128,9 +137,9 @@ def _classes(frame: Frame) -> RenderableType:
 
 
 def _tenants(frame: Frame) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    table.add_column("tenant", max_width=24, no_wrap=True, overflow="ellipsis")
-    for name in ("unfinished", "ended", "tokens/s", "share", "TTFT mean", "on target"):
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table.add_column("tenant", max_width=18, no_wrap=True, overflow="ellipsis")
+    for name in ("open", "ended", "tokens/s", "share", "TTFT mean", "met"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in frame.tenants[:_MAX_TENANTS]:
         table.add_row(
@@ -155,13 +164,15 @@ def _memory(frame: Frame) -> RenderableType:
         colour = _IDLE.get(owner, _COLOURS[place % len(_COLOURS)])
         bar.append("█" * max(1, round(_BAR * count / total)), colour)
         legend.append(f"  {owner} {count}", colour)
-    line = Text(f"preemptions/s {frame.preemptions_per_s:.1f}")
-    for cause, rate in frame.wasted_tokens_per_s.items():
-        line.append(f"   {cause} tokens/s {rate:.0f}", "yellow")
+    parts = [f"preemptions/s {frame.preemptions_per_s:.1f}"]
     if frame.kv_host_total:
-        line.append(f"   host blocks {frame.kv_host_used}/{frame.kv_host_total}")
+        parts.append(f"host blocks {frame.kv_host_used}/{frame.kv_host_total}")
     level = min(frame.pressure_level, len(_PRESSURE) - 1)
-    line.append(f"   pressure valve {_PRESSURE[level]}", "yellow" if level else "")
+    line = Text("   ".join([*parts, f"pressure valve {_PRESSURE[level]}"]))
+    line.stylize("yellow" if level else "", len("   ".join(parts)))
+    if frame.wasted_tokens_per_s:
+        wasted = (f"{cause} {rate:.0f}" for cause, rate in frame.wasted_tokens_per_s.items())
+        line.append(f"\nwasted tokens/s: {'   '.join(wasted)}", "yellow")
     return Panel(
         Group(bar, legend, line), title=f"KV cache {frame.kv_usage:.0%}", title_align="left"
     )
@@ -186,8 +197,17 @@ def _coloured(value: float | None) -> Text:
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _pair(times: Quantiles) -> str:
-    return "-" if times.p50 is None else f"{_time(times.p50)} / {_time(times.p99)}"
+    return (
+        "-"
+        if times.p50 is None
+        else " / ".join(
+            ("<" if value is not None and value <= times.floor else "") + _time(value)
+            for value in (times.p50, times.p99)
+        )
+    )

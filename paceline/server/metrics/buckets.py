@@ -13,6 +13,7 @@ __all__ = [
     "LATENCY_BUCKETS",
     "N_BUCKETS",
     "PREEMPTION_BUCKETS",
+    "QUEUE_BUCKETS",
     "TOKEN_TIME_BUCKETS",
     "TTFT_BUCKETS",
     "series_1_2_5",
@@ -31,6 +32,8 @@ LATENCY_BUCKETS: Final = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )
+# most requests wait for a step or two: vLLM's begin where a server is overloaded
+QUEUE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *LATENCY_BUCKETS)
 ITERATION_TOKEN_BUCKETS: Final = (
     1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
 )

@@ -24,6 +24,7 @@ from paceline.server.metrics.buckets import (
     LATENCY_BUCKETS,
     N_BUCKETS,
     PREEMPTION_BUCKETS,
+    QUEUE_BUCKETS,
     TOKEN_TIME_BUCKETS,
     TTFT_BUCKETS,
     series_1_2_5,
@@ -85,7 +86,7 @@ class RequestMetrics:
             "e2e_request_latency_seconds", "Arrival to the end.", LATENCY_BUCKETS
         )
         self.queue_time = histogram(
-            "request_queue_time_seconds", "Arrival to first step.", LATENCY_BUCKETS
+            "request_queue_time_seconds", "Arrival to first step.", QUEUE_BUCKETS
         )
         self.inference_time = histogram(
             "request_inference_time_seconds", "First step to last token.", LATENCY_BUCKETS
