@@ -140,7 +140,8 @@ class _Connections:
 
 async def prepare(server: Server, bodies: Bodies, *, warmup: int, timeout: float) -> Bodies:
     """Ask the server what there is to know before a run: the model's name where ``bodies`` has
-    none, whether it takes ``stream_options``, how many tokens a word has; then warm it up.
+    none, whether it takes ``stream_options``, how many tokens a word has; then warm it up. No
+    prompt of the run is sent, which would be in the server's prefix cache.
 
     Raises:
         ConfigError: it does not answer, or refuses even this.
@@ -167,7 +168,7 @@ async def prepare(server: Server, bodies: Bodies, *, warmup: int, timeout: float
         if len(samples) == len(_PROBES):
             bodies = replace(bodies, words=bodies.words.fit(samples))
         for number in range(warmup):
-            body, _, _ = bodies.make(Arrival(0.0, 256, 32), -1 - number)
+            body, _, _ = replace(bodies, prompts=None).make(Arrival(0.0, 256, 32), -1 - number)
             await connections.ask(server.request(ENDPOINTS[bodies.endpoint], body), timeout)
         return bodies
     finally:
@@ -192,7 +193,6 @@ async def _model(connections: _Connections, server: Server, timeout: float) -> s
 async def _probe(
     connections: _Connections, server: Server, bodies: Bodies, words: int, timeout: float
 ) -> Answer:
-    # not of the prompt file: its prompts would be in the server's prefix cache
     plain = replace(bodies, prompts=None, words=replace(bodies.words, per_word=1.0, overhead=0.0))
     body, _, _ = plain.make(Arrival(0.0, words, 1), -(10**6) - words)
     return await connections.ask(server.request(ENDPOINTS[bodies.endpoint], body), timeout)
