@@ -59,6 +59,7 @@ class Report:
     # after their time: sends of an open loop, and a timer of the generator
     late: Distribution | None
     lag: Distribution | None
+    interrupted: bool = False
 
     @property
     def kept_up(self) -> bool:
@@ -69,6 +70,10 @@ class Report:
     def warnings(self) -> tuple[str, ...]:
         """What a reader of the figures must know, in sentences."""
         found = []
+        if self.interrupted:
+            found.append(
+                "The run was interrupted: requests in flight are left out, the longest most likely."
+            )
         if not self.kept_up:
             late = max(d.p99 for d in (self.late, self.lag) if d is not None)
             found.append(
@@ -145,6 +150,7 @@ class Report:
             "peak_concurrency": self.peak_concurrency,
             "counted": self.counted,
             "kept_up": self.kept_up,
+            "interrupted": self.interrupted,
             "late": None if self.late is None else asdict(self.late),
             "lag": None if self.lag is None else asdict(self.lag),
             "warnings": list(self.warnings),
@@ -153,12 +159,17 @@ class Report:
 
 
 def make_report(
-    outcomes: Sequence[Outcome], *, name: str = "", lags: Sequence[float] = ()
+    outcomes: Sequence[Outcome],
+    *,
+    name: str = "",
+    lags: Sequence[float] = (),
+    interrupted: bool = False,
 ) -> Report:
     """Everything that can be said of a run.
 
     Args:
         lags: seconds that timers of the generator were late.
+        interrupted: whether requests in flight were given up.
     """
     metrics = Metrics()
     refused: Counter[str] = Counter()
@@ -205,6 +216,7 @@ def make_report(
         has_targets=any(target is not None for outcome in outcomes for target in outcome.slo),
         late=Distribution.of(np.array(lates)),
         lag=Distribution.of(np.array(lags)),
+        interrupted=interrupted,
     )
 
 

@@ -206,6 +206,8 @@ class Run:
     outcomes: tuple[Outcome, ...]
     # seconds that timers of the generator were late
     lags: tuple[float, ...]
+    # whether it was cancelled; requests in flight then are not among the outcomes
+    interrupted: bool = False
 
 
 async def drive(
@@ -216,7 +218,8 @@ async def drive(
     timeout: float,
     progress: Callable[[Outcome], None] = lambda _: None,
 ) -> Run:
-    """Send what the plan says, and wait until all of it is answered or given up.
+    """Send what the plan says, and wait until all of it is answered or given up, or until the task
+    is cancelled.
 
     Raises:
         ConfigError: a malformed row of a trace.
@@ -273,19 +276,27 @@ async def drive(
             await asyncio.sleep(_TICK_SECONDS)
             lags.append(max(0.0, clock() - due))
 
+    async def everything() -> None:
+        try:
+            if plan.concurrency is None:
+                await open_loop()
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(plan.concurrency):
+                        group.create_task(one_of_closed_loop())
+        except* ConfigError as errors:
+            # such as a malformed row of a trace
+            raise errors.exceptions[0] from None
+
     watching = asyncio.create_task(watch())
+    interrupted = False
     try:
-        if plan.concurrency is None:
-            await open_loop()
-        else:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(plan.concurrency):
-                    group.create_task(one_of_closed_loop())
-    except* ConfigError as group:
-        # such as a malformed row of a trace
-        raise group.exceptions[0] from None
+        await everything()
+    except asyncio.CancelledError:
+        # by Ctrl-C: what has ended by then is worth a report
+        interrupted = True
     finally:
         watching.cancel()
         await connections.close()
     outcomes.sort(key=lambda outcome: outcome.number)
-    return Run(tuple(outcomes), tuple(lags))
+    return Run(tuple(outcomes), tuple(lags), interrupted)

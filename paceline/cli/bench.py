@@ -28,7 +28,7 @@ examples:
 
 Any server with OpenAI's streaming chat or completions will do; docs/bench.md says what the figures
 mean. A key is read from PACELINE_API_KEY or OPENAI_API_KEY. The exit code is 1 if no request
-succeeded.
+succeeded. Ctrl-C ends a run early, with a report of what had ended.
 """
 _DAY_MS: Final = 86_400e3
 _KEYS: Final = ("PACELINE_API_KEY", "OPENAI_API_KEY")
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.time()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         model, found = runner.run(both())
-    report = make_report(found.outcomes, name=model, lags=found.lags)
+    report = make_report(found.outcomes, name=model, lags=found.lags, interrupted=found.interrupted)
     settings = _settings(args) | {"model": model, "workload": plan.name}
     _write(args, report, settings, began)
     if args.json:
@@ -203,6 +203,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(figures))
     else:
         print(report.table())
+    if report.interrupted:
+        return 130
     return 0 if report.ok else 1
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +166,33 @@ def test_nothing_succeeded(command: Command) -> None:
         done = command("bench", *flags, "--num-requests", 3)
     assert done.returncode == 1
     assert "| refused: 429 " in done.stdout
+
+
+def test_an_interrupted_run_is_reported() -> None:
+    with start_fake() as fake:
+        flags = ("--url", f"127.0.0.1:{fake.port}", "--model", "m", "--rate", "50")
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "paceline.cli.main",
+                "bench",
+                *flags,
+                "--num-requests",
+                "100000",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 30
+        while len(fake.bodies) < 20 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "The run was interrupted" in output and "TTFT" in output
+    assert errors == ""
 
 
 @pytest.mark.parametrize(
