@@ -160,6 +160,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="render chat templates that requests bring along",
     )
     group.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse chat and completions with a field that is unknown, such as a misspelt one; "
+        "otherwise the header x-paceline-ignored-fields names it",
+    )
+    group.add_argument(
         "--record",
         metavar="FILE",
         help="write every step and every request's timeline to FILE, one JSON object a line, for "
@@ -315,6 +321,7 @@ def _server_config(
         price_per_hour=args.price_per_hour,
         metrics_tenants=args.metrics_tenants,
         trust_request_chat_template=args.trust_request_chat_template,
+        strict_fields=args.strict_fields,
         tool_call_parser=args.tool_call_parser,
         sse_keep_alive=args.sse_keep_alive,
         slow_reader_timeout=args.slow_reader_timeout,

@@ -7,6 +7,7 @@ field and shows the value.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 import msgspec
@@ -63,6 +64,11 @@ class Fields:
         """The value as it came, None when absent or null."""
         self._asked.add(name)
         return self._values.get(name)
+
+    @property
+    def asked(self) -> Collection[str]:
+        """Names that were asked for."""
+        return self._asked
 
     def unknown(self) -> list[str]:
         """Names nobody asked for, shortened for a log."""

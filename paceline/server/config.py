@@ -56,6 +56,8 @@ class ServerConfig:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     # render templates that requests bring along: a hostile one can loop for ever
     trust_request_chat_template: bool = False
+    # refuse chat and completions with fields that nothing reads, instead of naming them in a header
+    strict_fields: bool = False
     # targets by name, beside or instead of the built-in classes
     slo_classes: Mapping[str, Slo] = field(default_factory=dict)
     # what the machine costs, in any currency; 0: cost is not reported

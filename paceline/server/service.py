@@ -255,6 +255,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             eos_token_ids=client.tokenizer.eos_token_ids,
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
+            strict_fields=config.strict_fields,
             slo_classes=dict(CLASSES) | dict(config.slo_classes),
             tool_format=TOOL_FORMATS[config.tool_call_parser]
             if config.tool_call_parser

@@ -18,6 +18,7 @@ from paceline.core.errors import InvalidRequestError, UnknownModelError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.http.fields import Fields, check_integer, check_string, check_token_ids, show
+from paceline.server.bodies.foreign import translated
 from paceline.server.bodies.messages import parse_messages
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.sampling_fields import (
@@ -98,6 +99,8 @@ class GenerationOptions:
     bad_words: tuple[str, ...]
     # False: no text is made
     detokenize: bool = True
+    # fields that nothing has read, as they are shown
+    ignored_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ class CompletionRequest:
 
 def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
+    fields = Fields(translated(body))
     check_model(fields, rules)
     refuse_unserved(fields, REFUSED_IN_CHAT)
     template = parse_template_options(fields, rules)
@@ -157,15 +160,15 @@ def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> C
         add_special_tokens=False,
         tenant=tenant,
     )
-    note_unknown(fields)
-    return ChatRequest(options=options, template=template)
+    ignored = note_unknown(fields, strict=rules.strict_fields)
+    return ChatRequest(options=replace(options, ignored_fields=ignored), template=template)
 
 
 def parse_completion(
     body: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> CompletionRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
+    fields = Fields(translated(body))
     check_model(fields, rules)
     refuse_unserved(fields, REFUSED_IN_COMPLETIONS)
     prompts = _prompts(fields.raw("prompt"), rules)
@@ -196,9 +199,9 @@ def parse_completion(
             f"{rules.max_sequences} can run and wait here at once: send fewer",
             "prompt",
         )
-    note_unknown(fields)
+    ignored = note_unknown(fields, strict=rules.strict_fields)
     return CompletionRequest(
-        options=options,
+        options=replace(options, ignored_fields=ignored),
         prompts=prompts,
         echo=echo,
         tells_prompt_logprobs=fields.raw("prompt_logprobs") is not None,

@@ -27,6 +27,8 @@ class RequestRules:
     # see ServerConfig
     default_sampling: Mapping[str, float]
     trust_request_chat_template: bool
+    # refuse fields that nothing reads
+    strict_fields: bool = False
     # targets by name
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls

@@ -6,8 +6,9 @@ when it is served.
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
@@ -56,6 +57,16 @@ _EVERYWHERE: Final[RefusedFields] = {
     "return_token_offsets": (_given, "token offsets"),
     "routed_experts_prompt_start": (lambda v: v is not None, "telling routed experts"),
     "moderation": (_given, "moderation"),
+    # of llama.cpp's server and SGLang
+    "mirostat": (lambda v: v not in (None, 0), "Mirostat sampling"),
+    "dry_multiplier": (lambda v: v not in (None, 0), "DRY sampling"),
+    "xtc_probability": (lambda v: v not in (None, 0), "XTC sampling"),
+    "dynatemp_range": (lambda v: v not in (None, 0), "a temperature that moves"),
+    "typical_p": (lambda v: v not in (None, 1), "locally typical sampling"),
+    "tfs_z": (lambda v: v not in (None, 1), "tail-free sampling"),
+    "top_n_sigma": (lambda v: v is not None and v != -1, "top-n-sigma sampling"),
+    "samplers": (_given, "samplers in another order"),
+    "n_probs": (lambda v: v not in (None, 0), "n_probs; logprobs does it"),
 }
 REFUSED_IN_CHAT: Final[RefusedFields] = {
     **_EVERYWHERE,
@@ -103,8 +114,25 @@ def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
         fields.raw(name)
 
 
-def note_unknown(fields: Fields) -> None:
-    """Log the names nobody read, at debug level: a misspelt field looks like this."""
+def note_unknown(fields: Fields, *, strict: bool = False) -> tuple[str, ...]:
+    """The names nobody read, shortened and 16 at most, which are logged at debug level: a misspelt
+    field looks like this.
+
+    Raises:
+        InvalidRequestError: there are some, and the server is ``strict``.
+    """
     unknown = fields.unknown()
     if unknown:
         _log.debug("unknown_fields names=%s", ",".join(unknown))
+    if unknown and strict:
+        told = [f"{name}{_meant(name, fields.asked)}" for name in unknown]
+        raise InvalidRequestError(
+            f"unknown fields: {', '.join(told)}; this server was started with --strict-fields",
+            unknown[0].strip("'"),
+        )
+    return tuple(unknown)
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name.strip("'"), known, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

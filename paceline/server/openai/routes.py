@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fastapi import APIRouter
@@ -29,6 +29,8 @@ from paceline.server.service import Service
 
 __all__ = ["JSON_BODY", "Answered", "Events", "generate", "generate_router", "respond"]
 
+# tells which fields nothing has read
+IGNORED_HEADER: Final = "x-paceline-ignored-fields"
 # bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
 JSON_BODY: Final = {
     "requestBody": {
@@ -103,7 +105,17 @@ async def generate(
     body = await read_object(request, service.config)
     body = with_headers(body, request.headers)
     parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
-    return await respond(service, request, parsed, parsed.options, arrival, events, answer, failed)
+    options = parsed.options
+    response = await respond(service, request, parsed, options, arrival, events, answer, failed)
+    if options.ignored_fields:
+        response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)
+    return response
+
+
+def _header_value(names: Sequence[str]) -> str:
+    """Names as callers chose them, quoted as in an error message, in what a header may hold."""
+    plain = ", ".join(name.strip("'") for name in names)
+    return plain.encode("ascii", "backslashreplace").decode()
 
 
 async def respond(
