@@ -58,7 +58,7 @@ class _Request:
     live: set[str]
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    # preemptions so far, choice by choice
+    # preemptions so far, choice by choice, and last those on engines before
     num_preemptions: list[int] = field(default_factory=list)
     # 0.0 until the engine tells
     first_scheduled: float = 0.0
@@ -74,15 +74,15 @@ class _Request:
     @classmethod
     def of(cls, request: GenerationRequest) -> _Request:
         live = {choice_id(request.request_id, index) for index in open_choices(request)}
-        self = cls(request, live, num_preemptions=[0] * request.n)
         resume = request.resume
+        before = 0 if resume is None else resume.num_preemptions
+        self = cls(request, live, num_preemptions=[*[0] * request.n, before])
         if resume is None:
             self.token_ids = [[] for _ in range(request.n)]
             return self
         self.token_ids = [list(choice.token_ids) for choice in resume.choices]
         self.num_output_tokens = resume.num_output_tokens
         self.num_cached_tokens = resume.num_cached_tokens
-        self.num_preemptions[0] = resume.num_preemptions
         # they came with the first token
         self.told_prompt_logprobs = self.num_output_tokens > 0
         if (times := resume.times) is not None:
@@ -109,10 +109,8 @@ class _Request:
     def account(self, update: RequestUpdate, num_tokens: int, index: int, now: float) -> None:
         """Take in the numbers of one update, of which ``num_tokens`` tokens count."""
         self.num_output_tokens += num_tokens
-        resume = self.request.resume
-        before = 0 if resume is None or index else resume.num_preemptions
-        self.num_preemptions[index] = before + update.num_preemptions
-        if index == 0 and resume is None:
+        self.num_preemptions[index] = update.num_preemptions
+        if index == 0 and self.request.resume is None:
             # the others are forks: what they share is the first one's prompt
             self.num_cached_tokens = update.num_cached_tokens
         if not self.first_scheduled:
@@ -154,13 +152,13 @@ class _Request:
 class _Choice:
     """One sequence on its way to text."""
 
-    __slots__ = ("detokenizer", "index", "num_tokens", "owner", "stops", "timeline", "token_ids")
+    __slots__ = ("detokenizer", "index", "owner", "stops", "timeline", "token_ids")
 
     def __init__(self, owner: _Request, index: int, tokenizer: Tokenizer) -> None:
         request = owner.request
         self.owner = owner
         self.index = index
-        self.num_tokens = 0
+        # told so far
         self.token_ids = owner.token_ids[index]
         # the latest
         self.timeline: Timeline | None = None
@@ -174,26 +172,25 @@ class _Choice:
             self.stops = StopStrings(
                 request.stop, include_in_output=request.include_stop_str_in_output
             )
-        for token_id in self.token_ids:
-            self._pass_over(token_id)
+        for number, token_id in enumerate(self.token_ids, 1):
+            self._pass_over(token_id, number)
 
-    def _pass_over(self, token_id: int) -> None:
-        """Take in a token whose text was delivered by another engine.
+    def _pass_over(self, token_id: int, number: int) -> None:
+        """Take in a token, the ``number``-th of all, whose text another engine has delivered.
 
         Raises:
             InvalidRequestError: a stop string ends with it.
         """
-        self.num_tokens += 1
         if self.detokenizer is None:
             return
         text = self.detokenizer.push((token_id,))
         if self.stops is None:
             return
-        may_stop = self.num_tokens > self.owner.request.sampling.min_tokens
+        may_stop = number > self.owner.request.sampling.min_tokens
         if isinstance(found := self.stops.push(text, may_stop=may_stop), StopFound):
             raise InvalidRequestError(
                 f"the text of resume_output_ids has the stop string {found.stop!r}, which ends the "
-                f"output, after {self.num_tokens} of {len(self.token_ids)} tokens",
+                f"output, after {number} of {len(self.token_ids)} tokens",
                 "resume_output_ids",
             )
 
@@ -204,11 +201,10 @@ class _Choice:
         if update.timeline is not None:
             self.timeline = update.timeline
         if self.detokenizer is None:
-            self.num_tokens += len(token_ids)
             return self._delta(update, "", len(token_ids), reason)
         if self.stops is None and reason is None and update.logprobs is None:
             # nearly all of them
-            self.num_tokens += len(token_ids)
+            self.token_ids.extend(token_ids)
             return ChoiceDelta(
                 index=self.index,
                 text=self.detokenizer.push(token_ids),
@@ -222,24 +218,22 @@ class _Choice:
             # the engine ends with STOP on a stop token alone; it stays in the ids, not in the text
             spoken -= 1
         if self.stops is None:
-            self.num_tokens += len(token_ids)
             text = self.detokenizer.push(token_ids[:spoken])
             if reason is not None:
                 text += self.detokenizer.finish()
             return self._delta(update, text, len(token_ids), reason)
-        for position in range(len(token_ids)):
-            self.num_tokens += 1
-            if position >= spoken:
-                break
+        told = len(self.token_ids)
+        for position in range(min(spoken, len(token_ids))):
             found = self.stops.push(
                 self.detokenizer.push(token_ids[position : position + 1]),
-                may_stop=self.num_tokens > min_tokens,
+                may_stop=told + position + 1 > min_tokens,
             )
             if isinstance(found, StopFound):
                 return self._stopped(update, text, found, position + 1)
             text += found
         if reason is not None:
-            rest = self.stops.push(self.detokenizer.finish(), may_stop=self.num_tokens > min_tokens)
+            may_stop = told + len(token_ids) > min_tokens
+            rest = self.stops.push(self.detokenizer.finish(), may_stop=may_stop)
             if isinstance(rest, StopFound):
                 return self._stopped(update, text, rest, len(token_ids))
             text += rest + self.stops.flush()
@@ -258,7 +252,8 @@ class _Choice:
         reason: FinishReason | None,
         stop: str | None = None,
     ) -> ChoiceDelta:
-        """A delta with the first ``count`` of the update's ids."""
+        """A delta with the first ``count`` of the update's ids, which are told now."""
+        self.token_ids.extend(update.new_token_ids[:count])
         logprobs = update.logprobs
         return ChoiceDelta(
             index=self.index,
@@ -369,7 +364,6 @@ class OutputProcessor:
                 _log.exception("making text of %s failed", update.request_id)
                 delta = _failed(choice, error)
             owner = choice.owner
-            choice.token_ids += delta.token_ids
             owner.account(update, len(delta.token_ids), choice.index, now)
             if delta.finish_reason is not None:
                 del self._choices[update.request_id]
