@@ -1,9 +1,14 @@
-"""Which engine gets a request: engines as values in, a choice out.
+"""Which engine gets a request, and whether one may: engines as values in, a choice out.
 
-Used by ``sim`` in virtual time; whatever forwards requests to live engines uses the same classes.
-Imports ``core`` for its errors alone.
+Used by ``sim`` in virtual time and by ``gateway`` before live engines. Imports ``core`` for its
+errors alone; knows neither clocks nor sockets.
 """
 
+from paceline.routing.breaker import Breaker, BreakerSettings
+from paceline.routing.choice import choose
+from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, EngineView, Pressure
+from paceline.routing.prefixes import prefix_chain
+from paceline.routing.retry_budget import RetryBudget
 from paceline.routing.routers import (
     ROUTERS,
     LeastOutstanding,
@@ -15,9 +20,19 @@ from paceline.routing.routers import (
 
 __all__ = [
     "ROUTERS",
+    "Breaker",
+    "BreakerSettings",
+    "Demand",
+    "Dispatch",
+    "EngineLoad",
+    "EngineView",
     "LeastOutstanding",
     "PrefixAffinity",
+    "Pressure",
+    "RetryBudget",
     "RoundRobin",
     "Router",
+    "choose",
     "make_router",
+    "prefix_chain",
 ]

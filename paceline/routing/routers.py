@@ -9,11 +9,11 @@ This module does not know time, schedulers or what engines run.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.core.errors import ConfigError
+from paceline.routing.prefixes import PrefixIndex, hash_chain
 
 __all__ = [
     "ROUTERS",
@@ -74,47 +74,25 @@ class PrefixAffinity:
         self._spread = spread
         self._ratio = ratio
         self._memory = memory
-        self._seen: list[OrderedDict[int, None]] = []
+        self._seen: list[PrefixIndex] = []
 
     def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
         while len(self._seen) < len(outstanding):
-            self._seen.append(OrderedDict())
+            self._seen.append(PrefixIndex(self._memory))
         least = min(range(len(outstanding)), key=outstanding.__getitem__)
-        chain = _chain(prefix)
+        chain = hash_chain(prefix)
         index = least
         most, fewest = max(outstanding), outstanding[least]
         if chain and (most - fewest <= self._spread or most <= self._ratio * fewest):
-            matches = [_matched(chain, seen) for seen in self._seen[: len(outstanding)]]
+            matches = [seen.matched(chain) for seen in self._seen[: len(outstanding)]]
             longest = max(matches)
             if longest:
                 index = min(
                     (i for i, match in enumerate(matches) if match == longest),
                     key=outstanding.__getitem__,
                 )
-        seen = self._seen[index]
-        for piece in chain:
-            seen[piece] = None
-            seen.move_to_end(piece)
-        while len(seen) > self._memory:
-            seen.popitem(last=False)
+        self._seen[index].add(chain)
         return index
-
-
-def _chain(prefix: Sequence[int]) -> list[int]:
-    """An identity for each leading run of pieces."""
-    chain = []
-    parent = 0
-    for piece in prefix:
-        parent = hash((parent, piece))
-        chain.append(parent)
-    return chain
-
-
-def _matched(chain: Sequence[int], seen: OrderedDict[int, None]) -> int:
-    for count, piece in enumerate(chain):
-        if piece not in seen:
-            return count
-    return len(chain)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

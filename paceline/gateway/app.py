@@ -1,0 +1,337 @@
+"""The gateway's endpoints, as one ASGI application.
+
+No framework on the way of a request: a path is looked up, the body read, and the rest is
+``Exchange``'s. Around it lie the same bounds on connections, heads and slow readers as around the
+server (``paceline.http``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from uuid import uuid4
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from paceline import __version__
+from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.counts import Counts
+from paceline.gateway.engines import Engine, Engines
+from paceline.gateway.exchange import RELAYED, Allowed, Caller, Exchange
+from paceline.gateway.pick import Picker
+from paceline.gateway.routes import Routes
+from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
+from paceline.http.keys import ApiKey, KeyRing
+from paceline.http.shortcut import BODY_WRITER
+from paceline.http.slow_readers import SlowReaders
+from paceline.http.web import refuse_other_origins
+from paceline.routing import Demand, RetryBudget, prefix_chain
+
+__all__ = ["Gateway"]
+
+_log = logging.getLogger("paceline.gateway")
+
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
+# tokens that an answer is expected to have, as a share of what it may have
+_EXPECTED_SHARE: Final = 0.5
+
+
+class Gateway:
+    """One gateway: an ASGI application over the engines of a configuration."""
+
+    def __init__(
+        self, config: GatewayConfig, keys: KeyRing, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.now = now
+        self.keys = keys
+        self.engines = Engines(config, now)
+        self.routes = Routes(config, self.engines.by_name)
+        self.slow_readers = SlowReaders()
+        self.counts = Counts()
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.in_flight = 0
+        self._picker = Picker(random.Random())
+        self._budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
+        self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
+        self._gets: Mapping[str, Callable[[], tuple[int, str, bytes]]] = {
+            "/v1/models": self._models,
+            "/status": self._status,
+            "/metrics": self._metrics,
+            "/health": self._health,
+            "/health/live": lambda: _json(200, {"status": "ok"}),
+            "/health/ready": self._health,
+            "/ping": self._health,
+            "/version": lambda: _json(200, {"version": __version__}),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        path: str = scope["path"]
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message["headers"], (b"x-request-id", request_id.encode())
+                ]  # fmt: skip
+                if self.draining:
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            refuse_other_origins(scope, ())
+            key = self.keys.check(path, headers)
+            await self._answer(scope, headers, receive, send_with_id, request_id, key)
+        except ClientDisconnectedError:
+            pass
+        except Exception as error:
+            reply = reply_to(error, drain_timeout=self.config.drain_timeout)
+            _log.info("refused id=%s status=%d path=%s", request_id, reply.status, path[:64])
+            await _send(send_with_id, *_error(path, reply), retry_after=reply.retry_after)
+        finally:
+            scope.get("extensions", {}).pop(BODY_WRITER, None)
+
+    async def _answer(
+        self,
+        scope: Scope,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        request_id: str,
+        key: ApiKey | None,
+    ) -> None:
+        path, method = scope["path"], scope["method"]
+        if path in RELAYED:
+            if method != "POST":
+                raise HttpError(405, f"{path} takes POST, not {method}")
+            await self._relay(scope, headers, receive, send, request_id, key)
+            return
+        found = self._gets.get(path)
+        if found is not None or path.startswith("/v1/models/"):
+            if method not in ("GET", "HEAD"):
+                raise HttpError(405, f"{path} takes GET, not {method}")
+            await _send(send, *(self._model(path) if found is None else found()))
+            return
+        match = _DRAIN.fullmatch(path)
+        if match is None:
+            raise HttpError(404, f"there is no {path[:100]} here")
+        if method != "POST":
+            raise HttpError(405, f"{path} takes POST, not {method}")
+        await _send(send, *self._drain(match[1], match[2] == "drain"))
+
+    # ---------------------------------------------------------------- requests
+
+    async def _relay(
+        self,
+        scope: Scope,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        request_id: str,
+        key: ApiKey | None,
+    ) -> None:
+        if self.draining:
+            raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
+        path = scope["path"]
+        body = read_body(await _read(receive, headers, self.config.max_body_size))
+        tenant = "" if key is None else key.name
+        prompt = body.prompt
+        tokens = len(prompt) / BYTES_PER_TOKEN
+        route = self.routes.find(body.model, tokens)
+        exchange = Exchange(
+            config=self.config,
+            picker=self._picker,
+            budget=self._budget,
+            counts=self.counts,
+            now=self.now,
+            path=path,
+            body=body,
+            route=route,
+            demand=self._demand(body, prompt, tokens, tenant),
+            caller=Caller(
+                request_id,
+                tenant,
+                Allowed.parse(headers.get("x-paceline-allow")),
+                scope["headers"],
+                Caller.salt_of(self._salt, tenant),
+            ),
+            scope=scope,
+            receive=receive,
+            send=send,
+        )
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            await exchange.run()
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
+
+    def _demand(self, body: Body, prompt: bytes, tokens: float, tenant: str) -> Demand:
+        return Demand(
+            prompt_tokens=tokens,
+            max_tokens=body.max_tokens,
+            output_tokens=max(1.0, _EXPECTED_SHARE * body.max_tokens),
+            prefix=prefix_chain(prompt, tenant.encode()),
+            ttft=body.ttft,
+            tpot=body.tpot,
+        )
+
+    # ---------------------------------------------------------------- what is told
+
+    def _models(self) -> tuple[int, str, bytes]:
+        entries = [
+            {
+                "id": entry.id,
+                "object": "model",
+                "created": entry.entry.get("created", 0),
+                "owned_by": entry.entry.get("owned_by", "paceline"),
+                "max_model_len": entry.max_model_len,
+            }
+            for entry in self.routes.entries()
+        ]
+        return _json(200, {"object": "list", "data": entries})
+
+    def _model(self, path: str) -> tuple[int, str, bytes]:
+        name = path[len("/v1/models/") :]
+        entries = msgspec.json.decode(self._models()[2])["data"]
+        for entry in entries:
+            if entry["id"] == name:
+                return _json(200, entry)
+        raise HttpError(404, f"The model {name[:200]!r} does not exist here")
+
+    def _health(self) -> tuple[int, str, bytes]:
+        now = self.now()
+        able = [e.name for e in self.engines.by_name.values() if not self._trouble(e, now)]
+        if self.draining or not able:
+            why = "shutting down" if self.draining else "no engine can take requests"
+            raise HttpError(503, why, 1.0)
+        return _json(200, {"status": "ok", "engines": able})
+
+    def _trouble(self, engine: Engine, now: float) -> str:
+        return engine.available(now) or engine.trouble
+
+    def _status(self) -> tuple[int, str, bytes]:
+        now = self.now()
+        engines = {
+            engine.name: {
+                "url": engine.config.url,
+                "kind": engine.kind,
+                "trouble": self._trouble(engine, now) or None,
+                "breaker": engine.breaker.state(now),
+                "draining": engine.draining,
+                "models": sorted(engine.models) if engine.models is not None else None,
+                "requests": len(engine.running),
+                "prefill_tokens": round(engine.load.prefill_tokens),
+                "connections": len(engine.pool),
+                "pressed": engine.load.pressed,
+                "pressure": _pressure(engine, now),
+                "lost_signals": sorted(engine.lost_signals),
+                "samples": engine.load.latency.num_samples,
+            }
+            for engine in self.engines.by_name.values()
+        }
+        told = {
+            "version": __version__,
+            "in_flight": self.in_flight,
+            "draining": self.draining,
+            "retry_budget": round(self._budget.left(now), 1),
+            "engines": engines,
+        }
+        return _json(200, told)
+
+    def _metrics(self) -> tuple[int, str, bytes]:
+        text = self.counts.render(self.engines.by_name.values(), self.now())
+        return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
+
+    def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
+        engine = self.engines.by_name.get(name)
+        if engine is None:
+            known = ", ".join(sorted(self.engines.by_name))
+            raise HttpError(404, f"there is no engine {name}; there are {known}")
+        engine.draining = drain
+        _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
+        return _json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})
+
+
+def _pressure(engine: Engine, now: float) -> Mapping[str, Any] | None:
+    """As the engine last said; what it does not say is null, which is not 0."""
+    pressure = engine.load.pressure
+    if pressure is None:
+        return None
+    fields = ("waiting", "running", "kv", "capacity_tokens", "preemptions", "level")
+    told = {name: getattr(pressure, name) for name in fields}
+    return {**told, "seconds_ago": round(now - pressure.at, 3)}
+
+
+async def _read(receive: Receive, headers: Headers, most: int) -> bytes:
+    """The body. Raises HttpError 413 and ClientDisconnectedError."""
+    declared = headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+        raise HttpError(413, f"the request body may have {most} bytes, got {declared[:20]}")
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HttpError(415, f"Content-Type must be application/json, got {kind[:64]!r}")
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            raise HttpError(413, f"the request body may have {most} bytes, got more")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _json(status: int, value: object) -> tuple[int, str, bytes]:
+    return status, "application/json", msgspec.json.encode(value)
+
+
+def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
+    if path != "/v1/messages":
+        return reply.status, "application/json", error_body(reply)
+    kind = {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+    }.get(reply.status, "api_error")
+    error = {"type": "error", "error": {"type": kind, "message": reply.message}}
+    return _json(reply.status, error)
+
+
+async def _send(
+    send: Send, status: int, kind: str, body: bytes, *, retry_after: int | None = None
+) -> None:
+    headers = [
+        (b"content-type", kind.encode()),
+        (b"content-length", b"%d" % len(body)),
+    ]
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % retry_after))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,160 @@
+"""A request's body as the gateway reads it: a few fields, and the rest as it came.
+
+The top level alone is taken apart, into the bytes of each value; a body for an engine is those
+bytes put together again, with some replaced. A field that is there twice becomes one, so gateway
+and engine never read different ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from paceline.core.errors import InvalidRequestError
+from paceline.http.fields import show
+
+__all__ = ["Body", "read_body"]
+
+_decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_T = TypeVar("_T")
+
+# where the prompt of each API lies, in the order in which engines render it
+_PROMPTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
+# most that an answer may have where the caller does not say
+_DEFAULT_MAX_TOKENS: Final = 1024
+# bytes of JSON a token of the prompt stands for until engines have counted some
+BYTES_PER_TOKEN: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Of one request."""
+
+    fields: Mapping[str, bytes]
+    model: str
+    stream: bool
+    n: int
+    max_tokens: int
+    include_usage: bool
+    return_token_ids: bool
+    # prompts in one request of completions; None: messages
+    num_prompts: int
+    seed: int | None
+    # seconds
+    ttft: float | None
+    tpot: float | None
+    # the caller goes on behind tokens itself
+    resumed: bool
+
+    @property
+    def prompt(self) -> bytes:
+        """The prompt's bytes, as JSON has them."""
+        return b"".join(self.fields[name] for name in _PROMPTS if name in self.fields)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * self.num_prompts
+
+    def encode(self, changes: Mapping[str, Any]) -> bytes:
+        """The body with some fields set; None takes a field out."""
+        fields: dict[str, bytes | msgspec.Raw] = dict(self.fields)
+        for name, value in changes.items():
+            if value is None:
+                fields.pop(name, None)
+            else:
+                fields[name] = msgspec.json.encode(value)
+        return b"{" + b",".join(_encode_key(k) + bytes(v) for k, v in fields.items()) + b"}"
+
+    def stream_options(self) -> dict[str, Any]:
+        """As the caller sent them."""
+        options = self.fields.get("stream_options")
+        if options is None or options == b"null":
+            return {}
+        found = msgspec.json.decode(options)
+        return found if isinstance(found, dict) else {}
+
+
+def _encode_key(name: str) -> bytes:
+    return msgspec.json.encode(name) + b":"
+
+
+def new_seed() -> int:
+    """For a request without one, so that each engine draws the same."""
+    return secrets.randbits(63)
+
+
+def read_body(data: bytes) -> Body:
+    """Raises InvalidRequestError for what no engine would take."""
+    try:
+        raw = _decode(data)
+    except RecursionError:
+        raise InvalidRequestError("the request body is nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if data.lstrip()[:1] != b"{":
+            raise InvalidRequestError("the request body must be a JSON object") from None
+        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+    fields = {name: bytes(value) for name, value in raw.items()}
+    limits = [
+        _read(fields, name, int)
+        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    ]
+    prompt = fields.get("prompt", b"")
+    slo = _loose(fields, "slo")
+    options = _loose(fields, "stream_options")
+    return Body(
+        fields=fields,
+        model=_read(fields, "model", str) or "",
+        stream=_read(fields, "stream", bool) or False,
+        n=max(1, _read(fields, "n", int) or 1),
+        max_tokens=next((n for n in limits if n is not None), _DEFAULT_MAX_TOKENS),
+        include_usage=options.get("include_usage") is True,
+        return_token_ids=_loose_bool(fields, "return_token_ids"),
+        num_prompts=_num_prompts(prompt),
+        seed=_read(fields, "seed", int),
+        ttft=_milliseconds(slo.get("ttft_ms")),
+        tpot=_milliseconds(slo.get("tpot_ms")),
+        resumed="resume_output_ids" in fields,
+    )
+
+
+def _read(fields: Mapping[str, bytes], name: str, kind: type[_T]) -> _T | None:
+    value = fields.get(name)
+    if value is None or value == b"null":
+        return None
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except msgspec.MsgspecError:
+        words = {str: "a string", bool: "true or false", int: "an integer"}[kind]
+        shown = show(msgspec.json.decode(value))
+        raise InvalidRequestError(f"{name} must be {words}, got {shown}", name) from None
+
+
+def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
+    """An object, if it is one: what else it may be is the engine's to refuse."""
+    value = fields.get(name)
+    if value is None or not value.startswith(b"{"):
+        return {}
+    found: Mapping[str, Any] = msgspec.json.decode(value)
+    return found
+
+
+def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
+    return fields.get(name) == b"true"
+
+
+def _milliseconds(value: object) -> float | None:
+    return float(value) / 1000.0 if isinstance(value, (int, float)) and value > 0 else None
+
+
+def _num_prompts(prompt: bytes) -> int:
+    """How many a ``prompt`` of completions holds: a list of texts or of lists of ids."""
+    if not prompt.startswith(b"["):
+        return 1
+    items = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+    if items and bytes(items[0])[:1] in (b'"', b"["):
+        return len(items)
+    return 1

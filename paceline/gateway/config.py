@@ -1,0 +1,261 @@
+"""What ``paceline gateway config.toml`` reads::
+
+    host = "127.0.0.1"
+    port = 8080
+
+    [[engines]]
+    name = "gpu1"
+    url = "http://10.0.0.5:8000"
+    api_key_env = "GPU1_KEY"
+
+    [[models]]                       # without any, every model of every engine has its own name
+    name = "chat"
+    tiers = [["gpu1", "gpu2"], ["laptop:smollm2-q4"]]
+
+A tier holds engines, each with the name that the model has there where it has another one. Requests
+go to the first tier; to the next one where no engine of it can take them and ``fallback`` is true.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from paceline.core.errors import ConfigError
+
+__all__ = [
+    "EngineConfig",
+    "EngineKind",
+    "GatewayConfig",
+    "ModelConfig",
+    "Secret",
+    "Target",
+    "check_config",
+    "parse_config",
+    "read_config",
+]
+
+EngineKind = Literal["auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_CONFIG_BYTES: Final = 1 << 20
+# addresses at which clouds hand out their machines' credentials
+_METADATA_HOSTS: Final = frozenset(
+    {"169.254.169.254", "169.254.170.2", "fd00:ec2::254", "metadata.google.internal"}
+)
+
+
+class Secret(str):
+    """A key, which no repr, log line or error shows."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server that runs models."""
+
+    name: str
+    # http or https, with the path before /v1 if there is one
+    url: str
+    kind: EngineKind = "auto"
+    # name of the environment variable that holds its key
+    api_key_env: str = ""
+    # whether what is sent there leaves the house: a model with ``local_only`` never goes there
+    cloud: bool = False
+    # requests at once; 0: as many as come
+    max_concurrent: int = 0
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A name that callers may ask for, and where it is served."""
+
+    name: str
+    # the first one first; "engine" or "engine:model"
+    tiers: tuple[tuple[str, ...], ...]
+    # whether later tiers may serve what earlier ones cannot: they are smaller, or quantised
+    fallback: bool = True
+    # whether later tiers also serve while all of a tier's engines are short of memory
+    pressure_fallback: bool = False
+    local_only: bool = False
+    # prompts of more tokens go to the model of that name: "4096" = "long"
+    length_over: dict[str, str] = {}
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file. Times in seconds."""
+
+    engines: tuple[EngineConfig, ...]
+    models: tuple[ModelConfig, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8080
+    # files, as of ``paceline serve``
+    api_key_file: str = ""
+    # environment variable with a secret from which each key's cache salt is made
+    salt_env: str = ""
+    poll_interval: float = 0.25
+    # of one poll
+    poll_timeout: float = 0.5
+    # engines that neither answered a poll nor sent a byte for so long are taken for gone
+    silence: float = 1.2
+    connect_timeout: float = 2.0
+    # from a request to its answer's first byte, and between two parts of it, keep-alive comments
+    # not counted; an engine that answers polls may be slow, not for ever
+    first_byte_timeout: float = 600.0
+    stall_timeout: float = 60.0
+    # attempts of one request, over all tiers
+    max_attempts: int = 3
+    # continuations of one stream behind what its caller has read
+    max_resumes: int = 2
+    retry_share: float = 0.2
+    retries_per_second: float = 5.0
+    sse_keep_alive: float = 15.0
+    drain_timeout: float = 30.0
+    max_body_size: int = 32 * 1024 * 1024
+
+
+class Target(msgspec.Struct, frozen=True):
+    """An engine, and the name that a model has there; "": the name it was asked for by."""
+
+    engine: str
+    model: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        engine, _, model = text.partition(":")
+        return cls(engine, model)
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """Raises ConfigError for a file that cannot be read or holds something else."""
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes; a configuration has at most "
+                f"{_MAX_CONFIG_BYTES}"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_config(data, str(path))
+
+
+def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig:
+    """Raises ConfigError, naming the place."""
+    try:
+        config = msgspec.toml.decode(data, type=GatewayConfig)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    try:
+        check_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return config
+
+
+def check_config(config: GatewayConfig) -> None:
+    """Raises ConfigError for what cannot be."""
+    names = [engine.name for engine in config.engines]
+    if not names:
+        raise ConfigError("no [[engines]]: a gateway needs at least one")
+    for engine in config.engines:
+        _check_engine(engine)
+    for kind, found in (("engines", names), ("models", [m.name for m in config.models])):
+        twice = sorted({name for name in found if found.count(name) > 1})
+        if twice:
+            raise ConfigError(f"two {kind} are named {twice[0]!r}")
+    for model in config.models:
+        _check_model(model, config)
+    for name, low in (
+        ("poll_interval", 0.01),
+        ("poll_timeout", 0.01),
+        ("silence", 0.1),
+        ("connect_timeout", 0.01),
+        ("first_byte_timeout", 0.1),
+        ("stall_timeout", 0.1),
+        ("sse_keep_alive", 0.0),
+        ("drain_timeout", 0.0),
+        ("retry_share", 0.0),
+        ("retries_per_second", 0.0),
+        ("max_attempts", 1),
+        ("max_resumes", 0),
+        ("max_body_size", 1024),
+    ):
+        value = getattr(config, name)
+        if not low <= value < float("inf"):
+            raise ConfigError(f"{name} must be at least {low}, got {value}")
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"port must be 0 to 65535, got {config.port}")
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    if not _NAME.fullmatch(engine.name):
+        raise ConfigError(
+            f"an engine's name has 1 to 64 letters, digits and _.-, got {engine.name[:80]!r}"
+        )
+    try:
+        parts = urlsplit(engine.url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"engine {engine.name}: url {engine.url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(
+            f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "
+            f"{engine.url!r}"
+        )
+    if parts.username or parts.query or parts.fragment:
+        raise ConfigError(
+            f"engine {engine.name}: url may not hold a user, a query or a fragment; a key comes "
+            "from the environment variable that api_key_env names"
+        )
+    if parts.hostname.lower() in _METADATA_HOSTS:
+        raise ConfigError(
+            f"engine {engine.name}: {parts.hostname} is where clouds keep credentials, no engine"
+        )
+    if engine.api_key_env and not os.environ.get(engine.api_key_env):
+        raise ConfigError(
+            f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
+        )
+    if engine.max_concurrent < 0:
+        raise ConfigError(
+            f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"
+        )
+
+
+def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
+    if not model.name or len(model.name) > 256:
+        raise ConfigError(f"a model's name has 1 to 256 characters, got {model.name[:80]!r}")
+    if not model.tiers or not all(model.tiers):
+        raise ConfigError(f"model {model.name}: tiers must hold engines, each tier at least one")
+    engines = {engine.name: engine for engine in config.engines}
+    for tier in model.tiers:
+        for text in tier:
+            target = Target.parse(text)
+            if target.engine not in engines:
+                raise ConfigError(
+                    f"model {model.name}: there is no engine {target.engine!r}; there are "
+                    f"{', '.join(sorted(engines))}"
+                )
+    if model.local_only and all(
+        engines[Target.parse(text).engine].cloud for tier in model.tiers for text in tier
+    ):
+        raise ConfigError(f"model {model.name} is local_only, and all its engines are cloud = true")
+    known = {other.name for other in config.models}
+    for text, longer in model.length_over.items():
+        if not text.isdigit() or not int(text):
+            raise ConfigError(
+                f"model {model.name}: length_over maps numbers of tokens to models, got {text!r}"
+            )
+        if longer not in known or longer == model.name:
+            raise ConfigError(
+                f"model {model.name}: length_over names {longer!r}, which is no other model here"
+            )
+        if next(other for other in config.models if other.name == longer).length_over:
+            raise ConfigError(
+                f"model {model.name}: length_over names {longer!r}, which has length_over itself"
+            )

@@ -1,0 +1,108 @@
+"""The gateway's metrics: names begin with ``paceline:gateway_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from paceline.gateway.engines import Engine
+from paceline.gateway.routes import Site
+from paceline.http.exposition import Registry
+
+__all__ = ["Counts"]
+
+_SECONDS: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+
+class Counts:
+    """Of one gateway. Labels are names of the configuration, never what callers sent."""
+
+    def __init__(self) -> None:
+        self.registry = registry = Registry({})
+        name = "paceline:gateway_"
+        self._requests = registry.numbers(
+            "counter",
+            f"{name}requests",
+            "Requests by the engine that had them last, and how they ended: ok, refused (by the "
+            "engine), failed (nowhere an answer), broken (in the middle), gone (the caller).",
+            "engine",
+            "result",
+        )
+        self._attempts = registry.numbers(
+            "counter", f"{name}attempts", "Requests sent to an engine.", "engine"
+        )
+        self._failures = registry.numbers(
+            "counter",
+            f"{name}attempt_failures",
+            "Attempts that an engine refused or lost.",
+            "engine",
+            "kind",
+        )
+        self._resumed = registry.numbers(
+            "counter", f"{name}resumed", "Streams that went on at this engine.", "engine"
+        )
+        self._fallbacks = registry.numbers(
+            "counter", f"{name}fallbacks", "Requests sent to a later tier.", "engine"
+        )
+        self._first = registry.histograms(
+            f"{name}time_to_first_token_seconds",
+            "From a request's arrival to the first part of its answer.",
+            _SECONDS,
+            "engine",
+        )
+        self._seconds = registry.histograms(
+            f"{name}request_seconds", "From a request's arrival to its end.", _SECONDS, "engine"
+        )
+        self._up = registry.numbers(
+            "gauge", f"{name}engine_up", "1 while the engine answers polls.", "engine"
+        )
+        self._state = registry.numbers(
+            "gauge", f"{name}breaker_open", "1 while the engine's breaker is open.", "engine"
+        )
+        self._opened = registry.numbers(
+            "gauge", f"{name}breaker_opened", "Times the engine's breaker has opened.", "engine"
+        )
+        self._running = registry.numbers(
+            "gauge", f"{name}requests_running", "Requests at the engine.", "engine"
+        )
+        self._kv = registry.numbers(
+            "gauge",
+            f"{name}kv_cache_usage",
+            "Share of the engine's KV cache in use, as it last said; NaN: it does not say.",
+            "engine",
+        )
+        self._pressed = registry.numbers(
+            "gauge", f"{name}engine_pressed", "1 while the engine is short of memory.", "engine"
+        )
+
+    def attempt(self, site: Site, *, resumed: bool, fallback: bool) -> None:
+        engine = site.engine.name
+        self._attempts.at(engine).value += 1
+        if resumed:
+            self._resumed.at(engine).value += 1
+        if fallback:
+            self._fallbacks.at(engine).value += 1
+
+    def failed(self, site: Site, kind: str) -> None:
+        self._failures.at(site.engine.name, kind).value += 1
+
+    def first_token(self, site: Site, seconds: float) -> None:
+        self._first.at(site.engine.name).observe(seconds)
+
+    def ended(self, site: Site, result: str, seconds: float) -> None:
+        self._requests.at(site.engine.name, result).value += 1
+        self._seconds.at(site.engine.name).observe(seconds)
+
+    def render(self, engines: Iterable[Engine], now: float) -> str:
+        for engine in engines:
+            name, pressure = engine.name, engine.load.pressure
+            self._up.at(name).value = 0.0 if engine.trouble else 1.0
+            self._state.at(name).value = float(engine.breaker.state(now) != "closed")
+            self._opened.at(name).value = engine.breaker.num_opened
+            self._running.at(name).value = len(engine.running)
+            kv = None if pressure is None else pressure.kv
+            self._kv.at(name).value = float("nan") if kv is None else kv
+            self._pressed.at(name).value = float(engine.load.pressed)
+        return self.registry.render()

@@ -1,0 +1,334 @@
+"""The engines behind a gateway: what is known of each, and how it stays known.
+
+A task an engine asks how pressed it is, several times a second over one connection, and now and
+then which models it has. Whatever comes from an engine, a poll's answer or a token of a stream,
+shows that it lives; one that gives no sign for ``silence`` seconds is taken for gone, and its
+streams go on elsewhere. A byte that is late because this process was late does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret
+from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure
+from paceline.gateway.upstream import ConnectError, Headers, Origin, Pool
+from paceline.routing import Breaker, EngineLoad
+
+__all__ = ["Engine", "EngineModel", "Engines", "Running", "ask"]
+
+_log = logging.getLogger("paceline.gateway")
+
+# polls between two looks at an engine's models
+_MODEL_POLLS: Final = 120
+# polls that miss before an engine that never answered is looked for less often
+_MAX_ANSWER_BYTES: Final = 8 << 20
+# a tick of the watch on silence, and the most that one counts: a tick that is later than this was
+# kept waiting by this process itself
+_TICK_SECONDS: Final = 0.1
+_MOST_PER_TICK: Final = 0.15
+_JITTER: Final = 0.1
+# of a quiet engine's next poll, at most
+_MAX_POLL_WAIT: Final = 2.0
+
+
+class Running(Protocol):
+    """A request under way at an engine."""
+
+    def tick(self, now: float) -> None:
+        """A tenth of a second or so has passed."""
+        ...
+
+    def engine_gone(self, why: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """As /v1/models tells of it."""
+
+    id: str
+    # None: it does not say
+    max_model_len: int | None = None
+    # the whole entry
+    entry: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """One engine."""
+
+    def __init__(self, config: EngineConfig, gateway: GatewayConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.kind: EngineKind = config.kind
+        self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
+        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+        self.key = Secret(key)
+        self.pool = Pool(
+            Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
+        )
+        self.load = EngineLoad(config.name)
+        self.breaker = Breaker()
+        self.running: set[Running] = set()
+        # None: nobody knows yet
+        self.models: dict[str, EngineModel] | None = None
+        # by an admin
+        self.draining = False
+        # of the last poll; "": it answered
+        self.trouble = "not asked yet"
+        # seconds in which it gave no sign
+        self.silent = 0.0
+        self.num_polls = 0
+        self.num_misses = 0
+        # signals that it once gave and gives no longer
+        self.lost_signals: frozenset[str] = frozenset()
+        self._signals: frozenset[str] = frozenset()
+
+    @property
+    def polled(self) -> bool:
+        """Whether it can be asked anything that costs it next to nothing."""
+        return bool(self.facts.metrics_path) or self.kind == "auto"
+
+    def alive(self) -> None:
+        """It gave a sign."""
+        self.silent = 0.0
+
+    def headers(self) -> Headers:
+        """That every request to it has."""
+        found = [(b"accept-encoding", b"identity")]
+        if self.key:
+            found.append((b"authorization", b"Bearer " + self.key.encode()))
+        return found
+
+    def available(self, now: float) -> str:
+        """ "" where it may be sent a request, else why not."""
+        if self.draining:
+            return "draining"
+        if not self.breaker.allows(now):
+            return f"failing ({self.breaker.state(now)})"
+        most = self.config.max_concurrent
+        if most and len(self.running) >= most:
+            return f"max_concurrent {most}"
+        return ""
+
+    def become(self, kind: EngineKind) -> None:
+        """What it is was found out."""
+        self.kind = kind
+        self.facts = KINDS[kind]
+        self.pool.idle = self.facts.idle
+
+    def heard(self, text: bytes, now: float) -> None:
+        """It answered a poll with ``text``."""
+        if self.kind == "auto":
+            found = kind_of_metrics(text)
+            if found is not None:
+                _log.info("engine_kind engine=%s kind=%s", self.name, found)
+                self.become(found)
+        pressure = read_pressure(text, self.facts, now)
+        signals = frozenset(
+            name for name in self.facts.signals if getattr(pressure, name) is not None
+        )
+        lost = self._signals - signals
+        if lost and lost != self.lost_signals:
+            _log.warning("engine_signals_lost engine=%s signals=%s", self.name, sorted(lost))
+        self.lost_signals = lost
+        self._signals |= signals
+        self.load.heard(pressure)
+
+
+class _Whole:
+    """A sink that waits for all of a small answer."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._body = bytearray()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+
+    def on_data(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) > _MAX_ANSWER_BYTES and not self.done.done():
+            self.done.set_exception(ConnectError("the answer is too long"))
+
+    def on_end(self) -> None:
+        if not self.done.done():
+            self.done.set_result((self._status, bytes(self._body)))
+
+    def on_lost(self, why: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectError(why))
+
+
+async def ask(engine: Engine, path: str, timeout: float) -> tuple[int, bytes]:
+    """Status and body of a GET. Raises ConnectError."""
+    connection = None
+    try:
+        async with asyncio.timeout(timeout):
+            for _ in range(2):
+                reused = engine.pool.free()
+                connection = reused or await engine.pool.connect()
+                sink = _Whole()
+                head = engine.pool.origin.head("GET", path, engine.headers(), None)
+                connection.send(head, sink)
+                try:
+                    answer = await sink.done
+                except ConnectError:
+                    # the engine closed it just as it was used again
+                    if reused is None or connection.begun:
+                        raise
+                    continue
+                connection = None
+                return answer
+            raise ConnectError("two connections were closed")
+    except TimeoutError:
+        raise ConnectError(f"no answer within {timeout:g} s") from None
+    finally:
+        if connection is not None:
+            connection.drop()
+
+
+class Engines:
+    """All of them, and the tasks that keep up with them.
+
+    Args:
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(self, config: GatewayConfig, now: Callable[[], float]) -> None:
+        self._config = config
+        self._now = now
+        self.by_name = {each.name: Engine(each, config) for each in config.engines}
+        self._tasks: list[asyncio.Task[None]] = []
+        # each engine was asked once
+        self.asked = asyncio.Event()
+
+    async def start(self) -> None:
+        for engine in self.by_name.values():
+            self._tasks.append(asyncio.create_task(self._follow(engine)))
+        self._tasks.append(asyncio.create_task(self._watch()))
+        first = [self._ask_first(engine) for engine in self.by_name.values()]
+        await asyncio.gather(*first)
+        self.asked.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self.by_name.values():
+            engine.pool.close()
+
+    async def _ask_first(self, engine: Engine) -> None:
+        await self.poll(engine)
+        await self._read_models(engine)
+
+    async def _follow(self, engine: Engine) -> None:
+        draw = random.Random(engine.name)
+        await self.asked.wait()
+        while True:
+            wait = self._config.poll_interval * (1.0 + _JITTER * draw.uniform(-1.0, 1.0))
+            if engine.num_misses > 4 and not engine.running:
+                wait = min(wait * engine.num_misses, _MAX_POLL_WAIT)
+            await asyncio.sleep(wait)
+            known = engine.models is not None
+            if engine.polled:
+                await self.poll(engine)
+            else:
+                await asyncio.sleep(_MAX_POLL_WAIT)
+            if (not known and not engine.trouble) or engine.num_polls % _MODEL_POLLS == 0:
+                await self._read_models(engine)
+            elif not engine.polled:
+                engine.num_polls += 1
+
+    async def poll(self, engine: Engine) -> None:
+        """Ask it once how it is."""
+        engine.num_polls += 1
+        path = engine.facts.metrics_path or "/metrics"
+        try:
+            status, text = await ask(engine, path, self._config.poll_timeout)
+        except ConnectError as error:
+            self._missed(engine, str(error))
+            return
+        engine.alive()
+        if engine.num_misses > 4 and engine.trouble:
+            _log.info("engine_back engine=%s", engine.name)
+            engine.load.prefixes.clear()
+        engine.num_misses = 0
+        if status == 200:
+            engine.trouble = ""
+            engine.heard(text, self._now())
+        elif engine.kind == "auto":
+            # it answers, and has no metrics: nothing more is known of it
+            engine.become("openai")
+            engine.trouble = ""
+        else:
+            engine.trouble = f"{path} answers {status}"
+
+    def _missed(self, engine: Engine, why: str) -> None:
+        engine.num_misses += 1
+        if not engine.trouble or engine.num_misses == 1:
+            _log.warning("engine_silent engine=%s reason=%r", engine.name, why)
+        engine.trouble = why
+
+    async def _read_models(self, engine: Engine) -> None:
+        try:
+            status, body = await ask(engine, "/v1/models", max(2.0, self._config.poll_timeout))
+            entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
+        except (ConnectError, msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        engine.alive()
+        if entries is None:
+            if not engine.polled:
+                engine.trouble = f"/v1/models answers {status}"
+            return
+        if not engine.polled:
+            engine.trouble = ""
+        models = {}
+        for entry in entries:
+            name, most = entry.get("id"), entry.get("max_model_len")
+            if isinstance(name, str) and name:
+                models[name] = EngineModel(name, most if isinstance(most, int) else None, entry)
+        engine.models = models
+
+    async def _watch(self) -> None:
+        before = self._now()
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = self._now()
+            elapsed = min(now - before, _MOST_PER_TICK)
+            before = now
+            for engine in self.by_name.values():
+                engine.silent += elapsed
+                if (
+                    engine.silent > self._config.silence
+                    and engine.running
+                    and engine.polled
+                    and engine.num_polls > 1
+                ):
+                    self._gone(engine)
+                    continue
+                for running in list(engine.running):
+                    with contextlib.suppress(Exception):
+                        running.tick(now)
+
+    def _gone(self, engine: Engine) -> None:
+        _log.error(
+            "engine_gone engine=%s silent=%.2f running=%d",
+            engine.name, engine.silent, len(engine.running),
+        )  # fmt: skip
+        engine.breaker.trip(self._now())
+        for running in list(engine.running):
+            running.engine_gone(f"engine {engine.name} has given no sign for {engine.silent:.1f} s")
+
+
+class _ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]

@@ -1,0 +1,700 @@
+"""One request on its way: to an engine, to another where that fails, and its answer back.
+
+::
+
+    Exchange   (a task a request)   choose -> Leg -> wait -> done | choose again
+    Leg        (callbacks)          engine's bytes -> Splice -> caller's connection
+
+What an engine sends reaches the caller in the callback that read it. The task wakes for the head,
+for a caller who reads slowly, and for the end.
+
+Before its caller has seen anything of the answer, a request whose engine refuses or fails begins
+anew at another one. Later it goes on behind what was seen, where the engine's kind can do that
+exactly, and ends in an error that says so where it cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from paceline.gateway.bodies import Body, new_seed
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.counts import Counts
+from paceline.gateway.pick import Pick, Picker
+from paceline.gateway.routes import Route, Site
+from paceline.gateway.splice import DONE, Splice, make_splice
+from paceline.gateway.upstream import ConnectError, Connection, Headers
+from paceline.http.errors import ClientDisconnectedError, HttpError
+from paceline.http.shortcut import BODY_WRITER, BodyWriter
+from paceline.http.sse import KEEP_ALIVE, SSE
+from paceline.routing import Demand, Dispatch, RetryBudget
+
+__all__ = ["RELAYED", "Allowed", "Caller", "Exchange"]
+
+_log = logging.getLogger("paceline.gateway")
+
+# endpoints that are relayed
+RELAYED: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
+)
+_RESUMABLE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
+# that count against an engine
+_FAULTS: Final = frozenset({500, 502, 503, 504, 529})
+# of an answer that is not streamed
+_MAX_ANSWER_BYTES: Final = 64 << 20
+# waiting for the caller to read before the engine is read no further
+_MAX_BACKLOG: Final = 64 * 1024
+# that callers may send on, and engines back
+_REQUEST_HEADERS: Final = frozenset(
+    {
+        b"traceparent",
+        b"tracestate",
+        b"anthropic-version",
+        b"anthropic-beta",
+        b"x-llm-d-slo-ttft-ms",
+        b"x-llm-d-slo-tpot-ms",
+        b"x-slo-ttft-ms",
+        b"x-slo-tpot-ms",
+        b"x-llm-d-inference-ttl",
+    }
+)
+_ANSWER_HEADERS: Final = frozenset(
+    {
+        b"content-type",
+        b"retry-after",
+        b"x-should-retry",
+        b"x-paceline-ignored-fields",
+        b"x-llm-d-request-dropped-reason",
+    }
+)
+_TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a caller lets be done to get an answer; header ``x-paceline-allow``."""
+
+    retry: bool = True
+    fallback: bool = True
+    resume: bool = True
+
+    @classmethod
+    def parse(cls, value: str | None) -> Allowed:
+        """``retry, resume``: what is not named is not done. None: everything."""
+        if value is None:
+            return cls()
+        words = {word.strip().lower() for word in value.split(",")}
+        return cls(*(name in words for name in ("retry", "fallback", "resume")))
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what comes with the request."""
+
+    request_id: str
+    # the key's name; "" without keys
+    tenant: str
+    allowed: Allowed
+    headers: Headers
+    # of its prompts in caches that several tenants share; "": none
+    salt: str = ""
+
+    @classmethod
+    def salt_of(cls, secret: str, tenant: str) -> str:
+        """The same on every gateway with that secret, and no way back to the tenant."""
+        if not secret or not tenant:
+            return ""
+        return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
+
+
+@dataclass(slots=True, eq=False)
+class _Verdict:
+    """How a leg ended."""
+
+    kind: Literal["done", "refused", "lost"]
+    why: str = ""
+    status: int = 0
+
+
+class Leg:
+    """A request at one engine: the sink of its answer."""
+
+    def __init__(self, exchange: Exchange, site: Site, dispatch: Dispatch) -> None:
+        self.site = site
+        self.status = 0
+        self.headers: Headers = []
+        self.body = bytearray()
+        self.verdict: _Verdict | None = None
+        self.connection: Connection | None = None
+        self._exchange = exchange
+        self._engine = site.engine
+        self._dispatch = dispatch
+        self._streams = False
+        self._sent_at = exchange.now()
+        self._heard_at = self._sent_at
+        self._tokens_before = exchange.splice.num_output_tokens if exchange.splice else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether the engine answers with events."""
+        return self._streams
+
+    async def send(self, path: str, headers: Headers, body: bytes) -> None:
+        """Raises nothing: what goes wrong is the verdict."""
+        engine = self._engine
+        engine.running.add(self)
+        engine.breaker.begin()
+        pool = engine.pool
+        request = pool.origin.head("POST", path, headers, len(body)) + body
+        try:
+            connection = pool.free() or await pool.connect()
+        except ConnectError as error:
+            self._end(_Verdict("lost", str(error)))
+            return
+        if self.verdict is not None:
+            # given up while connecting
+            connection.drop()
+            return
+        self.connection = connection
+        self._request = request
+        connection.send(request, self)
+
+    # ---------------------------------------------------------------- of the sink
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._engine.alive()
+        self.status, self.headers = status, headers
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        self._streams = status == 200 and kind.lower().startswith(SSE.encode())
+        self._heard_at = self._exchange.now()
+
+    def on_data(self, data: bytes) -> None:
+        self._engine.alive()
+        if not self._streams:
+            self.body += data
+            if len(self.body) > _MAX_ANSWER_BYTES:
+                self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+            return
+        exchange = self._exchange
+        splice = exchange.splice
+        assert splice is not None, "a stream was asked for"
+        out = splice.feed(data)
+        if out != KEEP_ALIVE:
+            # comments show that the server lives, not that it works on this
+            self._heard_at = exchange.now()
+        if splice.emitted and self._dispatch.first_at is None:
+            self._dispatch.first_token(self._heard_at)
+            exchange.first_token(self._heard_at)
+        if out:
+            exchange.write(out)
+        if splice.failed is not None:
+            self.give_up(splice.failed)
+        elif splice.done:
+            self._end(_Verdict("done"))
+
+    def on_end(self) -> None:
+        self._engine.alive()
+        if self.verdict is not None:
+            return
+        if self._streams:
+            self._finish_stream("the stream ended")
+        elif self.status == 200:
+            self._end(_Verdict("done"))
+        else:
+            self._end(_Verdict("refused", f"status {self.status}", self.status))
+
+    def on_lost(self, why: str) -> None:
+        if self.verdict is not None:
+            return
+        connection = self.connection
+        if connection is not None and not connection.begun and connection.num_used > 1:
+            # the engine closed an idle connection just as it was used again: no attempt of its own
+            self._exchange.again(self)
+            return
+        if self._streams:
+            self._finish_stream(why)
+        else:
+            self._end(_Verdict("lost", why))
+
+    def _finish_stream(self, why: str) -> None:
+        splice = self._exchange.splice
+        assert splice is not None, "a stream was asked for"
+        out = splice.end_leg()
+        if out:
+            self._exchange.write(out)
+        self._end(_Verdict("done") if splice.done else _Verdict("lost", splice.failed or why))
+
+    # ---------------------------------------------------------------- of the engine
+
+    def tick(self, now: float) -> None:
+        config = self._exchange.config
+        limit = config.stall_timeout if self.status else config.first_byte_timeout
+        if self._streams and not self._dispatch.first_at:
+            limit = config.first_byte_timeout
+        if now - self._heard_at > limit:
+            self.give_up(f"no part of the answer for {limit:g} s")
+        else:
+            self._exchange.tick(now)
+
+    def engine_gone(self, why: str) -> None:
+        self.give_up(why)
+
+    # ---------------------------------------------------------------- ends
+
+    async def resend(self) -> None:
+        """On a connection of its own."""
+        try:
+            connection = await self._engine.pool.connect()
+        except ConnectError as error:
+            self._end(_Verdict("lost", str(error)))
+            return
+        if self.verdict is not None:
+            connection.drop()
+            return
+        self.connection = connection
+        connection.send(self._request, self)
+
+    def give_up(self, why: str) -> None:
+        """The engine's fault."""
+        self._end(_Verdict("lost", why))
+
+    def abandon(self) -> None:
+        """Not its fault: the caller is gone."""
+        if self.verdict is None:
+            self._end(None)
+
+    def _end(self, verdict: _Verdict | None) -> None:
+        if self.verdict is not None:
+            return
+        now = self._exchange.now()
+        engine = self._engine
+        self.verdict = verdict or _Verdict("lost", "abandoned")
+        engine.running.discard(self)
+        splice = self._exchange.splice
+        made = 0 if splice is None else splice.num_output_tokens - self._tokens_before
+        self._dispatch.end(now, made)
+        if verdict is None:
+            engine.breaker.abandon()
+        elif verdict.kind == "lost" or verdict.status in _FAULTS:
+            engine.breaker.fail(now)
+        elif verdict.kind == "refused":
+            engine.breaker.abandon()
+        else:
+            engine.breaker.succeed(now)
+        if self.connection is not None and (verdict is None or verdict.kind == "lost"):
+            self.connection.drop()
+        self._exchange.wake.set()
+
+
+class Exchange:
+    """One request of one caller."""
+
+    def __init__(
+        self,
+        *,
+        config: GatewayConfig,
+        picker: Picker,
+        budget: RetryBudget,
+        counts: Counts,
+        now: Callable[[], float],
+        path: str,
+        body: Body,
+        route: Route,
+        demand: Demand,
+        caller: Caller,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        self.config = config
+        self.now = now
+        self.wake = asyncio.Event()
+        self.splice: Splice | None = None
+        self._picker, self._budget, self._counts = picker, budget, counts
+        self._path, self._body, self._route = path, body, route
+        self._demand, self._caller = demand, caller
+        self._receive, self._send = receive, send
+        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
+        self._arrived = now()
+        self._backlog = bytearray()
+        self._started = False
+        self._gone = False
+        self._again: Leg | None = None
+        self._attempts = 0
+        self._resumes = 0
+        self._written_at = self._arrived
+        self._seed = new_seed() if body.seed is None else None
+        # what was done to the answer, for its last chunk and its headers
+        self._note: dict[str, Any] = {}
+        self._tried: set[str] = set()
+        self._failures: list[str] = []
+        self._retry_after: float | None = None
+        if body.stream:
+            self.splice = make_splice(
+                path,
+                num_choices=body.num_choices,
+                model=route.model,
+                hide_ids=not body.return_token_ids,
+                hide_usage=not body.include_usage,
+                note=self._note,
+            )
+
+    # ---------------------------------------------------------------- of the legs
+
+    def write(self, data: bytes) -> None:
+        """To the caller, now or when its connection takes it."""
+        writer = self._writer
+        if self._started and not self._backlog and writer is not None and writer.is_ready:
+            writer.write(data)
+            self._written_at = self.now()
+            return
+        self._backlog += data
+        if len(self._backlog) > _MAX_BACKLOG and self._leg.connection is not None:
+            self._leg.connection.pause()
+        self.wake.set()
+
+    def first_token(self, now: float) -> None:
+        if not self._resumes:
+            self._counts.first_token(self._leg.site, now - self._arrived)
+
+    def tick(self, now: float) -> None:
+        """A comment where nothing else is said: no proxy on the way is to think it dead."""
+        every = self.config.sse_keep_alive
+        if self._body.stream and every and now - self._written_at >= every:
+            self._written_at = now
+            self.write(KEEP_ALIVE)
+
+    def again(self, leg: Leg) -> None:
+        self._again = leg
+        self.wake.set()
+
+    # ---------------------------------------------------------------- the task
+
+    async def run(self) -> None:
+        """To the last byte of the answer.
+
+        Raises:
+            HttpError: there is none, and nothing was sent yet.
+            ClientDisconnectedError: the caller hung up.
+        """
+        watch = asyncio.ensure_future(self._disconnected())
+        try:
+            self._budget.deposit(self._arrived)
+            await self._attempt_all()
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _attempt_all(self) -> None:
+        while True:
+            pick = self._pick()
+            leg = await self._attempt(pick)
+            verdict = leg.verdict
+            assert verdict is not None, "the leg is over"
+            if verdict.kind == "done":
+                await self._finish(leg)
+                return
+            engine = leg.site.engine
+            self._failures.append(f"{engine.name}: {verdict.why}")
+            _log.warning(
+                "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
+                self._caller.request_id, engine.name, self._attempts, verdict.why,
+                self.splice.emitted if self.splice else False,
+            )  # fmt: skip
+            self._counts.failed(leg.site, verdict.kind)
+            self._tried.add(engine.name)
+            if verdict.kind == "refused" and not await self._may_pass_on(leg):
+                return
+            if self.splice is not None and self.splice.emitted:
+                if not self._may_resume():
+                    await self._break_off(verdict.why)
+                    return
+                self._resumes += 1
+            elif not self._may_retry():
+                await self._give_up(leg)
+                return
+
+    def _pick(self) -> Pick:
+        resuming = self.splice is not None and self.splice.emitted
+        return self._picker.pick(
+            self._route,
+            self._demand,
+            self.now(),
+            tried=self._tried,
+            fallback=self._route.fallback and self._caller.allowed.fallback,
+            only=self._can_go_on if resuming else None,
+        )
+
+    async def _attempt(self, pick: Pick) -> Leg:
+        site, now = pick.site, self.now()
+        engine = site.engine
+        self._attempts += 1
+        dispatch = engine.load.dispatch(self._demand, pick.view, now)
+        if site.tier:
+            self._note["fallback"] = site.model
+        if self._attempts > 1 or self._note:
+            self._note |= {"engine": engine.name, "attempts": self._attempts}
+        if self._resumes:
+            self._note["resumed"] = self._resumes
+        leg = self._leg = Leg(self, site, dispatch)
+        self._counts.attempt(site, resumed=bool(self._resumes), fallback=bool(site.tier))
+        if self.splice is not None:
+            self.splice.begin_leg()
+        await leg.send(self._path, self._headers(site), self._encoded(site))
+        engine.load.prefixes.add(self._demand.prefix)
+        try:
+            await self._pump(leg)
+        finally:
+            leg.abandon()
+        return leg
+
+    async def _pump(self, leg: Leg) -> None:
+        """Until the leg is over, and what it brought is with the caller."""
+        while True:
+            if self._gone:
+                raise ClientDisconnectedError
+            if self._again is not None:
+                again, self._again = self._again, None
+                await again.resend()
+            if self._backlog:
+                await self._flush(leg)
+            elif leg.verdict is not None:
+                return
+            else:
+                await self.wake.wait()
+                self.wake.clear()
+
+    async def _flush(self, leg: Leg) -> None:
+        if not self._started:
+            await self._start(200, leg.headers or [(b"content-type", SSE.encode())])
+        data, self._backlog = bytes(self._backlog), bytearray()
+        self._written_at = self.now()
+        # waits for a caller who reads slowly; hanging up ends the wait
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if leg.connection is not None and leg.verdict is None:
+            leg.connection.resume()
+
+    async def _start(self, status: int, headers: Headers, *more: tuple[bytes, bytes]) -> None:
+        self._started = True
+        kept = [header for header in headers if header[0] in _ANSWER_HEADERS]
+        kept += more
+        if self._body.stream and status == 200:
+            kept += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        kept += self._told()
+        await self._send({"type": "http.response.start", "status": status, "headers": kept})
+
+    def _told(self) -> Headers:
+        """What callers may want to know, in headers."""
+        found = [(b"x-paceline-attempts", b"%d" % self._attempts)]
+        if self._attempts:
+            found.append((b"x-paceline-engine", self._leg.site.engine.name.encode()))
+            if self._leg.site.tier:
+                name = self._leg.site.model.encode("ascii", "backslashreplace")
+                found.append((b"x-paceline-fallback", name))
+        return found
+
+    # ---------------------------------------------------------------- ends
+
+    async def _finish(self, leg: Leg) -> None:
+        if leg.streams:
+            # an engine that said nothing but the end, too, has answered
+            if not self._started:
+                await self._start(200, leg.headers)
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await self._whole(leg)
+        self._counts.ended(leg.site, "ok", self.now() - self._arrived)
+
+    async def _whole(self, leg: Leg) -> None:
+        """An answer that is no stream."""
+        body = bytes(leg.body)
+        if leg.status == 200:
+            body = self._renamed(body, leg)
+        if self._started:
+            # comments went out while this was waited for
+            error = b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE
+            await self._send({"type": "http.response.body", "body": error, "more_body": False})
+            return
+        await self._start(leg.status, leg.headers, (b"content-length", b"%d" % len(body)))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _renamed(self, body: bytes, leg: Leg) -> bytes:
+        """With the model's name as the caller knows it, and what was done."""
+        if leg.site.model == self._route.model and not self._note:
+            return body
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except msgspec.MsgspecError:
+            return body
+        if "model" in fields:
+            fields["model"] = msgspec.Raw(msgspec.json.encode(self._route.model))
+        if self._note:
+            fields["paceline"] = msgspec.Raw(msgspec.json.encode(self._note))
+        return msgspec.json.encode(fields)
+
+    async def _may_pass_on(self, leg: Leg) -> bool:
+        """Whether a refused request goes to another engine; otherwise the caller has the answer."""
+        should = next((v for n, v in leg.headers if n == b"x-should-retry"), b"true")
+        wait = next((v for n, v in leg.headers if n == b"retry-after"), b"")
+        if wait.isdigit():
+            seconds = float(wait[:9])
+            self._retry_after = min(seconds, self._retry_after or seconds)
+        if leg.status in _RETRYABLE and should != b"false" and self._may_retry(peek=True):
+            return True
+        await self._refuse(leg)
+        return False
+
+    async def _refuse(self, leg: Leg) -> None:
+        self._counts.ended(leg.site, "refused", self.now() - self._arrived)
+        if leg.status in (401, 403):
+            # it is the gateway's key that was refused, not the caller's
+            raise HttpError(502, f"engine {leg.site.engine.name} refused the gateway's credentials")
+        if leg.status < 400:
+            raise HttpError(502, f"engine {leg.site.engine.name} answered with status {leg.status}")
+        await self._whole(leg)
+
+    async def _give_up(self, leg: Leg) -> None:
+        self._counts.ended(leg.site, "failed", self.now() - self._arrived)
+        failure = self._failed("no engine answered")
+        if not self._started:
+            raise failure
+        await self._break_off(str(failure))
+
+    def _failed(self, what: str) -> HttpError:
+        tried = "; ".join(self._failures[-3:])
+        return HttpError(503, f"{what}: {tried}", retry_after=self._retry_after or 1.0)
+
+    async def _break_off(self, why: str) -> None:
+        """The end of a stream that cannot go on."""
+        splice = self.splice
+        assert splice is not None, "a stream was asked for"
+        self._counts.ended(self._leg.site, "broken", self.now() - self._arrived)
+        event = splice.failure_event
+        if not event or self._path in _RESUMABLE:
+            resumable = self._can_go_on(self._leg.site)
+            event = broken_event(
+                self._path,
+                f"{why}, and the answer cannot go on elsewhere",
+                splice.num_output_tokens,
+                "no other engine of this model" if resumable else "this engine's kind cannot",
+            )
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    # ---------------------------------------------------------------- what may be done
+
+    def _may_retry(self, *, peek: bool = False) -> bool:
+        """Whether one more attempt is left; ``peek``: it is not taken yet."""
+        if not self._caller.allowed.retry or self._attempts >= self.config.max_attempts:
+            return False
+        if not self._picker.has_another(
+            self._route, self._demand, self.now(), self._tried | {self._leg.site.engine.name}
+        ):
+            return False
+        return self._budget.left(self.now()) >= 1.0 if peek else self._budget.take(self.now())
+
+    def _may_resume(self) -> bool:
+        splice = self.splice
+        if (
+            splice is None
+            or not self._caller.allowed.resume
+            or self._resumes >= self.config.max_resumes
+            or splice.resume_ids() is None
+        ):
+            return False
+        others = self._picker.can_pick(
+            self._route, self._demand, self.now(), self._tried, self._can_go_on
+        )
+        return others and self._budget.take(self.now(), overdraw=True)
+
+    def _can_go_on(self, site: Site) -> bool:
+        """Whether a stream of this request can be resumed there: the same model, and a kind that
+        takes the ids of what was made."""
+        return (
+            self._path in _RESUMABLE
+            and self._body.stream
+            and self._body.num_prompts == 1
+            and not self._body.resumed
+            and self._body.fields.get("echo") != b"true"
+            and site.engine.facts.resumes
+            and site.model == self._leg.site.model
+            and site.tier == self._leg.site.tier
+        )
+
+    # ---------------------------------------------------------------- what is sent
+
+    def _headers(self, site: Site) -> Headers:
+        caller = self._caller
+        found: Headers = [
+            (b"content-type", b"application/json"),
+            (b"accept", b"text/event-stream" if self._body.stream else b"application/json"),
+            (b"x-request-id", caller.request_id.encode()),
+            *site.engine.headers(),
+            *(header for header in caller.headers if header[0] in _REQUEST_HEADERS),
+        ]
+        if caller.tenant and site.engine.kind == "paceline":
+            found.append((_TENANT_HEADER, caller.tenant.encode()))
+        return found
+
+    def _encoded(self, site: Site) -> bytes:
+        body, facts = self._body, site.engine.facts
+        changes: dict[str, Any] = {}
+        if "model" not in body.fields or site.model != body.model:
+            changes["model"] = site.model
+        if self._caller.salt and facts.salts:
+            changes["cache_salt"] = self._caller.salt
+        if body.stream and self._path in _RESUMABLE:
+            if facts.counts and not body.include_usage:
+                changes["stream_options"] = {**body.stream_options(), "include_usage": True}
+            if facts.resumes and not body.resumed:
+                changes["return_token_ids"] = True
+        if facts.resumes and self._seed is not None and self._path in _RESUMABLE:
+            changes["seed"] = self._seed
+        if self._resumes:
+            assert self.splice is not None, "a stream is resumed"
+            ids = self.splice.resume_ids()
+            assert ids is not None, "looked at before"
+            changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
+        return body.encode(changes)
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self.wake.set()
+
+
+def broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
+    """The last events of a stream that breaks, in the words of the endpoint's API."""
+    if path == "/v1/messages":
+        error: Mapping[str, Any] = {
+            "type": "error",
+            "error": {"type": "api_error", "message": why},
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    if path == "/v1/responses":
+        error = {"type": "error", "code": "engine_lost", "message": why, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    error = {
+        "error": {
+            "message": why,
+            "type": "EngineLost",
+            "param": None,
+            "code": "engine_lost",
+            "retryable": True,
+            "emitted_tokens": num_tokens,
+            "resume": {"possible": False, "why": resume},
+        }
+    }
+    return b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE

@@ -1,0 +1,152 @@
+"""What each kind of engine tells about itself, and where: names as data.
+
+A signal that is missing is unknown (None), never zero: a gateway that read a removed name as "no
+pressure" would send everything to the engine it knows least of. Alternates are older or newer names
+of the same thing. Sources: the engines' documentation of their metrics; ``vllm:`` names may also
+come from a Paceline engine, which has ``paceline:ready`` beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.gateway.config import EngineKind
+from paceline.routing.engine_load import Pressure
+
+__all__ = ["KINDS", "KindFacts", "kind_of_metrics", "read_pressure", "scan"]
+
+
+@dataclass(frozen=True, slots=True)
+class KindFacts:
+    """Of one kind of engine."""
+
+    # exposition with the signals below; "": there is none
+    metrics_path: str = "/metrics"
+    # by signal of ``Pressure``, names of metrics, the first that is there counts
+    signals: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # metric with the size of the KV cache in its labels, and those labels: tokens a block, blocks
+    capacity: tuple[str, str, str] | None = None
+    # sends ids with ``return_token_ids`` and goes on behind ``resume_output_ids``, exactly
+    resumes: bool = False
+    # goes on behind a last assistant message with ``continue_final_message``
+    continues: bool = False
+    # takes ``cache_salt``
+    salts: bool = False
+    # says with ``stream_options.include_usage`` what was used
+    counts: bool = True
+    # seconds a connection may lie idle before it is used again: below what the engine keeps
+    idle: float = 4.0
+
+
+_VLLM_SIGNALS: Final = {
+    "waiting": ("vllm:num_requests_waiting",),
+    "running": ("vllm:num_requests_running",),
+    "kv": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+}
+_VLLM_CAPACITY: Final = ("vllm:cache_config_info", "block_size", "num_gpu_blocks")
+
+KINDS: Final[Mapping[EngineKind, KindFacts]] = {
+    "paceline": KindFacts(
+        signals={**_VLLM_SIGNALS, "level": ("paceline:memory_pressure_level",)},
+        capacity=_VLLM_CAPACITY,
+        resumes=True,
+        continues=True,
+        salts=True,
+        idle=60.0,
+    ),
+    "vllm": KindFacts(signals=_VLLM_SIGNALS, capacity=_VLLM_CAPACITY, continues=True, salts=True),
+    "sglang": KindFacts(
+        signals={
+            "waiting": ("sglang:num_queue_reqs",),
+            "running": ("sglang:num_running_reqs",),
+            "kv": ("sglang:token_usage",),
+        },
+        capacity=("sglang:cache_config_info", "page_size", "num_pages"),
+        continues=True,
+    ),
+    "llama.cpp": KindFacts(
+        signals={
+            "waiting": ("llamacpp:requests_deferred",),
+            "running": ("llamacpp:requests_processing",),
+        },
+    ),
+    # neither says how pressed it is: what was sent and has not ended is all there is to see
+    "ollama": KindFacts(metrics_path="/api/version"),
+    "openai": KindFacts(metrics_path=""),
+}
+
+_KIND_MARKS: Final[Sequence[tuple[bytes, EngineKind]]] = (
+    (b"paceline:ready", "paceline"),
+    (b"vllm:", "vllm"),
+    (b"sglang:", "sglang"),
+    (b"llamacpp:", "llama.cpp"),
+)
+
+
+def kind_of_metrics(text: bytes) -> EngineKind | None:
+    """Whose exposition this is; None: nobody's that is known."""
+    for mark, kind in _KIND_MARKS:
+        if mark in text:
+            return kind
+    return None
+
+
+def scan(text: bytes, name: str) -> float | None:
+    """The value of a metric, summed over its series; None where it has none.
+
+    Looks for the name alone: an exposition is tens of kilobytes of histograms, and parsing all of
+    it would cost more than the poll is worth.
+    """
+    wanted = name.encode()
+    total: float | None = None
+    at = text.find(wanted)
+    while at >= 0:
+        end = text.find(b"\n", at)
+        line = text[at : end if end >= 0 else len(text)]
+        behind = line[len(wanted) : len(wanted) + 1]
+        if (at == 0 or text[at - 1 : at] == b"\n") and behind in (b"{", b" "):
+            # labels may hold spaces, and a timestamp may follow the value
+            rest = line.rpartition(b"}")[2] if behind == b"{" else line[len(wanted) :]
+            try:
+                value = float(rest.split()[0])
+            except (ValueError, IndexError):
+                value = float("nan")
+            if value == value and abs(value) != float("inf"):
+                total = value if total is None else total + value
+        at = text.find(wanted, at + len(wanted))
+    return total
+
+
+def read_pressure(text: bytes, facts: KindFacts, now: float) -> Pressure:
+    """What an exposition says of an engine. Shares of several series (data-parallel ranks) are
+    averaged."""
+    found: dict[str, float | None] = {}
+    for signal, names in facts.signals.items():
+        value = next((v for v in (scan(text, name) for name in names) if v is not None), None)
+        if signal == "kv" and value is not None and value > 1.0:
+            series = max(1, sum(_series(text, name) for name in names))
+            value = min(1.0, value / series)
+        found[signal] = value
+    return Pressure(now, **found, capacity_tokens=_capacity(text, facts))
+
+
+def _series(text: bytes, name: str) -> int:
+    return len(re.findall(rb"(?m)^" + re.escape(name.encode()) + rb"[{ ]", text))
+
+
+def _capacity(text: bytes, facts: KindFacts) -> float | None:
+    if facts.capacity is None:
+        return None
+    name, block_label, count_label = facts.capacity
+    total = 0.0
+    for match in re.finditer(rb"(?m)^" + re.escape(name.encode()) + rb"\{([^\n]*)\}", text):
+        labels = dict(re.findall(rb'(\w+)="([^"]*)"', match[1]))
+        try:
+            total += int(labels[block_label.encode()]) * int(labels[count_label.encode()])
+        except (KeyError, ValueError):
+            return None
+    return total or None

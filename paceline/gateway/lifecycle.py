@@ -1,0 +1,113 @@
+"""A gateway's life: bind, ask the engines, serve, drain, end.
+
+SIGTERM and SIGINT end it: no new requests, running ones go on for up to ``drain_timeout`` seconds;
+the same again ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Final
+
+import uvicorn
+
+from paceline.gateway.app import Gateway
+from paceline.http.bounds import DEFAULT_BOUNDS
+from paceline.http.connections import Connection, allow_open_files
+
+__all__ = ["serve_gateway"]
+
+_log = logging.getLogger("paceline.gateway")
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+# seconds for what was answered to reach its callers
+_FLUSH_SECONDS: Final = 2
+# seconds after which a caller who reads nothing is cut off
+_SLOW_READER_SECONDS: Final = 30.0
+
+
+async def serve_gateway(
+    gateway: Gateway, listener: socket.socket, on_ready: Callable[[str, int], None]
+) -> int:
+    """Serve until a signal; returns the exit code of the process.
+
+    Runs on the main thread's event loop, whose signal handlers it takes over; closes ``listener``.
+
+    Args:
+        on_ready: called once with host and port when connections are accepted.
+    """
+    bounds = replace(DEFAULT_BOUNDS, max_connections=allow_open_files(DEFAULT_BOUNDS))
+    server = _Server(
+        uvicorn.Config(
+            gateway,
+            http=functools.partial(  # type: ignore[arg-type]
+                Connection,
+                bounds=bounds,
+                readers=gateway.slow_readers,
+                slow_reader_timeout=_SLOW_READER_SECONDS,
+            ),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+    )
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def signalled(number: signal.Signals) -> None:
+        _log.info("signal name=%s", number.name)
+        (at_once if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, signalled, number)
+    await gateway.engines.start()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        address = listener.getsockname()
+        on_ready(address[0], address[1])
+        await _first_of(stop.wait(), asyncio.shield(serving))
+        gateway.draining = True
+        if gateway.in_flight:
+            _log.info("draining in_flight=%d", gateway.in_flight)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(gateway.config.drain_timeout):
+                    await _first_of(gateway.idle.wait(), at_once.wait())
+    finally:
+        server.should_exit = True
+        await serving
+        await gateway.engines.close()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return 0
+
+
+async def _first_of(*waits: object) -> None:
+    """Until one of them is over."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which would close its sockets at the first signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

@@ -1,0 +1,158 @@
+"""Which engine gets a request: what rules engines out, and ``routing`` among what is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from paceline.gateway.routes import Route, Site
+from paceline.http.errors import HttpError
+from paceline.routing import Demand, EngineView, choose
+
+__all__ = ["Pick", "Picker"]
+
+_Only = Callable[[Site], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    site: Site
+    # as the choice saw it
+    view: EngineView
+
+
+class Picker:
+    """Of one gateway.
+
+    Args:
+        draw: among engines that are as good as each other.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+
+    def pick(
+        self,
+        route: Route,
+        demand: Demand,
+        now: float,
+        *,
+        tried: Collection[str] = (),
+        fallback: bool = True,
+        only: _Only | None = None,
+    ) -> Pick:
+        """The engine to send to: one that was not tried while there is one.
+
+        Args:
+            fallback: whether later tiers may serve it.
+            only: further condition.
+
+        Raises:
+            HttpError: 503, no engine can take it now, with the reason for each; 400, none ever can.
+        """
+        reasons: dict[str, str] = {}
+        pressed: Pick | None = None
+        tiers = list(route.sites(fallback=fallback))
+        for tier in tiers:
+            sites = self._fit(tier, demand, now, tried, only, reasons)
+            if not sites:
+                continue
+            pick = self._choose(sites, demand, now)
+            if pick.view.pressed and route.pressure_fallback and tier is not tiers[-1]:
+                pressed = pressed or pick
+                reasons[pick.site.engine.name] = "short of memory"
+                continue
+            return pick
+        if pressed is not None:
+            return pressed
+        # breakers count failures of the past: one that answers is better than none at all
+        last = [
+            site
+            for tier in tiers
+            for site in tier
+            if (only is None or only(site))
+            and not site.engine.draining
+            and not site.engine.trouble
+            and site.engine.name not in tried
+            and not _too_long(site, demand)
+            and not site.lacks_model
+        ]
+        if last:
+            return self._choose(last, demand, now)
+        raise self._none(route, tiers, demand, now, reasons)
+
+    def can_pick(
+        self, route: Route, demand: Demand, now: float, tried: Collection[str], only: _Only
+    ) -> bool:
+        """Whether ``pick`` would find an engine that was not tried."""
+        try:
+            self.pick(route, demand, now, tried=tried, only=only)
+        except HttpError:
+            return False
+        return True
+
+    def has_another(self, route: Route, demand: Demand, now: float, tried: Collection[str]) -> bool:
+        return self.can_pick(route, demand, now, tried, lambda site: True)
+
+    def _fit(
+        self,
+        tier: Sequence[Site],
+        demand: Demand,
+        now: float,
+        tried: Collection[str],
+        only: _Only | None,
+        reasons: dict[str, str],
+    ) -> list[Site]:
+        fit = []
+        for site in tier:
+            why = (
+                "tried"
+                if site.engine.name in tried
+                else "cannot go on with it"
+                if only is not None and not only(site)
+                else f"has no model {site.model}"
+                if site.lacks_model
+                else _too_long(site, demand) or site.engine.available(now)
+            )
+            if not why and site.engine.trouble and site.engine.num_misses:
+                why = site.engine.trouble
+            if why:
+                reasons[site.engine.name] = why
+            else:
+                fit.append(site)
+        return fit
+
+    def _choose(self, sites: Sequence[Site], demand: Demand, now: float) -> Pick:
+        views = [site.engine.load.view(demand, now) for site in sites]
+        index = choose(views, demand, self._draw)
+        return Pick(sites[index], views[index])
+
+    def _none(
+        self,
+        route: Route,
+        tiers: Sequence[Sequence[Site]],
+        demand: Demand,
+        now: float,
+        reasons: dict[str, str],
+    ) -> HttpError:
+        sites = [site for tier in tiers for site in tier]
+        too_long = [_too_long(site, demand) for site in sites]
+        if sites and all(too_long):
+            return HttpError(400, f"model {route.model}: {too_long[0]}, at every engine of it")
+        told = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:8])
+        waits = [site.engine.breaker.reopens_in(now) for site in sites] or [1.0]
+        return HttpError(
+            503,
+            f"no engine can take a request for {route.model} now ({told or 'there is none'})",
+            retry_after=max(1.0, min(waits)),
+        )
+
+
+def _too_long(site: Site, demand: Demand) -> str:
+    """Whether a prompt is certainly longer than the engine's context: tokens are an estimate here,
+    and what is close is the engine's to say."""
+    most = site.max_model_len
+    if most is None or demand.prompt_tokens <= 1.5 * most:
+        return ""
+    return f"about {demand.prompt_tokens:.0f} tokens of prompt, and the context has {most}"

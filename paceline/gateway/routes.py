@@ -1,0 +1,126 @@
+"""From a model's name to the engines that may serve it, tier by tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import UnknownModelError
+from paceline.gateway.config import GatewayConfig, ModelConfig, Target
+from paceline.gateway.engines import Engine, EngineModel
+
+__all__ = ["Route", "Routes", "Site"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A model at an engine."""
+
+    engine: Engine
+    # its name there
+    model: str
+    tier: int
+
+    @property
+    def max_model_len(self) -> int | None:
+        models = self.engine.models or {}
+        found = models.get(self.model)
+        return None if found is None else found.max_model_len
+
+    @property
+    def lacks_model(self) -> bool:
+        """Whether the engine said which models it has, and this one is not among them."""
+        return self.engine.models is not None and self.model not in self.engine.models
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one model's requests may go."""
+
+    # as callers know it
+    model: str
+    tiers: Sequence[Sequence[Site]]
+    fallback: bool = True
+    pressure_fallback: bool = False
+
+    def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
+        """The tiers that may be used, in their order."""
+        return iter(self.tiers if fallback else self.tiers[:1])
+
+
+class Routes:
+    """Of a configuration, over engines whose models come and go."""
+
+    def __init__(self, config: GatewayConfig, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+        self._models = {model.name: model for model in config.models}
+
+    def find(self, name: str, prompt_tokens: float) -> Route:
+        """Where a request for ``name`` goes; "" means the only model there is.
+
+        Raises UnknownModelError, listing what there is.
+        """
+        names = self.names()
+        if not name and len(names) == 1:
+            name = names[0]
+        config = self._models.get(name)
+        if config is not None:
+            return self._configured(self._by_length(config, prompt_tokens))
+        sites = [] if self._models else self._served(name)
+        if not sites:
+            served = ", ".join(names[:20]) or "none, as no engine has answered yet"
+            raise UnknownModelError(
+                f"The model {name[:200]!r} does not exist here; served: {served}"
+            )
+        return Route(name, (sites,))
+
+    def names(self) -> list[str]:
+        """What callers may ask for: what is configured, else what the engines have."""
+        return [entry.id for entry in self.entries()]
+
+    def entries(self) -> list[EngineModel]:
+        found: dict[str, EngineModel] = {}
+        if self._models:
+            for name in self._models:
+                sites = self._configured(self._models[name]).tiers
+                lengths = [s.max_model_len for tier in sites for s in tier if s.max_model_len]
+                found[name] = EngineModel(name, max(lengths) if lengths else None)
+        else:
+            for engine in self._engines.values():
+                for model in (engine.models or {}).values():
+                    found.setdefault(model.id, model)
+        return list(found.values())
+
+    def _by_length(self, config: ModelConfig, prompt_tokens: float) -> ModelConfig:
+        bounds = sorted((int(n) for n in config.length_over), reverse=True)
+        for bound in bounds:
+            if prompt_tokens > bound:
+                return self._models[config.length_over[str(bound)]]
+        return config
+
+    def _configured(self, config: ModelConfig) -> Route:
+        tiers = []
+        for number, texts in enumerate(config.tiers):
+            tier = []
+            for target in map(Target.parse, texts):
+                engine = self._engines[target.engine]
+                if config.local_only and engine.config.cloud:
+                    continue
+                tier.append(Site(engine, target.model or self._own_name(engine, config), number))
+            if tier:
+                tiers.append(tier)
+        return Route(config.name, tiers, config.fallback, config.pressure_fallback)
+
+    def _own_name(self, engine: Engine, config: ModelConfig) -> str:
+        """Of a target that names none: the same, or the only one that the engine has."""
+        models = engine.models or {}
+        if config.name in models or len(models) != 1:
+            return config.name
+        return next(iter(models))
+
+    def _served(self, name: str) -> list[Site]:
+        return [
+            Site(engine, name, 0)
+            for engine in self._engines.values()
+            if name in (engine.models or {})
+        ]

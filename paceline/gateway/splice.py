@@ -1,0 +1,419 @@
+"""One streamed answer made of the streams of one or more engines.
+
+Bytes of the engine at hand go in as they come, bytes for the caller come out. On the way it is
+noted which tokens of which choice the caller has, so that another engine can go on behind them; and
+what only the gateway asked for (token ids, usage) is taken out again::
+
+    leg 1   role  "Once"  " upon"  x
+    leg 2                          role  " a"  " time"  finish  [DONE]
+    caller  role  "Once"  " upon"        " a"  " time"  finish  [DONE]
+
+An engine's stream that ends without a finish reason for every choice is cut off, whatever its
+connection said; it never becomes a "stop" here. Pure: no clock, no socket.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+__all__ = ["DONE", "Dialect", "OpenAISplice", "PlainSplice", "Splice", "make_splice"]
+
+DONE: Final = b"data: [DONE]\n\n"
+# of one event; an engine that sends more without an end of line sends no stream
+_MAX_EVENT_BYTES: Final = 1 << 20
+# `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
+# is never text
+_IDS: Final = re.compile(rb',"(?:prompt_)?token_ids":(?:\[[^\]]*\]|null)')
+_IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":(?:\[[^\]]*\]|null),?')
+
+Dialect = str
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+
+    @property
+    def says(self) -> bool:
+        return bool(
+            self.content
+            or self.tool_calls
+            or self.reasoning_content
+            or self.reasoning
+            or self.function_call
+            or self.refusal
+        )
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: msgspec.Raw = msgspec.Raw(b"")
+    error: msgspec.Raw = msgspec.Raw(b"")
+    prompt_token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+_decode: Final = msgspec.json.Decoder(_Chunk).decode
+_NULL: Final = (b"", b"null")
+
+
+class Splice(Protocol):
+    """See ``OpenAISplice``."""
+
+    # the caller has some of the answer
+    emitted: bool
+    # nothing more is to come
+    done: bool
+    # why the leg at hand is no good; None: it is
+    failed: str | None
+    # what the engine itself said of its failure, as an event; b"": nothing
+    failure_event: bytes
+    prompt_tokens: int | None
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def begin_leg(self) -> None: ...
+    def feed(self, data: bytes) -> bytes: ...
+    def end_leg(self) -> bytes: ...
+    def resume_ids(self) -> list[list[int] | None] | None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Lines:
+    """Cuts a stream into events, wherever its parts were cut."""
+
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if b"\r" in data:
+            # JSON has no bare carriage returns: these are line ends
+            data = data.replace(b"\r", b"")
+        if not self._rest and data.endswith(b"\n\n") and data.count(b"\n\n") == 1:
+            return [data[:-2]]
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return [event.lstrip(b"\n") for event in events if event.strip(b"\n")]
+
+    @property
+    def too_long(self) -> bool:
+        return len(self._rest) > _MAX_EVENT_BYTES
+
+    def clear(self) -> None:
+        self._rest = b""
+
+
+def _payload(event: bytes) -> bytes | None:
+    """Its data; None: it has none, such as a comment."""
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    found = [
+        line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")
+    ]
+    return b"\n".join(found) if found else None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenAISplice:
+    """Of chat and completions.
+
+    Args:
+        num_choices: that an answer has; None: nobody counted, and no leg is resumed.
+        model: the name that callers see; "": the engine's own.
+        hide_ids: the caller asked for no token ids.
+        hide_usage: the caller asked for no usage.
+    """
+
+    num_choices: int | None
+    model: str = ""
+    hide_ids: bool = True
+    hide_usage: bool = True
+    # said in the last chunk of each choice, where there is something to say
+    note: Mapping[str, Any] = field(default_factory=dict)
+    emitted: bool = False
+    done: bool = False
+    failed: str | None = None
+    failure_event: bytes = b""
+    prompt_tokens: int | None = None
+    _ids: dict[int, list[int]] = field(default_factory=dict)
+    # tokens came without their ids: nothing can go on exactly behind them
+    _lost_ids: bool = False
+    _roles: set[int] = field(default_factory=set)
+    _finished: set[int] = field(default_factory=set)
+    _usage_out: bool = False
+    _completion_tokens: int = 0
+    _leg: int = 0
+    _first_of_leg: bool = True
+    # the first chunk's id, created and model, as JSON has them
+    _head: dict[str, bytes] = field(default_factory=dict)
+    _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
+    _lines: _Lines = field(default_factory=_Lines)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all choices; where no ids came, as the engine counted."""
+        return max(self._completion_tokens, sum(map(len, self._ids.values())))
+
+    def begin_leg(self) -> None:
+        """What is fed from here on comes from another engine."""
+        self._leg += 1
+        self._first_of_leg = True
+        self._swaps = []
+        self._lines.clear()
+        self.failed, self.failure_event = None, b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What the caller is to get of ``data``. Once ``failed`` is set, nothing more."""
+        out = b""
+        for event in self._lines.feed(data):
+            if self.failed is not None or self.done:
+                break
+            out += self._event(event)
+        if self._lines.too_long:
+            self.failed = f"an event of more than {_MAX_EVENT_BYTES} bytes"
+        return out
+
+    def end_leg(self) -> bytes:
+        """The engine's stream is over, in order or not: what the caller is still to get of an
+        answer that is whole; else ``failed`` says that it is not."""
+        if self.done:
+            return b""
+        if self.num_choices is not None and len(self._finished) >= self.num_choices:
+            # all was said; what is missing are counts and the end
+            self.done = True
+            self.failed = None
+            return self._counts() + DONE
+        if self.failed is None:
+            self.failed = "the stream ended in the middle of the answer"
+        return b""
+
+    def resume_ids(self) -> list[list[int] | None] | None:
+        """Tokens of each choice that were made, of one that has ended None; None: not all of them
+        are known."""
+        if self.num_choices is None or self._lost_ids or self.prompt_tokens is None:
+            return None
+        return [
+            None if index in self._finished else self._ids.get(index, [])
+            for index in range(self.num_choices)
+        ]
+
+    def _event(self, event: bytes) -> bytes:
+        payload = _payload(event)
+        if payload is None:
+            # a comment: the engine lives, and so must the connection behind
+            return event + b"\n\n" if event.startswith(b":") else b""
+        if payload == b"[DONE]":
+            if self.num_choices is not None and len(self._finished) < self.num_choices:
+                self.failed = "the stream ended without a finish reason"
+                return b""
+            self.done = True
+            return (b"" if self._usage_out else self._counts()) + DONE
+        try:
+            chunk = _decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self.failed = f"the stream holds something else than chunks: {str(error)[:100]}"
+            return b""
+        if bytes(chunk.error) not in _NULL:
+            self.failed = "the engine reported an error"
+            self.failure_event = b"data: " + payload + b"\n\n"
+            return b""
+        return self._chunk(payload, chunk)
+
+    def _chunk(self, payload: bytes, chunk: _Chunk) -> bytes:
+        first = self._first_of_leg
+        if first:
+            self._first_of_leg = False
+            self._begin(payload)
+        prompt = chunk.prompt_token_ids
+        has_usage = bytes(chunk.usage) not in _NULL
+        ends = says = False
+        only_roles = bool(chunk.choices)
+        for choice in chunk.choices:
+            prompt = prompt or choice.prompt_token_ids
+            delta = choice.delta
+            speaks = bool(choice.text) or (delta is not None and delta.says)
+            says = says or speaks or bool(choice.token_ids)
+            if choice.token_ids is not None:
+                self._ids.setdefault(choice.index, []).extend(choice.token_ids)
+            elif speaks:
+                self._lost_ids = True
+            if choice.finish_reason is not None:
+                self._finished.add(choice.index)
+                ends = True
+            known_role = (
+                delta is not None and delta.role is not None and choice.index in self._roles
+            )
+            only_roles = only_roles and known_role and not speaks and choice.finish_reason is None
+            if delta is not None and delta.role is not None:
+                self._roles.add(choice.index)
+        if prompt and self.prompt_tokens is None:
+            self.prompt_tokens = len(prompt)
+        if has_usage:
+            self._count(bytes(chunk.usage))
+            if not chunk.choices:
+                if self.hide_usage:
+                    return b""
+                self._usage_out = True
+        if only_roles and self._leg > 1:
+            return b""
+        self.emitted = self.emitted or says or ends
+        if self.hide_ids and b"token_ids" in payload:
+            payload = _IDS_FIRST.sub(b"", _IDS.sub(b"", payload))
+        for old, new in self._swaps:
+            payload = payload.replace(old, new, 1)
+        if ends and self.note:
+            payload = payload[:-1] + b',"paceline":' + msgspec.json.encode(self.note) + b"}"
+        return b"data: " + payload + b"\n\n"
+
+    def _begin(self, payload: bytes) -> None:
+        """The first chunk of a leg: what of its head is to look otherwise."""
+        fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+        head: dict[str, bytes] = {
+            name: bytes(fields[name]) for name in ("id", "created", "model") if name in fields
+        }
+        if self.model and "model" in head:
+            seen = {**head, "model": msgspec.json.encode(self.model)}
+        else:
+            seen = head
+        if not self._head:
+            self._head = seen
+        for name, value in head.items():
+            wanted = self._head.get(name, value)
+            if wanted != value:
+                key = f'"{name}":'.encode()
+                # some engines write a space behind the colon
+                for gap in (b"", b" "):
+                    if key + gap + value in payload:
+                        self._swaps.append((key + gap + value, key + gap + wanted))
+                        break
+
+    def _count(self, usage: bytes) -> None:
+        try:
+            counted = msgspec.json.decode(usage, type=_Usage)
+        except msgspec.MsgspecError:
+            return
+        self._completion_tokens = max(self._completion_tokens, counted.completion_tokens)
+        if counted.prompt_tokens and self.prompt_tokens is None and not self._ids:
+            self.prompt_tokens = counted.prompt_tokens
+
+    def _counts(self) -> bytes:
+        """A chunk of usage that the engine did not live to send, from the ids of all tokens."""
+        if self.hide_usage or self._usage_out or not self._head or self.resume_ids() is None:
+            return b""
+        self._usage_out = True
+        made = sum(map(len, self._ids.values()))
+        assert self.prompt_tokens is not None, "ids are known"
+        usage = {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + made,
+            "completion_tokens": made,
+        }
+        head = {name: msgspec.Raw(value) for name, value in self._head.items()}
+        chunk = {**head, "choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PlainSplice:
+    """Of streams that are relayed as they are: Anthropic's messages and OpenAI's responses.
+
+    Events go out from the first that says something, with those before it: an engine that ends
+    earlier leaves no trace, and another one begins anew.
+
+    Args:
+        says: what is in the first event that has a part of the answer.
+        ends: what is in the last one, in each way that it can end.
+        fails: what is in one that reports an error.
+    """
+
+    says: tuple[bytes, ...]
+    ends: tuple[bytes, ...]
+    fails: tuple[bytes, ...]
+    emitted: bool = False
+    done: bool = False
+    failed: str | None = None
+    failure_event: bytes = b""
+    prompt_tokens: int | None = None
+    num_output_tokens: int = 0
+    _held: bytes = b""
+    _lines: _Lines = field(default_factory=_Lines)
+
+    def begin_leg(self) -> None:
+        self._held = b""
+        self._lines.clear()
+        self.failed, self.failure_event = None, b""
+
+    def feed(self, data: bytes) -> bytes:
+        out = b""
+        for event in self._lines.feed(data):
+            if self.failed is not None or self.done:
+                break
+            out += self._event(event)
+        if self._lines.too_long or len(self._held) > _MAX_EVENT_BYTES:
+            self.failed = f"an event of more than {_MAX_EVENT_BYTES} bytes"
+        return out
+
+    def end_leg(self) -> bytes:
+        if not self.done and self.failed is None:
+            self.failed = "the stream ended in the middle of the answer"
+        return b""
+
+    def resume_ids(self) -> list[list[int] | None] | None:
+        return None
+
+    def _event(self, event: bytes) -> bytes:
+        whole = event + b"\n\n"
+        if event.startswith(b":"):
+            return whole
+        head = event[:256]
+        if any(mark in head for mark in self.fails):
+            self.failed = "the engine reported an error"
+            self.failure_event = whole
+            return b""
+        if any(mark in head for mark in self.ends):
+            self.done = True
+        elif any(mark in head for mark in self.says):
+            self.num_output_tokens += 1
+        elif not self.emitted:
+            self._held += whole
+            return b""
+        self.emitted = True
+        held, self._held = self._held, b""
+        return held + whole
+
+
+def make_splice(path: str, **openai: Any) -> Splice:
+    """For an endpoint; ``openai``: see ``OpenAISplice``."""
+    if path == "/v1/messages":
+        return PlainSplice(
+            says=(b"content_block_delta",), ends=(b"message_stop",), fails=(b"event: error",)
+        )
+    if path == "/v1/responses":
+        return PlainSplice(
+            says=(b".delta",),
+            ends=(b"response.completed", b"response.incomplete"),
+            fails=(b"response.failed", b"event: error"),
+        )
+    return OpenAISplice(**openai)

@@ -1,0 +1,286 @@
+"""HTTP/1.1 to engines: connections that are used again, and callbacks instead of streams.
+
+What comes in goes to a ``Sink`` at once, in the callback that read it: a relayed token costs no
+task, queue or turn of the event loop. A sink that cannot take more pauses the connection, and the
+engine's side of it fills up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+__all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Sink"]
+
+Headers = list[tuple[bytes, bytes]]
+
+# of an answer's head; more than any engine sends
+_MAX_HEAD_BYTES: Final = 32 * 1024
+_MAX_IDLE: Final = 1024
+
+
+class ConnectError(Exception):
+    """There is no connection to be had."""
+
+
+class Sink(Protocol):
+    """Takes in one answer. Exactly one of ``on_end`` and ``on_lost`` is called, last."""
+
+    def on_head(self, status: int, headers: Headers) -> None: ...
+
+    def on_data(self, data: bytes) -> None:
+        """A part of the body, in order, not empty."""
+        ...
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+        ...
+
+    def on_lost(self, why: str) -> None:
+        """The connection ended before the answer did."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an engine listens."""
+
+    host: str
+    port: int
+    tls: bool
+    # before every path, such as "" or "/api"
+    base: str
+
+    @classmethod
+    def of(cls, url: str) -> Origin:
+        """``http://host:8000/base``; a trailing /v1 is part of every path already."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        base = parts.path.rstrip("/")
+        return cls(
+            parts.hostname or "",
+            parts.port or (443 if tls else 80),
+            tls,
+            base[: -len("/v1")] if base.endswith("/v1") else base,
+        )
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
+
+    def head(self, method: str, path: str, headers: Headers, length: int | None) -> bytes:
+        """Of a request; ``headers`` hold no line breaks."""
+        lines = [f"{method} {self.base}{path} HTTP/1.1\r\nhost: {self.authority}\r\n".encode()]
+        lines += [b"%b: %b\r\n" % header for header in headers]
+        if length is not None:
+            lines.append(b"content-length: %d\r\n" % length)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class Connection(asyncio.Protocol):
+    """One, which carries one answer at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._head: Headers = []
+        self._head_bytes = 0
+        self._in_head = True
+        self._framed = False
+        self._interim = False
+        self._keep = False
+        self._whole = False
+        # requests sent here before
+        self.num_used = 0
+        # whether a byte of the answer at hand came
+        self.begun = False
+        self.idle_since = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, request: bytes, sink: Sink) -> None:
+        """A request, head and body; its answer goes to ``sink``."""
+        assert self._sink is None and self._transport is not None, "the connection is in use"
+        self._sink = sink
+        self.begun = False
+        self.num_used += 1
+        self._transport.write(request)
+
+    def pause(self) -> None:
+        """Read no more until ``resume``."""
+        if self.is_open and self._transport is not None and self._transport.is_reading():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.is_open and self._transport is not None and not self._transport.is_reading():
+            self._transport.resume_reading()
+
+    def drop(self) -> None:
+        """Nobody wants the rest: the engine sees a hang-up, and its sink hears nothing more."""
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---------------------------------------------------------------- of asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's is one in all but name
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is None:
+            # nothing was asked for: whatever this is, it belongs to no answer
+            self.drop()
+            return
+        self.begun = True
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if self._whole:
+                # bytes behind the end
+                self.drop()
+            else:
+                self._lose(f"the answer is not HTTP: {str(error)[:100]}")
+            return
+        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+            self._lose(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.forget(self)
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if exc is None and not self._in_head and not self._framed:
+            # without a length or chunks the end of the connection is that of the body
+            sink.on_end()
+        else:
+            sink.on_lost("the connection was reset" if exc else "the connection was closed")
+
+    def _lose(self, why: str) -> None:
+        sink, self._sink = self._sink, None
+        if self._transport is not None:
+            self._transport.abort()
+        if sink is not None:
+            sink.on_lost(why)
+
+    # ---------------------------------------------------------------- of the parser
+
+    def on_message_begin(self) -> None:
+        self._head, self._in_head, self._framed, self._whole = [], True, False, False
+        self._head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+        self._head.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        self._interim = 100 <= status < 200
+        if self._interim or self._sink is None:
+            return
+        self._in_head = False
+        self._keep = self._framed and self._parser.should_keep_alive()
+        if status in (204, 304):
+            self._framed = True
+        self._sink.on_head(status, self._head)
+
+    def on_body(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._sink.on_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            return
+        self._whole = True
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        self._in_head = True
+        if self._keep:
+            self.resume()
+            self._pool.give_back(self)
+        elif self._transport is not None:
+            self._transport.close()
+        sink.on_end()
+
+
+class Pool:
+    """Connections to one engine, the one used last first.
+
+    Args:
+        idle: seconds that one may lie unused and be used again.
+    """
+
+    def __init__(self, origin: Origin, *, connect_timeout: float, idle: float) -> None:
+        self.origin = origin
+        self.idle = idle
+        self._connect_timeout = connect_timeout
+        self._free: list[Connection] = []
+        self._open: set[Connection] = set()
+        self._tls = ssl.create_default_context() if origin.tls else None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def free(self) -> Connection | None:
+        """One that is open already."""
+        now = time.monotonic()
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_open and now - connection.idle_since <= self.idle:
+                return connection
+            connection.drop()
+        return None
+
+    async def connect(self) -> Connection:
+        """A new one. Raises ConnectError."""
+        loop = asyncio.get_running_loop()
+        origin = self.origin
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls,
+                    server_hostname=origin.host if self._tls else None,
+                )
+        except TimeoutError:
+            raise ConnectError(f"no connection within {self._connect_timeout:g} s") from None
+        except OSError as error:
+            raise ConnectError(f"no connection: {error.strerror or type(error).__name__}") from None
+        self._open.add(connection)
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        connection.idle_since = time.monotonic()
+        if len(self._free) < _MAX_IDLE:
+            self._free.append(connection)
+        else:
+            connection.drop()
+
+    def forget(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        if connection in self._free:
+            self._free.remove(connection)
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            connection.drop()
+        self._free.clear()

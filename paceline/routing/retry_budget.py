@@ -1,0 +1,76 @@
+"""How many further attempts all requests together may cause.
+
+Retries, hedges, fallbacks and resumes draw from one budget, so that a fault which fails everything
+cannot multiply the load on what is left (Finagle's ``RetryBudget``; Envoy's retry budgets). Each
+request deposits a share of an attempt; a floor per second lets a quiet gateway retry at all.
+"""
+
+from __future__ import annotations
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["RetryBudget"]
+
+
+class RetryBudget:
+    """A token bucket. Pure: seconds of a clock that does not go back are an argument.
+
+    Args:
+        share: further attempts that one request pays for.
+        per_second: attempts that are free each second.
+        memory: seconds of deposits that it holds at most, counted at ``per_second`` and at the
+            rate of requests seen.
+
+    Raises:
+        ConfigError: a negative value.
+    """
+
+    def __init__(
+        self, *, share: float = 0.2, per_second: float = 5.0, memory: float = 10.0
+    ) -> None:
+        for name, value in (("share", share), ("per_second", per_second), ("memory", memory)):
+            if not value >= 0.0:
+                raise ConfigError(f"{name} of a retry budget must be 0 or more, got {value}")
+        self._share = share
+        self._per_second = per_second
+        self._memory = memory
+        # both fade within ``memory``: the floor by its cap, deposits by their age
+        self._floor = per_second * memory
+        self._deposited = 0.0
+        self._at = 0.0
+
+    def deposit(self, now: float) -> None:
+        """A request has come."""
+        self._pass(now)
+        self._deposited += self._share
+
+    def take(self, now: float, *, overdraw: bool = False) -> bool:
+        """Take one attempt; False: there is none left.
+
+        Args:
+            overdraw: take it even so, down to one attempt below nothing: a caller who has read
+                half an answer has paid for the other half.
+        """
+        self._pass(now)
+        if self._deposited + self._floor < 1.0 and not (
+            overdraw and self._deposited + self._floor >= 0.0
+        ):
+            return False
+        taken = min(1.0, self._deposited)
+        self._deposited -= taken
+        self._floor -= 1.0 - taken
+        return True
+
+    def left(self, now: float) -> float:
+        """Attempts that may be taken now."""
+        self._pass(now)
+        return max(0.0, self._deposited + self._floor)
+
+    def _pass(self, now: float) -> None:
+        seconds = max(0.0, now - self._at)
+        self._at = max(self._at, now)
+        self._floor = min(self._floor + self._per_second * seconds, self._per_second * self._memory)
+        if self._memory > 0.0:
+            self._deposited *= max(0.0, 1.0 - seconds / self._memory)
+        else:
+            self._deposited = 0.0
