@@ -333,6 +333,8 @@ class Exchange:
         self._again: Leg | None = None
         self._attempts = 0
         self._resumes = 0
+        # legs that were lost
+        self._lost = 0
         self._written_at = self._arrived
         self._seed = new_seed() if body.seed is None else None
         # what was done to the answer, for its last chunk and its headers
@@ -417,12 +419,16 @@ class Exchange:
             self._tried.add(engine.name)
             if verdict.kind == "refused" and not await self._may_pass_on(leg):
                 return
+            # an engine that dies leaves many requests at once, each through no fault of its own:
+            # the first move away is free, and the budget is for what keeps failing
+            free = verdict.kind == "lost" and not self._lost
+            self._lost += verdict.kind == "lost"
             if self.splice is not None and self.splice.emitted:
-                if not self._may_resume():
+                if not self._may_resume(free):
                     await self._break_off(verdict.why)
                     return
                 self._resumes += 1
-            elif not self._may_retry():
+            elif not self._may_retry(free):
                 await self._give_up(leg)
                 return
 
@@ -594,17 +600,20 @@ class Exchange:
 
     # ---------------------------------------------------------------- what may be done
 
-    def _may_retry(self, *, peek: bool = False) -> bool:
-        """Whether one more attempt is left; ``peek``: it is not taken yet."""
+    def _may_retry(self, free: bool = False, *, peek: bool = False) -> bool:
+        """Whether one more attempt is left; ``free``: not from the budget; ``peek``: it is not
+        taken yet."""
         if not self._caller.allowed.retry or self._attempts >= self.config.max_attempts:
             return False
         if not self._picker.has_another(
             self._route, self._demand, self.now(), self._tried | {self._leg.site.engine.name}
         ):
             return False
+        if free:
+            return True
         return self._budget.left(self.now()) >= 1.0 if peek else self._budget.take(self.now())
 
-    def _may_resume(self) -> bool:
+    def _may_resume(self, free: bool) -> bool:
         splice = self.splice
         if (
             splice is None
@@ -616,7 +625,7 @@ class Exchange:
         others = self._picker.can_pick(
             self._route, self._demand, self.now(), self._tried, self._can_go_on
         )
-        return others and self._budget.take(self.now(), overdraw=True)
+        return others and (free or self._budget.take(self.now(), overdraw=True))
 
     def _can_go_on(self, site: Site) -> bool:
         """Whether a stream of this request can be resumed there: the same model, and a kind that
