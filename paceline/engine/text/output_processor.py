@@ -32,7 +32,7 @@ from paceline.engine.types import (
     ResumedChoice,
 )
 
-__all__ = ["OutputProcessor", "Processed", "merge_outputs"]
+__all__ = ["OutputProcessor", "Processed", "merge_outputs", "resumed_texts"]
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,9 @@ class _Request:
 class _Choice:
     """One sequence on its way to text."""
 
-    __slots__ = ("detokenizer", "index", "owner", "stops", "timeline", "token_ids")
+    __slots__ = (
+        "detokenizer", "index", "owner", "passed_over", "stops", "timeline", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, owner: _Request, index: int, tokenizer: Tokenizer) -> None:
         request = owner.request
@@ -172,27 +174,31 @@ class _Choice:
             self.stops = StopStrings(
                 request.stop, include_in_output=request.include_stop_str_in_output
             )
-        for number, token_id in enumerate(self.token_ids, 1):
-            self._pass_over(token_id, number)
+        # text that another engine has delivered
+        self.passed_over = "".join(
+            self._pass_over(token_id, number) for number, token_id in enumerate(self.token_ids, 1)
+        )
 
-    def _pass_over(self, token_id: int, number: int) -> None:
+    def _pass_over(self, token_id: int, number: int) -> str:
         """Take in a token, the ``number``-th of all, whose text another engine has delivered.
 
         Raises:
             InvalidRequestError: a stop string ends with it.
         """
         if self.detokenizer is None:
-            return
+            return ""
         text = self.detokenizer.push((token_id,))
         if self.stops is None:
-            return
+            return text
         may_stop = number > self.owner.request.sampling.min_tokens
-        if isinstance(found := self.stops.push(text, may_stop=may_stop), StopFound):
+        found = self.stops.push(text, may_stop=may_stop)
+        if isinstance(found, StopFound):
             raise InvalidRequestError(
                 f"the text of resume_output_ids has the stop string {found.stop!r}, which ends the "
                 f"output, after {number} of {len(self.token_ids)} tokens",
                 "resume_output_ids",
             )
+        return found
 
     def take(self, update: RequestUpdate) -> ChoiceDelta:
         """The next delta. Its ``stop_reason`` is a string when a stop string ended the choice."""
@@ -265,6 +271,15 @@ class _Choice:
             error=update.error,
             timeline=None if reason is None else self.timeline,
         )
+
+
+def resumed_texts(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int, str]:
+    """What was delivered of each choice that goes on, as text; see ``GenerationRequest.resume``.
+
+    Raises InvalidRequestError if a stop string is in it.
+    """
+    owner = _Request.of(request)
+    return {i: _Choice(owner, i, tokenizer).passed_over for i in open_choices(request)}
 
 
 class OutputProcessor:

@@ -83,8 +83,8 @@ class GenerationOptions:
     tenant: str
     # the tier that the answer tells; None: none was asked for
     service_tier: str | None
-    # what another engine has made of the answer before
-    resume_output_ids: tuple[int, ...]
+    # what another engine has made of each choice before, None of one that has ended; () begins
+    resume_output_ids: tuple[tuple[int, ...] | None, ...]
     # the caller's own id, part of the answer's
     request_id: str | None
     add_special_tokens: bool
@@ -327,11 +327,11 @@ def _options(
     include_usage, continuous = _usage_options(stream_options or {})
     explain = fields.boolean("explain", False)
     n = or_else(fields.integer("n", 1, rules.max_choices), 1)
-    resumed = _resumed(fields, rules)
-    if resumed and (n > 1 or tools is not None):
-        beside = f"n={n}" if n > 1 else "tools"
+    resumed = _resumed(fields, rules, n)
+    if resumed and tools is not None and not stream:
+        # half a call is of no use to anybody but who has the other half
         raise InvalidRequestError(
-            f"resume_output_ids is not served with {beside}", "resume_output_ids"
+            "resume_output_ids with tools needs stream=true", "resume_output_ids"
         )
     service_tier, tier_class = parse_service_tier(fields.raw("service_tier"))
     for name in CALLER_FIELDS:
@@ -378,15 +378,38 @@ def _usage_options(stream_options: dict[str, Any]) -> tuple[bool, bool]:
         raise InvalidRequestError(f"stream_options.{error}", "stream_options") from None
 
 
-def _resumed(fields: Fields, rules: RequestRules) -> tuple[int, ...]:
-    values = fields.token_ids("resume_output_ids", rules.vocab_size) or ()
-    if len(values) >= rules.max_model_len:
+def _resumed(fields: Fields, rules: RequestRules, n: int) -> tuple[tuple[int, ...] | None, ...]:
+    """A list of ids, or with several choices one for each, null for one that has ended."""
+    name = "resume_output_ids"
+    values = fields.array(name)
+    if not values:
+        return ()
+    if n == 1 and type(values[0]) is not list:
+        values = [values]
+    if len(values) != n:
         raise InvalidRequestError(
-            f"resume_output_ids holds {len(values)} tokens: this model's maximum context length is "
-            f"{rules.max_model_len} tokens",
-            "resume_output_ids",
+            f"{name} holds {len(values)} lists of tokens for n={n} choices: give each its own, and "
+            "null to one that has ended",
+            name,
         )
-    return tuple(values)
+    if all(ids is None for ids in values):
+        raise InvalidRequestError(f"{name}: all {n} choices have ended", name)
+    found: list[tuple[int, ...] | None] = []
+    for ids in values:
+        if ids is None:
+            found.append(None)
+            continue
+        if type(ids) is not list:
+            raise InvalidRequestError(f"{name} must hold lists of tokens, got {show(ids)}", name)
+        check_token_ids(ids, name, rules.vocab_size)
+        if len(ids) >= rules.max_model_len:
+            raise InvalidRequestError(
+                f"{name} holds {len(ids)} tokens: this model's maximum context length is "
+                f"{rules.max_model_len} tokens",
+                name,
+            )
+        found.append(tuple(ids))
+    return tuple(found) if any(found) or None in found else ()
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -185,7 +185,12 @@ def generation_request(
         cache_salt=options.cache_salt,
         slo=options.slo,
         tenant=options.tenant,
-        resume=Resume(choices=(ResumedChoice(token_ids=options.resume_output_ids),))
+        resume=Resume(
+            choices=tuple(
+                ResumedChoice(token_ids=ids or (), ended=ids is None)
+                for ids in options.resume_output_ids
+            )
+        )
         if options.resume_output_ids
         else None,
         whole=not options.stream,

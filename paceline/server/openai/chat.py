@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from paceline.engine.protocol import Tokenizer
@@ -49,8 +49,8 @@ async def chat_events(
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("chatcmpl", request_id, service.model_name, request.options.service_tier)
-    prompt, outputs = await start_chat(service, request, head, arrival, shortcut)
-    stream = ChatStream(head, request, prompt, service.client.tokenizer)
+    prompt, outputs, passed_over = await start_chat(service, request, head, arrival, shortcut)
+    stream = ChatStream(head, request, prompt, service.client.tokenizer, passed_over)
     shortcut.render_with(stream.middle)
     async with aclosing(outputs):
         async for _, output in outputs:
@@ -65,7 +65,7 @@ async def chat_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("chatcmpl", request_id, service.model_name, request.options.service_tier)
-    prompt, outputs = await start_chat(service, request, head, arrival)
+    prompt, outputs, _ = await start_chat(service, request, head, arrival)
     options = request.options
     pieces = ChatPieces(request, prompt, explain=options.explain)
     choices = [Choice() for _ in range(options.n)]
@@ -128,10 +128,20 @@ def _choice(
 
 
 class ChatStream:
-    """Turns deltas into events. Pure: bytes out, nothing sent."""
+    """Turns deltas into events. Pure: bytes out, nothing sent.
+
+    Args:
+        prompt: its ids.
+        passed_over: by choice, text that another engine has delivered.
+    """
 
     def __init__(
-        self, head: AnswerHead, request: ChatRequest, prompt: list[int], tokenizer: Tokenizer
+        self,
+        head: AnswerHead,
+        request: ChatRequest,
+        prompt: list[int],
+        tokenizer: Tokenizer,
+        passed_over: Mapping[int, str],
     ) -> None:
         self._head = head
         self._request = request
@@ -141,6 +151,7 @@ class ChatStream:
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
         self._pieces = ChatPieces(request, prompt, explain=options.explain)
+        self._pieces.pass_over(passed_over)
         self._begun = False
         # a delta that goes on is its text and nothing else
         self._only_text = not (

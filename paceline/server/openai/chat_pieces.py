@@ -6,10 +6,11 @@ by the same code as ``/v1/chat/completions``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import NamedTuple
 
+from paceline.engine.text.output_processor import resumed_texts
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
 from paceline.server.bodies.protocol import ChatRequest
@@ -46,6 +47,17 @@ class ChatPiece(NamedTuple):
         return self.so_far.usage()
 
 
+class StartedChat(NamedTuple):
+    """A chat under way."""
+
+    # ids of the prompt
+    prompt: list[int]
+    # deltas as they come, less what a shortcut takes
+    outputs: AsyncGenerator[tuple[int, GenerationOutput], None]
+    # by choice, text that another engine has delivered
+    passed_over: Mapping[int, str]
+
+
 class ChatPieces:
     """Turns the deliveries of one request into pieces. Pure.
 
@@ -62,6 +74,12 @@ class ChatPieces:
         self.count.expect(0, len(prompt))
         n = request.options.n
         self._collectors = [] if self.plan is None else [self.plan.collector() for _ in range(n)]
+
+    def pass_over(self, texts: Mapping[int, str]) -> None:
+        """Take in text of choices that another engine has delivered, calls in it too."""
+        if self.plan is not None:
+            for index, text in texts.items():
+                self._collectors[index].push(text, last=False)
 
     def calls(self, index: int) -> list[Call]:
         """All calls so far of one choice; the list grows."""
@@ -105,8 +123,9 @@ async def chat_pieces(
 
     Raises what ``Service.run`` raises.
     """
-    prompt, outputs = await start_chat(service, request, head, arrival)
+    prompt, outputs, passed_over = await start_chat(service, request, head, arrival)
     pieces = ChatPieces(request, prompt)
+    pieces.pass_over(passed_over)
     async with aclosing(outputs):
         begun = False
         async for _, output in outputs:
@@ -123,8 +142,11 @@ async def start_chat(
     head: AnswerHead,
     arrival: float,
     shortcut: Shortcut[GenerationOutput] | None = None,
-) -> tuple[list[int], AsyncGenerator[tuple[int, GenerationOutput], None]]:
-    """The prompt's ids, and its deltas as they come, less what ``shortcut`` takes."""
+) -> StartedChat:
+    """Renders the prompt and begins. ``shortcut`` may take some of the deltas.
+
+    Raises what ``Service.run`` raises, and InvalidRequestError.
+    """
     options = request.options
     max_model_len = service.rules.max_model_len
     prompt = await service.prompts.chat(
@@ -140,4 +162,7 @@ async def start_chat(
         bad_words=await service.prompts.bad_words(options.bad_words),
     )
     engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
-    return prompt, service.run((engine_request,), shortcut)
+    passed_over: Mapping[int, str] = {}
+    if options.resume_output_ids and request.template.tools is not None:
+        passed_over = resumed_texts(engine_request, service.client.tokenizer)
+    return StartedChat(prompt, service.run((engine_request,), shortcut), passed_over)

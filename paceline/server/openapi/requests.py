@@ -252,7 +252,9 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
         "user": bounded(STRING, "the tenant, where neither a key nor a header says"),
         "safety_identifier": bounded(STRING, "before user"),
         "resume_output_ids": bounded(
-            array(ids), "output made before, which the answer goes on behind: one choice, no tools"
+            {"anyOf": [array(ids), array({"anyOf": [array(ids), {"type": "null"}]})]},
+            "output made before, which the answer goes on behind; with n above 1 a list for each "
+            "choice, null for one that has ended",
         ),
         "explain": BOOLEAN,
     }
