@@ -18,7 +18,6 @@ from typing import Any, Final
 from uuid import uuid4
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from paceline import __version__
@@ -79,7 +78,9 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = Headers(scope=scope)
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         path: str = scope["path"]
@@ -94,7 +95,8 @@ class Gateway:
             await send(message)
 
         try:
-            refuse_other_origins(scope, ())
+            if "origin" in headers or "sec-fetch-site" in headers:
+                refuse_other_origins(scope, ())
             key = self.keys.check(path, headers)
             await self._answer(scope, headers, receive, send_with_id, request_id, key)
         except ClientDisconnectedError:
@@ -109,7 +111,7 @@ class Gateway:
     async def _answer(
         self,
         scope: Scope,
-        headers: Headers,
+        headers: Mapping[str, str],
         receive: Receive,
         send: Send,
         request_id: str,
@@ -139,7 +141,7 @@ class Gateway:
     async def _relay(
         self,
         scope: Scope,
-        headers: Headers,
+        headers: Mapping[str, str],
         receive: Receive,
         send: Send,
         request_id: str,
@@ -280,7 +282,7 @@ def _pressure(engine: Engine, now: float) -> Mapping[str, Any] | None:
     return {**told, "seconds_ago": round(now - pressure.at, 3)}
 
 
-async def _read(receive: Receive, headers: Headers, most: int) -> bytes:
+async def _read(receive: Receive, headers: Mapping[str, str], most: int) -> bytes:
     """The body. Raises HttpError 413 and ClientDisconnectedError."""
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:

@@ -176,7 +176,9 @@ class Leg:
         self._engine.alive()
         self.status, self.headers = status, headers
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        self._streams = status == 200 and kind.lower().startswith(SSE.encode())
+        # what nobody asked for as a stream is told as it is
+        asked = self._exchange.splice is not None
+        self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
         self._heard_at = self._exchange.now()
 
     def on_data(self, data: bytes) -> None:
@@ -190,14 +192,14 @@ class Leg:
         splice = exchange.splice
         assert splice is not None, "a stream was asked for"
         out = splice.feed(data)
-        if out != KEEP_ALIVE:
+        if out:
+            exchange.write(out)
+        if not out.startswith(b":"):
             # comments show that the server lives, not that it works on this
             self._heard_at = exchange.now()
         if splice.emitted and self._dispatch.first_at is None:
             self._dispatch.first_token(self._heard_at)
             exchange.first_token(self._heard_at)
-        if out:
-            exchange.write(out)
         if splice.failed is not None:
             self.give_up(splice.failed)
         elif splice.done:
@@ -335,7 +337,9 @@ class Exchange:
         self._resumes = 0
         # legs that were lost
         self._lost = 0
-        self._written_at = self._arrived
+        # ticks since something was written, and when the first of them was
+        self._quiet_for = 0
+        self._quiet_since = self._arrived
         self._seed = new_seed() if body.seed is None else None
         # what was done to the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
@@ -359,7 +363,7 @@ class Exchange:
         writer = self._writer
         if self._started and not self._backlog and writer is not None and writer.is_ready:
             writer.write(data)
-            self._written_at = self.now()
+            self._quiet_for = 0
             return
         self._backlog += data
         if len(self._backlog) > _MAX_BACKLOG and self._leg.connection is not None:
@@ -372,9 +376,12 @@ class Exchange:
 
     def tick(self, now: float) -> None:
         """A comment where nothing else is said: no proxy on the way is to think it dead."""
+        if not self._quiet_for:
+            self._quiet_since = now
+        self._quiet_for += 1
         every = self.config.sse_keep_alive
-        if self._body.stream and every and now - self._written_at >= every:
-            self._written_at = now
+        if self._body.stream and every and now - self._quiet_since >= every:
+            self._quiet_since = now
             self.write(KEEP_ALIVE)
 
     def again(self, leg: Leg) -> None:
@@ -486,7 +493,7 @@ class Exchange:
         if not self._started:
             await self._start(200, leg.headers or [(b"content-type", SSE.encode())])
         data, self._backlog = bytes(self._backlog), bytearray()
-        self._written_at = self.now()
+        self._quiet_for = 0
         # waits for a caller who reads slowly; hanging up ends the wait
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         if leg.connection is not None and leg.verdict is None:

@@ -22,7 +22,7 @@ from paceline.gateway.app import Gateway
 from paceline.http.bounds import DEFAULT_BOUNDS
 from paceline.http.connections import Connection, allow_open_files
 
-__all__ = ["serve_gateway"]
+__all__ = ["make_server", "serve_gateway"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -33,18 +33,10 @@ _FLUSH_SECONDS: Final = 2
 _SLOW_READER_SECONDS: Final = 30.0
 
 
-async def serve_gateway(
-    gateway: Gateway, listener: socket.socket, on_ready: Callable[[str, int], None]
-) -> int:
-    """Serve until a signal; returns the exit code of the process.
-
-    Runs on the main thread's event loop, whose signal handlers it takes over; closes ``listener``.
-
-    Args:
-        on_ready: called once with host and port when connections are accepted.
-    """
+def make_server(gateway: Gateway) -> uvicorn.Server:
+    """uvicorn over a gateway, with the bounds of ``http``, which leaves signals alone."""
     bounds = replace(DEFAULT_BOUNDS, max_connections=allow_open_files(DEFAULT_BOUNDS))
-    server = _Server(
+    return _Server(
         uvicorn.Config(
             gateway,
             http=functools.partial(  # type: ignore[arg-type]
@@ -63,6 +55,19 @@ async def serve_gateway(
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
     )
+
+
+async def serve_gateway(
+    gateway: Gateway, listener: socket.socket, on_ready: Callable[[str, int], None]
+) -> int:
+    """Serve until a signal; returns the exit code of the process.
+
+    Runs on the main thread's event loop, whose signal handlers it takes over; closes ``listener``.
+
+    Args:
+        on_ready: called once with host and port when connections are accepted.
+    """
+    server = make_server(gateway)
     stop, at_once = asyncio.Event(), asyncio.Event()
 
     def signalled(number: signal.Signals) -> None:

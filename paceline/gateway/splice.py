@@ -28,10 +28,21 @@ DONE: Final = b"data: [DONE]\n\n"
 _MAX_EVENT_BYTES: Final = 1 << 20
 # `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
 # is never text
-_IDS: Final = re.compile(rb',"(?:prompt_)?token_ids":(?:\[[^\]]*\]|null)')
-_IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":(?:\[[^\]]*\]|null),?')
+_IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
+_IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null),?')
 
 Dialect = str
+
+
+def _without_ids(payload: bytes) -> bytes:
+    """A chunk without ``token_ids`` and ``prompt_token_ids``."""
+    start = payload.find(b',"token_ids":[')
+    if start >= 0:
+        # nearly all have one such list
+        payload = payload[:start] + payload[payload.find(b"]", start) + 1 :]
+    if b"token_ids" in payload:
+        payload = _IDS_FIRST.sub(b"", _IDS.sub(b"", payload))
+    return payload
 
 
 class _Delta(msgspec.Struct):
@@ -279,8 +290,8 @@ class OpenAISplice:
         if only_roles and self._leg > 1:
             return b""
         self.emitted = self.emitted or says or ends
-        if self.hide_ids and b"token_ids" in payload:
-            payload = _IDS_FIRST.sub(b"", _IDS.sub(b"", payload))
+        if self.hide_ids:
+            payload = _without_ids(payload)
         for old, new in self._swaps:
             payload = payload.replace(old, new, 1)
         if ends and self.note:

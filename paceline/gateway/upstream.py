@@ -8,6 +8,7 @@ engine's side of it fills up.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import time
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+
+_log = logging.getLogger("paceline.gateway")
 
 __all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Sink"]
 
@@ -155,6 +158,11 @@ class Connection(asyncio.Protocol):
                 self.drop()
             else:
                 self._lose(f"the answer is not HTTP: {str(error)[:100]}")
+            return
+        except Exception:
+            # a fault of ours: this request fails, and no other
+            _log.exception("sink_failed")
+            self._lose("the gateway failed on this answer")
             return
         if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
             self._lose(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")

@@ -1,0 +1,226 @@
+"""What a gateway adds to a request, and what it costs: direct access, this gateway and LiteLLM's
+proxy in turns, before the same engine that computes nothing.
+
+The gateway at hand is pinned to one core; engine and callers share the others.
+
+* added time: requests in an open loop (Poisson), streamed, first content since they were due; the
+  median and the 99th percentile less those of direct access in the same turn;
+* requests a second a core: answers that are not streamed, by processor seconds of the gateway;
+* microseconds of processor a relayed chunk: streams of many chunks that come one by one, less the
+  price of their requests. What an idle gateway spends (polls) is taken off both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.processes import Command, Process, Unavailable, free_port
+from benchmarks.common.server import ReadyServer
+
+__all__ = ["overhead"]
+
+# requests a second of the runs for added time, and for processor time: what all sides can bear
+_RATE = 50.0
+_CPU_RATES = {"paceline": 600.0, "litellm": 60.0}
+_CHUNK_TOKENS = 60
+_CHUNK_RATE = {"paceline": 20.0, "litellm": 5.0}
+_GAP = 0.02
+_IDLE_SECONDS = 4.0
+_START_SECONDS = 120.0
+
+
+@dataclass
+class Side:
+    """Where callers send to."""
+
+    name: str
+    port: int
+    model: str
+    # None: there is nothing between
+    pid: int | None = None
+    # processor seconds a second while nobody asks
+    idle: float = 0.0
+
+
+def overhead(turns: int, seconds: float, litellm: str | None, log_dir: Path) -> dict[str, Any]:
+    """All figures; ``litellm`` is its ``litellm`` command, None: it is left out."""
+    with ExitStack() as stack:
+        fast = stack.enter_context(_mock(0.0, log_dir))
+        slow = stack.enter_context(_mock(_GAP, log_dir))
+        sides = {"direct": Side("direct", fast.port, "mock")}
+        gateway = stack.enter_context(_paceline(fast.port, log_dir / "gateway.log"))
+        sides["paceline"] = Side("paceline", gateway.port, "mock", gateway.pid)
+        relay = stack.enter_context(_paceline(slow.port, log_dir / "relay.log"))
+        relays = {"paceline": Side("paceline", relay.port, "mock", relay.pid)}
+        why = None
+        if litellm is not None:
+            try:
+                other = stack.enter_context(_litellm(litellm, fast.port, log_dir / "litellm.log"))
+                sides["litellm"] = Side("litellm", other.port, "mock", other.pid)
+                other = stack.enter_context(_litellm(litellm, slow.port, log_dir / "relay-l.log"))
+                relays["litellm"] = Side("litellm", other.port, "mock", other.pid)
+            except Unavailable as error:
+                why = str(error)
+        for side in (*sides.values(), *relays.values()):
+            if side.pid is not None:
+                before = _cpu(side.pid)
+                time.sleep(_IDLE_SECONDS)
+                side.idle = (_cpu(side.pid) - before) / _IDLE_SECONDS
+        found = _turns(sides, turns, seconds)
+        found["idle_share"] = {n: round(s.idle, 4) for n, s in sides.items() if s.pid is not None}
+        found |= _processor(sides, turns, seconds)
+        found |= _relay(relays, found, turns, seconds)
+        if why is not None or litellm is None:
+            found["litellm"] = {"skipped": why or "no LITELLM=COMMAND"}
+        return found
+
+
+def _turns(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]:
+    added: dict[str, dict[str, list[float]]] = {}
+    for _ in range(turns):
+        direct: dict[str, Any] = {}
+        for side in sides.values():
+            run = _load(side, _RATE, seconds, 8, stream=True)
+            print(f"  first content {side.name:9} {run}", file=sys.stderr)
+            if side.name == "direct":
+                direct = run
+                continue
+            for name in ("p50", "p99"):
+                more = 1000.0 * (run[f"first_{name}"] - direct[f"first_{name}"])
+                added.setdefault(side.name, {}).setdefault(name, []).append(more)
+    told = {
+        name: {
+            kind: {"median": round(statistics.median(values), 3), "lowest": round(min(values), 3)}
+            for kind, values in kinds.items()
+        }
+        for name, kinds in added.items()
+    }
+    return {"added_ms": told}
+
+
+def _processor(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]:
+    per_core: dict[str, list[float]] = {}
+    for _ in range(turns):
+        for side in sides.values():
+            if side.pid is None:
+                continue
+            before = _cpu(side.pid)
+            run = _load(side, _CPU_RATES[side.name], seconds, 2, stream=False)
+            spent = _cpu(side.pid) - before - side.idle * run["seconds"]
+            print(f"  whole answers {side.name:9} {run} {spent:.2f} s", file=sys.stderr)
+            per_core.setdefault(side.name, []).append(run["requests"] / spent)
+    return {"rps_per_core": {n: round(statistics.median(v), 1) for n, v in per_core.items()}}
+
+
+def _relay(
+    sides: dict[str, Side], found: dict[str, Any], turns: int, seconds: float
+) -> dict[str, Any]:
+    cost: dict[str, list[float]] = {}
+    for _ in range(turns):
+        for side in sides.values():
+            assert side.pid is not None, "a gateway"
+            before = _cpu(side.pid)
+            run = _load(side, _CHUNK_RATE[side.name], seconds, _CHUNK_TOKENS, stream=True)
+            spent = _cpu(side.pid) - before - side.idle * run["seconds"]
+            spent -= run["requests"] / found["rps_per_core"][side.name]
+            print(f"  chunks        {side.name:9} {run} {spent:.2f} s", file=sys.stderr)
+            cost.setdefault(side.name, []).append(1e6 * spent / run["chunks"])
+    return {"relay_us_per_chunk": {n: round(statistics.median(v), 1) for n, v in cost.items()}}
+
+
+def _load(side: Side, rate: float, seconds: float, tokens: int, *, stream: bool) -> dict[str, Any]:
+    argv: Sequence[str] = (
+        *_pinned(_others()), sys.executable, "-m", "benchmarks.gateway.load",
+        str(side.port), side.model, str(rate), str(seconds), str(tokens),
+        "stream" if stream else "whole",
+    )  # fmt: skip
+    out = subprocess.run(argv, capture_output=True, check=True, timeout=seconds + 120).stdout
+    result: dict[str, Any] = json.loads(out)
+    if result["failed"] or not result["requests"]:
+        raise RuntimeError(f"{side.name}: {result}")
+    return result
+
+
+def _others() -> str:
+    """Cores that no gateway is pinned to."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[:-1] or cores))
+
+
+def _pinned(cores: str) -> tuple[str, ...]:
+    return ("taskset", "-c", cores)
+
+
+def _gateway_core() -> str:
+    return str(max(os.sched_getaffinity(0)))
+
+
+def _mock(gap: float, log_dir: Path) -> ReadyServer:
+    argv = (*_pinned(_others()), sys.executable, "-m", "benchmarks.gateway.mock", str(gap))
+    return ReadyServer(argv, r"^mock ready: \S+:(\d+)/v1 ", log_dir / f"mock{gap}.log", seconds=30)
+
+
+def _paceline(engine: int, log: Path) -> ReadyServer:
+    argv = (
+        *_pinned(_gateway_core()), sys.executable, "-m", "paceline.cli.main", "gateway",
+        "--engine", f"http://127.0.0.1:{engine}", "--port", "0",
+    )  # fmt: skip
+    ready = r"^paceline gateway ready: \S+:(\d+)/v1 "
+    return ReadyServer(argv, ready, log, seconds=30)
+
+
+def _litellm(command: str, engine: int, log: Path) -> _Litellm:
+    """As its own documentation sets it up for speed: no database, no logging of requests."""
+    port = free_port()
+    config = Path(tempfile.mkdtemp(dir=log.parent)) / "config.yaml"
+    config.write_text(
+        "model_list:\n- model_name: mock\n  litellm_params:\n    model: openai/mock\n"
+        f"    api_base: http://127.0.0.1:{engine}/v1\n    api_key: none\n"
+        "litellm_settings:\n  set_verbose: false\n  telemetry: false\n"
+    )
+    argv = (
+        *_pinned(_gateway_core()), command, "--config", str(config), "--port", str(port),
+        "--host", "127.0.0.1", "--num_workers", "1",
+    )  # fmt: skip
+    return _Litellm(argv, port, log)
+
+
+class _Litellm(Process):
+    """It is ready when it takes connections; the port is the one it was given."""
+
+    def __init__(self, argv: Sequence[str], port: int, log: Path) -> None:
+        self.port = port
+        # its list of prices comes with it, and it does not start without a key
+        env = (
+            ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
+            ("LITELLM_LOG", "ERROR"),
+            ("LITELLM_MASTER_KEY", "sk-benchmark"),
+        )
+        super().__init__(Command(tuple(argv), env), log)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                return
+            if not self.alive or time.monotonic() > deadline:
+                self.close()
+                raise Unavailable(f"LiteLLM did not start: {self.tail()}")
+            time.sleep(0.2)
+
+
+def _cpu(pid: int) -> float:
+    """Processor seconds of all threads of a process that live, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9

@@ -1,0 +1,82 @@
+"""A gateway on a port, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from paceline.gateway import EngineConfig, Gateway, GatewayConfig
+from paceline.gateway.lifecycle import make_server
+from paceline.http.keys import ApiKey, KeyRing
+from paceline.http.listening import bind
+from tests.gateway.fault_server import Engine
+
+__all__ = ["CHAT", "chat", "configured", "gateway_over", "streamed", "text_of"]
+
+CHAT = "/v1/chat/completions"
+
+
+def configured(*engines: Engine, **fields: Any) -> GatewayConfig:
+    """Engines named e1, e2, ... polled often; ``fields`` of the configuration."""
+    kinds = fields.pop("kinds", {})
+    extra = fields.pop("engine_fields", {})
+    found = tuple(
+        EngineConfig(
+            name=f"e{number}",
+            url=engine.url,
+            kind=kinds.get(f"e{number}", "auto"),
+            **extra.get(f"e{number}", {}),
+        )
+        for number, engine in enumerate(engines, 1)
+    )
+    defaults: dict[str, Any] = {"poll_interval": 0.05, "poll_timeout": 0.3, "silence": 0.6}
+    return GatewayConfig(engines=found, **(defaults | fields))
+
+
+@asynccontextmanager
+async def gateway_over(
+    config: GatewayConfig, keys: tuple[ApiKey, ...] = ()
+) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    gateway = Gateway(config, KeyRing(keys))
+    server = make_server(gateway)
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    await gateway.engines.start()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield gateway, client
+    finally:
+        server.should_exit = True
+        await serving
+        await gateway.engines.close()
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def streamed(response: httpx.Response) -> list[Any]:
+    """What events hold; "[DONE]" as it is, comments left out."""
+    found: list[Any] = []
+    for event in response.text.split("\n\n"):
+        if event.startswith("data: "):
+            data = event[6:]
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(
+        choice["delta"].get("content") or ""
+        for chunk in chunks
+        if chunk != "[DONE]"
+        for choice in chunk.get("choices", ())
+    )

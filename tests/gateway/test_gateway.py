@@ -1,0 +1,428 @@
+"""A gateway before engines that answer, refuse, fall silent and die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.gateway import ModelConfig
+from paceline.http.keys import ApiKey
+from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
+from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
+
+pytestmark = pytest.mark.anyio
+
+WORDS = ("Once", " upon", " a", " time", ".")
+GOOD = Step(parts=chat_chunks(WORDS))
+WHOLE = Step(
+    parts=(b'{"id":"x","model":"m","choices":[{"index":0,"message":{"content":"hi"}}]}',),
+    stream=False,
+)
+
+
+def pieces(count: int, *, ids: bool = True, then: str = "cut") -> Step:
+    """A stream that ends after ``count`` words."""
+    return Step(parts=chat_chunks(WORDS, ids=ids)[: count + 1], then=then)
+
+
+def refused(status: int, **headers: str) -> Step:
+    body = json.dumps({"error": {"message": f"no: {status}"}}).encode()
+    names = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    return Step(status=status, parts=(body,), headers=names, stream=False)
+
+
+async def test_an_answer_comes_through_as_it_is() -> None:
+    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (_, client):
+        response = await client.post(CHAT, json=chat(stream=True, top_k=5, odd=[1]))
+        told = streamed(response)
+        assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
+        assert response.headers["x-paceline-engine"] == "e1"
+        # fields that the gateway does not know go through; the caller asked for no usage
+        assert engine.bodies[0]["top_k"] == 5 and engine.bodies[0]["odd"] == [1]
+        assert not any(chunk["choices"] == [] for chunk in told[:-1])
+        engine.script[:] = [WHOLE]
+        answer = await client.post(CHAT, json=chat())
+        assert answer.json()["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_ids_and_usage_are_shown_to_who_asked() -> None:
+    async with (
+        scripted(GOOD, metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine)) as (_, client),
+    ):
+        plain = await client.post(CHAT, json=chat(stream=True))
+        assert "token_ids" not in plain.text and "usage" not in plain.text
+        assert engine.bodies[0]["return_token_ids"] is True
+        assert engine.bodies[0]["stream_options"] == {"include_usage": True}
+        assert isinstance(engine.bodies[0]["seed"], int)
+        asked = chat(stream=True, return_token_ids=True, stream_options={"include_usage": True})
+        told = streamed(await client.post(CHAT, json=asked))
+        assert told[1]["choices"][0]["token_ids"] == [0]
+        assert told[-2]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+async def test_a_stream_goes_on_at_another_engine(cut: int) -> None:
+    rest = Step(parts=chat_chunks(WORDS[cut:], first_id=cut, created=2))
+    async with (
+        scripted(pieces(cut), metrics=PACELINE_METRICS) as dies,
+        scripted(rest, metrics=PACELINE_METRICS) as lives,
+        gateway_over(configured(dies, lives)) as (gateway, client),
+    ):
+        _prefer_others(gateway, "e2")
+        asked = chat(stream=True, stream_options={"include_usage": True})
+        request = asyncio.ensure_future(client.post(CHAT, json=asked))
+        response = await request
+        told = streamed(response)
+        assert text_of(told) == "".join(WORDS)
+        assert lives.bodies[0]["resume_output_ids"] == list(range(cut))
+        assert lives.bodies[0]["seed"] == dies.bodies[0]["seed"]
+        # one head, one role, one end, and a word about what happened
+        assert {chunk["id"] for chunk in told[:-1]} == {"chat-1"}
+        assert response.text.count('"role"') == 1 and told[-1] == "[DONE]"
+        assert told[-2]["usage"]["completion_tokens"] == 5
+        notes = [chunk["paceline"] for chunk in told[:-1] if "paceline" in chunk]
+        assert notes == [{"engine": "e2", "attempts": 2, "resumed": 1}]
+
+
+async def test_before_its_first_word_it_begins_anew() -> None:
+    async with (
+        scripted(pieces(0), metrics=PACELINE_METRICS) as dies,
+        scripted(GOOD, metrics=PACELINE_METRICS) as lives,
+        gateway_over(configured(dies, lives)) as (gateway, client),
+    ):
+        told = await _first_to(gateway, client, dies, "e2")
+        assert text_of(told) == "".join(WORDS)
+        assert "resume_output_ids" not in lives.bodies[0]
+        assert sum('"role"' in json.dumps(chunk) for chunk in told) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (pieces(2, ids=False), "without ids"),
+        (pieces(2, ids=False, then="end"), "an end without a finish reason is no end"),
+        (Step(parts=(*chat_chunks(WORDS, ids=False)[:3], b"data: {oops\n\n")), "no JSON"),
+        (
+            Step(parts=(*chat_chunks(WORDS, ids=False)[:3], b"data: [DONE]\n\n")),
+            "a last event too early",
+        ),
+    ],
+)
+async def test_what_cannot_go_on_says_so(step: Step, why: str) -> None:
+    async with scripted(step) as engine, gateway_over(configured(engine)) as (_, client):
+        told = streamed(await client.post(CHAT, json=chat(stream=True)))
+        assert text_of(told) == "Once upon", why
+        error = told[-2]["error"]
+        assert error["code"] == "engine_lost" and error["resume"]["possible"] is False
+        assert told[-1] == "[DONE]"
+
+
+async def test_a_missing_end_after_the_finish_reason_is_no_fault() -> None:
+    step = Step(parts=chat_chunks(WORDS, done=False, usage=False), then="cut")
+    async with (
+        scripted(step, metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine)) as (_, client),
+    ):
+        asked = chat(stream=True, stream_options={"include_usage": True})
+        told = streamed(await client.post(CHAT, json=asked))
+        assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
+        assert told[-2]["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 5,
+            "total_tokens": 8,
+        }
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 529])
+async def test_a_refusal_goes_elsewhere(status: int) -> None:
+    async with (
+        scripted(refused(status)) as refuses,
+        scripted(GOOD) as takes,
+        gateway_over(configured(refuses, takes)) as (gateway, client),
+    ):
+        told = await _first_to(gateway, client, refuses, "e2")
+        assert text_of(told) == "".join(WORDS) and len(takes.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_the_callers_fault_is_told_as_the_engine_said_it(status: int) -> None:
+    async with (
+        scripted(refused(status)) as one,
+        scripted(refused(status)) as two,
+        gateway_over(configured(one, two)) as (gateway, client),
+    ):
+        response = await client.post(CHAT, json=chat(stream=True))
+        assert response.status_code == status
+        assert response.json()["error"]["message"] == f"no: {status}"
+        assert len(one.bodies) + len(two.bodies) == 1
+        states = {e.breaker.state(gateway.now()) for e in gateway.engines.by_name.values()}
+        assert states == {"closed"}
+
+
+async def test_all_refuse_and_the_wait_is_told() -> None:
+    async with (
+        scripted(refused(429, retry_after="7")) as one,
+        scripted(refused(429, retry_after="9")) as two,
+        gateway_over(configured(one, two)) as (_, client),
+    ):
+        response = await client.post(CHAT, json=chat())
+        assert response.status_code == 429
+        assert response.headers["retry-after"] in ("7", "9")
+        assert len(one.bodies) == len(two.bodies) == 1
+
+
+async def test_at_most_three_attempts() -> None:
+    async with (
+        scripted(refused(503)) as a,
+        scripted(refused(503)) as b,
+        scripted(refused(503)) as c,
+        scripted(refused(503)) as d,
+        gateway_over(configured(a, b, c, d)) as (_, client),
+    ):
+        response = await client.post(CHAT, json=chat())
+        assert response.status_code == 503
+        assert sum(len(engine.bodies) for engine in (a, b, c, d)) == 3
+
+
+async def test_the_caller_can_forbid_it() -> None:
+    headers = {"x-paceline-allow": "fallback"}
+    async with (
+        scripted(refused(503)) as one,
+        scripted(refused(503)) as two,
+        gateway_over(configured(one, two)) as (_, client),
+    ):
+        response = await client.post(CHAT, json=chat(), headers=headers)
+        assert response.status_code == 503
+        assert len(one.bodies) + len(two.bodies) == 1
+
+
+async def test_the_gateways_own_key_is_not_the_callers_trouble() -> None:
+    async with scripted(refused(401)) as engine, gateway_over(configured(engine)) as (_, client):
+        response = await client.post(CHAT, json=chat())
+        assert response.status_code == 502
+        assert "refused the gateway's credentials" in response.json()["error"]["message"]
+
+
+async def test_an_engine_that_falls_silent_is_left() -> None:
+    rest = Step(parts=chat_chunks(WORDS[2:], first_id=2))
+    async with (
+        scripted(pieces(2, then="stall"), metrics=PACELINE_METRICS) as stops,
+        scripted(rest, metrics=PACELINE_METRICS) as lives,
+        gateway_over(configured(stops, lives)) as (gateway, client),
+    ):
+        _prefer_others(gateway, "e2")
+        request = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
+        await _until(lambda: bool(stops.bodies))
+        stops.frozen = True
+        assert text_of(streamed(await request)) == "".join(WORDS)
+        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "open"
+        # no request goes there meanwhile
+        lives.script[:] = [GOOD]
+        for _ in range(5):
+            await client.post(CHAT, json=chat(stream=True))
+        assert len(stops.bodies) == 1
+
+
+async def test_a_stream_that_stalls_while_its_engine_lives_is_left() -> None:
+    rest = Step(parts=chat_chunks(WORDS[2:], first_id=2))
+    async with (
+        scripted(pieces(2, then="stall"), metrics=PACELINE_METRICS) as stops,
+        scripted(rest, metrics=PACELINE_METRICS) as lives,
+        gateway_over(configured(stops, lives, stall_timeout=0.4)) as (gateway, client),
+    ):
+        told = await _first_to(gateway, client, stops, "e2")
+        assert text_of(told) == "".join(WORDS)
+        await _until(lambda: stops.hung_up == 1)
+
+
+async def test_a_caller_who_hangs_up_ends_the_work() -> None:
+    async with (
+        scripted(pieces(2, then="stall")) as engine,
+        gateway_over(configured(engine)) as (gateway, client),
+    ):
+        async with client.stream("POST", CHAT, json=chat(stream=True)) as response:
+            assert response.status_code == 200
+            await response.aiter_raw().__anext__()
+        await _until(lambda: engine.hung_up == 1)
+        load = gateway.engines.by_name["e1"].load
+        await _until(lambda: not load.running)
+        assert load.prefill_tokens == pytest.approx(0.0) == load.resident_tokens
+        # not its fault
+        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "closed"
+
+
+async def test_counters_return_to_zero_whatever_happens() -> None:
+    steps = [GOOD, pieces(2), refused(500), WHOLE, pieces(0), Step(raw=b"garbage\r\n\r\n")]
+    async with (
+        scripted(*steps, GOOD, metrics=PACELINE_METRICS) as one,
+        scripted(*reversed(steps), GOOD, metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two)) as (gateway, client),
+    ):
+        for number in range(12):
+            await client.post(CHAT, json=chat(stream=number % 2 == 0))
+        for engine in gateway.engines.by_name.values():
+            assert not engine.running and not engine.load.running
+            assert engine.load.prefill_tokens == pytest.approx(0.0)
+            assert engine.load.resident_tokens == pytest.approx(0.0)
+        assert gateway.in_flight == 0
+
+
+async def test_later_tiers_serve_what_earlier_ones_cannot() -> None:
+    model = ModelConfig(name="chat", tiers=(("e1",), ("e2:small",)))
+    async with (
+        scripted(refused(503), models=("big",)) as big,
+        scripted(WHOLE, models=("small",)) as small,
+        gateway_over(configured(big, small, models=(model,))) as (_, client),
+    ):
+        response = await client.post(CHAT, json=chat(model="chat"))
+        assert response.headers["x-paceline-fallback"] == "small"
+        assert response.json()["model"] == "chat"
+        assert response.json()["paceline"]["fallback"] == "small"
+        assert (big.bodies[0]["model"], small.bodies[0]["model"]) == ("big", "small")
+        forbidden = await client.post(
+            CHAT, json=chat(model="chat"), headers={"x-paceline-allow": "retry, resume"}
+        )
+        assert forbidden.status_code == 503 and len(small.bodies) == 1
+        listed = (await client.get("/v1/models")).json()
+        assert [entry["id"] for entry in listed["data"]] == ["chat"]
+
+
+async def test_a_long_prompt_goes_to_the_long_model() -> None:
+    models = (
+        ModelConfig(name="chat", tiers=(("e1:m",),), length_over={"100": "long"}),
+        ModelConfig(name="long", tiers=(("e2:m",),)),
+    )
+    async with (
+        scripted(WHOLE) as short,
+        scripted(WHOLE) as long,
+        gateway_over(configured(short, long, models=models)) as (_, client),
+    ):
+        await client.post(CHAT, json=chat(model="chat"))
+        words = [{"role": "user", "content": "word " * 200}]
+        await client.post(CHAT, json=chat(model="chat", messages=words))
+        assert (len(short.bodies), len(long.bodies)) == (1, 1)
+
+
+async def test_local_only_never_leaves_the_house() -> None:
+    model = ModelConfig(name="chat", tiers=(("e1:m",), ("e2:m",)), local_only=True)
+    cloud = {"e2": {"cloud": True}}
+    async with (
+        scripted(refused(503)) as local,
+        scripted(GOOD) as far,
+        gateway_over(configured(local, far, models=(model,), engine_fields=cloud)) as (_, client),
+    ):
+        assert (await client.post(CHAT, json=chat(model="chat"))).status_code == 503
+        assert not far.bodies
+
+
+async def test_memory_pressure_sends_on_where_that_is_wanted() -> None:
+    model = ModelConfig(name="chat", tiers=(("e1:m",), ("e2:m",)), pressure_fallback=True)
+    pressed = PACELINE_METRICS.replace("pressure_level 0.0", "pressure_level 3.0")
+    async with (
+        scripted(WHOLE, metrics=pressed) as full,
+        scripted(WHOLE, metrics=PACELINE_METRICS) as free,
+        gateway_over(configured(full, free, models=(model,))) as (gateway, client),
+    ):
+        response = await client.post(CHAT, json=chat(model="chat"))
+        assert response.headers["x-paceline-engine"] == "e2"
+        full.metrics = PACELINE_METRICS
+        await _until(lambda: not gateway.engines.by_name["e1"].load.pressed)
+        response = await client.post(CHAT, json=chat(model="chat"))
+        assert response.headers["x-paceline-engine"] == "e1"
+        assert len(free.bodies) == 1
+
+
+async def test_an_engine_can_be_drained() -> None:
+    keys = (ApiKey.of("root", "admin", "secret-admin"), ApiKey.of("ann", "user", "secret-ann"))
+    admin = {"authorization": "Bearer secret-admin"}
+    user = {"authorization": "Bearer secret-ann"}
+    async with (
+        scripted(WHOLE) as one,
+        scripted(WHOLE) as two,
+        gateway_over(configured(one, two), keys) as (_, client),
+    ):
+        assert (await client.post(CHAT, json=chat())).status_code == 401
+        for path in ("/status", "/metrics"):
+            assert (await client.get(path, headers=user)).status_code == 403
+        refused_to_user = await client.post("/admin/engines/e1/drain", headers=user)
+        assert refused_to_user.status_code == 403
+        assert (await client.post("/admin/engines/e1/drain", headers=admin)).status_code == 200
+        for _ in range(4):
+            assert (await client.post(CHAT, json=chat(), headers=user)).status_code == 200
+        assert (len(one.bodies), len(two.bodies)) == (0, 4)
+        # the caller's key goes no further
+        assert "authorization" not in two.headers[0] and "x-api-key" not in two.headers[0]
+        status = (await client.get("/status", headers=admin)).json()
+        assert status["engines"]["e1"]["trouble"] == "draining"
+        await client.post("/admin/engines/e1/undrain", headers=admin)
+        await client.post("/admin/engines/e2/drain", headers=admin)
+        assert (await client.post(CHAT, json=chat(), headers=user)).status_code == 200
+        assert len(one.bodies) == 1
+
+
+async def test_what_is_not_there_is_named() -> None:
+    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (_, client):
+        for path, body, status, words in (
+            (CHAT, chat(model="nope"), 404, "served: m"),
+            (CHAT, chat(model=3), 400, "model must be a string, got 3"),
+            ("/v1/other", {}, 404, "there is no /v1/other here"),
+        ):
+            response = await client.post(path, json=body)
+            assert response.status_code == status
+            assert words in response.json()["error"]["message"]
+        broken = await client.post(
+            CHAT, content=b"{oops", headers={"content-type": "application/json"}
+        )
+        assert broken.status_code == 400
+        assert (await client.get(CHAT)).status_code == 405
+        anthropic = await client.post("/v1/messages", json=chat(model="nope"))
+        assert anthropic.json()["error"]["type"] == "not_found_error"
+
+
+async def test_other_apis_begin_anew_until_something_is_said() -> None:
+    start = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+    delta = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    async with (
+        scripted(Step(parts=(start,), then="cut"), Step(parts=(start, delta), then="cut")) as dies,
+        scripted(Step(parts=(start, delta, stop))) as lives,
+        gateway_over(configured(dies, lives)) as (gateway, client),
+    ):
+        _prefer_others(gateway, "e2")
+        request = asyncio.ensure_future(client.post("/v1/messages", json=chat(stream=True)))
+        assert (await request).content == start + delta + stop
+        gateway.engines.by_name["e2"].draining = True
+        broken = await client.post("/v1/messages", json=chat(stream=True))
+        assert broken.content.startswith(start + delta + b"event: error\n")
+
+
+async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
+    async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
+        for _ in range(3):
+            engine.script[:] = [replace(WHOLE, then="cut")] if _ == 1 else [WHOLE]
+            response = await client.post(CHAT, json=chat())
+            assert response.status_code == 200 or _ == 1
+        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "closed"
+
+
+async def _first_to(gateway: Any, client: Any, first: Any, then: str) -> list[Any]:
+    """A streamed request that goes to ``first``, as ``then`` looks busy."""
+    _prefer_others(gateway, then)
+    response = await client.post(CHAT, json=chat(stream=True))
+    assert first.bodies
+    return streamed(response)
+
+
+def _prefer_others(gateway: Any, name: str) -> None:
+    gateway.engines.by_name[name].load.prefill_tokens += 1e6
+
+
+async def _until(condition: Any, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
