@@ -283,6 +283,8 @@ class OpenAISplice:
             self.prompt_tokens = len(prompt)
         if has_usage:
             self._count(bytes(chunk.usage))
+            if self._leg > 1:
+                payload = self._recounted(payload)
             if not chunk.choices:
                 if self.hide_usage:
                     return b""
@@ -328,6 +330,21 @@ class OpenAISplice:
         self._completion_tokens = max(self._completion_tokens, counted.completion_tokens)
         if counted.prompt_tokens and self.prompt_tokens is None and not self._ids:
             self.prompt_tokens = counted.prompt_tokens
+
+    def _recounted(self, payload: bytes) -> bytes:
+        """Usage that the last engine of several counted: choices that had ended before it came are
+        not in it."""
+        made = sum(map(len, self._ids.values()))
+        if self._lost_ids or not made:
+            return payload
+        fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+        usage = msgspec.json.decode(fields["usage"])
+        if usage.get("completion_tokens") == made or "prompt_tokens" not in usage:
+            return payload
+        usage["completion_tokens"] = made
+        usage["total_tokens"] = usage["prompt_tokens"] + made
+        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+        return msgspec.json.encode(fields)
 
     def _counts(self) -> bytes:
         """A chunk of usage that the engine did not live to send, from the ids of all tokens."""
