@@ -6,7 +6,8 @@ soonest, elsewhere when an engine fails, and goes on with a stream whose engine 
     upstream   connections to engines      kinds     what each kind of engine tells
     engines    what is known of each       routes    from a model's name to engines
     bodies     a request's few fields      pick      which engine
-    splice     one stream of several       exchange  one request on its way
+    exchange   one request on its way      leg       a request at one engine
+    splice     one stream of several       caller    who asks, and what they allow
     app        endpoints                   lifecycle bind, serve, drain
 
 Which engine gets a request, breakers and budgets are ``routing``'s; connections to callers, keys

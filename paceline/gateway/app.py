@@ -22,10 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from paceline import __version__
 from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
+from paceline.gateway.caller import Allowed, Caller
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
 from paceline.gateway.engines import Engine, Engines
-from paceline.gateway.exchange import RELAYED, Allowed, Caller, Exchange
+from paceline.gateway.exchange import RELAYED, Exchange
 from paceline.gateway.pick import Picker
 from paceline.gateway.routes import Routes
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to

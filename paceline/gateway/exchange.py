@@ -17,29 +17,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from paceline.gateway.bodies import Body, new_seed
+from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
+from paceline.gateway.leg import Leg
 from paceline.gateway.pick import Pick, Picker
 from paceline.gateway.routes import Route, Site
 from paceline.gateway.splice import DONE, Splice, make_splice
-from paceline.gateway.upstream import ConnectError, Connection, Headers
+from paceline.gateway.upstream import Headers
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.shortcut import BODY_WRITER, BodyWriter
 from paceline.http.sse import KEEP_ALIVE, SSE
-from paceline.routing import Demand, Dispatch, RetryBudget
+from paceline.routing import Demand, RetryBudget
 
-__all__ = ["RELAYED", "Allowed", "Caller", "Exchange"]
+__all__ = ["RELAYED", "Exchange"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -49,10 +48,6 @@ RELAYED: Final = frozenset(
 )
 _RESUMABLE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
-# that count against an engine
-_FAULTS: Final = frozenset({500, 502, 503, 504, 529})
-# of an answer that is not streamed
-_MAX_ANSWER_BYTES: Final = 64 << 20
 # waiting for the caller to read before the engine is read no further
 _MAX_BACKLOG: Final = 64 * 1024
 # that callers may send on, and engines back
@@ -79,224 +74,6 @@ _ANSWER_HEADERS: Final = frozenset(
     }
 )
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """What a caller lets be done to get an answer; header ``x-paceline-allow``."""
-
-    retry: bool = True
-    fallback: bool = True
-    resume: bool = True
-
-    @classmethod
-    def parse(cls, value: str | None) -> Allowed:
-        """``retry, resume``: what is not named is not done. None: everything."""
-        if value is None:
-            return cls()
-        words = {word.strip().lower() for word in value.split(",")}
-        return cls(*(name in words for name in ("retry", "fallback", "resume")))
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks, and what comes with the request."""
-
-    request_id: str
-    # the key's name; "" without keys
-    tenant: str
-    allowed: Allowed
-    headers: Headers
-    # of its prompts in caches that several tenants share; "": none
-    salt: str = ""
-
-    @classmethod
-    def salt_of(cls, secret: str, tenant: str) -> str:
-        """The same on every gateway with that secret, and no way back to the tenant."""
-        if not secret or not tenant:
-            return ""
-        return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
-
-
-@dataclass(slots=True, eq=False)
-class _Verdict:
-    """How a leg ended."""
-
-    kind: Literal["done", "refused", "lost"]
-    why: str = ""
-    status: int = 0
-
-
-class Leg:
-    """A request at one engine: the sink of its answer."""
-
-    def __init__(self, exchange: Exchange, site: Site, dispatch: Dispatch) -> None:
-        self.site = site
-        self.status = 0
-        self.headers: Headers = []
-        self.body = bytearray()
-        self.verdict: _Verdict | None = None
-        self.connection: Connection | None = None
-        self._exchange = exchange
-        self._engine = site.engine
-        self._dispatch = dispatch
-        self._streams = False
-        self._sent_at = exchange.now()
-        self._heard_at = self._sent_at
-        self._tokens_before = exchange.splice.num_output_tokens if exchange.splice else 0
-
-    @property
-    def streams(self) -> bool:
-        """Whether the engine answers with events."""
-        return self._streams
-
-    async def send(self, path: str, headers: Headers, body: bytes) -> None:
-        """Raises nothing: what goes wrong is the verdict."""
-        engine = self._engine
-        engine.running.add(self)
-        engine.breaker.begin()
-        pool = engine.pool
-        request = pool.origin.head("POST", path, headers, len(body)) + body
-        try:
-            connection = pool.free() or await pool.connect()
-        except ConnectError as error:
-            self._end(_Verdict("lost", str(error)))
-            return
-        if self.verdict is not None:
-            # given up while connecting
-            connection.drop()
-            return
-        self.connection = connection
-        self._request = request
-        connection.send(request, self)
-
-    # ---------------------------------------------------------------- of the sink
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self._engine.alive()
-        self.status, self.headers = status, headers
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
-        # what nobody asked for as a stream is told as it is
-        asked = self._exchange.splice is not None
-        self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
-        self._heard_at = self._exchange.now()
-
-    def on_data(self, data: bytes) -> None:
-        self._engine.alive()
-        if not self._streams:
-            self.body += data
-            if len(self.body) > _MAX_ANSWER_BYTES:
-                self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
-            return
-        exchange = self._exchange
-        splice = exchange.splice
-        assert splice is not None, "a stream was asked for"
-        out = splice.feed(data)
-        if out:
-            exchange.write(out)
-        if not out.startswith(b":"):
-            # comments show that the server lives, not that it works on this
-            self._heard_at = exchange.now()
-        if splice.emitted and self._dispatch.first_at is None:
-            self._dispatch.first_token(self._heard_at)
-            exchange.first_token(self._heard_at)
-        if splice.failed is not None:
-            self.give_up(splice.failed)
-        elif splice.done:
-            self._end(_Verdict("done"))
-
-    def on_end(self) -> None:
-        self._engine.alive()
-        if self.verdict is not None:
-            return
-        if self._streams:
-            self._finish_stream("the stream ended")
-        elif self.status == 200:
-            self._end(_Verdict("done"))
-        else:
-            self._end(_Verdict("refused", f"status {self.status}", self.status))
-
-    def on_lost(self, why: str) -> None:
-        if self.verdict is not None:
-            return
-        connection = self.connection
-        if connection is not None and not connection.begun and connection.num_used > 1:
-            # the engine closed an idle connection just as it was used again: no attempt of its own
-            self._exchange.again(self)
-            return
-        if self._streams:
-            self._finish_stream(why)
-        else:
-            self._end(_Verdict("lost", why))
-
-    def _finish_stream(self, why: str) -> None:
-        splice = self._exchange.splice
-        assert splice is not None, "a stream was asked for"
-        out = splice.end_leg()
-        if out:
-            self._exchange.write(out)
-        self._end(_Verdict("done") if splice.done else _Verdict("lost", splice.failed or why))
-
-    # ---------------------------------------------------------------- of the engine
-
-    def tick(self, now: float) -> None:
-        config = self._exchange.config
-        limit = config.stall_timeout if self.status else config.first_byte_timeout
-        if self._streams and not self._dispatch.first_at:
-            limit = config.first_byte_timeout
-        if now - self._heard_at > limit:
-            self.give_up(f"no part of the answer for {limit:g} s")
-        else:
-            self._exchange.tick(now)
-
-    def engine_gone(self, why: str) -> None:
-        self.give_up(why)
-
-    # ---------------------------------------------------------------- ends
-
-    async def resend(self) -> None:
-        """On a connection of its own."""
-        try:
-            connection = await self._engine.pool.connect()
-        except ConnectError as error:
-            self._end(_Verdict("lost", str(error)))
-            return
-        if self.verdict is not None:
-            connection.drop()
-            return
-        self.connection = connection
-        connection.send(self._request, self)
-
-    def give_up(self, why: str) -> None:
-        """The engine's fault."""
-        self._end(_Verdict("lost", why))
-
-    def abandon(self) -> None:
-        """Not its fault: the caller is gone."""
-        if self.verdict is None:
-            self._end(None)
-
-    def _end(self, verdict: _Verdict | None) -> None:
-        if self.verdict is not None:
-            return
-        now = self._exchange.now()
-        engine = self._engine
-        self.verdict = verdict or _Verdict("lost", "abandoned")
-        engine.running.discard(self)
-        splice = self._exchange.splice
-        made = 0 if splice is None else splice.num_output_tokens - self._tokens_before
-        self._dispatch.end(now, made)
-        if verdict is None:
-            engine.breaker.abandon()
-        elif verdict.kind == "lost" or verdict.status in _FAULTS:
-            engine.breaker.fail(now)
-        elif verdict.kind == "refused":
-            engine.breaker.abandon()
-        else:
-            engine.breaker.succeed(now)
-        if self.connection is not None and (verdict is None or verdict.kind == "lost"):
-            self.connection.drop()
-        self._exchange.wake.set()
 
 
 class Exchange:
@@ -689,28 +466,3 @@ class Exchange:
             pass
         self._gone = True
         self.wake.set()
-
-
-def broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
-    """The last events of a stream that breaks, in the words of the endpoint's API."""
-    if path == "/v1/messages":
-        error: Mapping[str, Any] = {
-            "type": "error",
-            "error": {"type": "api_error", "message": why},
-        }
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-    if path == "/v1/responses":
-        error = {"type": "error", "code": "engine_lost", "message": why, "param": None}
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-    error = {
-        "error": {
-            "message": why,
-            "type": "EngineLost",
-            "param": None,
-            "code": "engine_lost",
-            "retryable": True,
-            "emitted_tokens": num_tokens,
-            "resume": {"possible": False, "why": resume},
-        }
-    }
-    return b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE

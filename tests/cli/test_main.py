@@ -11,8 +11,8 @@ import pytest
 from paceline.cli.main import build_parser
 
 COMMANDS = (
-    "serve", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor", "plan",
-    "simulate", "bench",
+    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor",
+    "plan", "simulate", "bench",
 )  # fmt: skip
 
 

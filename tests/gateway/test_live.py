@@ -127,7 +127,7 @@ async def _until_tokens(gateway: Gateway, count: int) -> None:
     async with asyncio.timeout(20):
         while True:
             legs: list[Any] = list(gateway.engines.by_name["a"].running)
-            made = [leg._exchange.splice.num_output_tokens for leg in legs]
+            made = [leg._owner.splice.num_output_tokens for leg in legs]
             if len(made) >= len(KINDS) and min(made) >= count:
                 return
             await asyncio.sleep(0.005)

@@ -1,0 +1,78 @@
+"""Who asks, what they allow, and how they are told of a stream that breaks."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from paceline.gateway.splice import DONE
+from paceline.gateway.upstream import Headers
+
+__all__ = ["Allowed", "Caller", "broken_event"]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a caller lets be done to get an answer; header ``x-paceline-allow``."""
+
+    retry: bool = True
+    fallback: bool = True
+    resume: bool = True
+
+    @classmethod
+    def parse(cls, value: str | None) -> Allowed:
+        """``retry, resume``: what is not named is not done. None: everything."""
+        if value is None:
+            return cls()
+        words = {word.strip().lower() for word in value.split(",")}
+        return cls(*(name in words for name in ("retry", "fallback", "resume")))
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what comes with the request."""
+
+    request_id: str
+    # the key's name; "" without keys
+    tenant: str
+    allowed: Allowed
+    headers: Headers
+    # of its prompts in caches that several tenants share; "": none
+    salt: str = ""
+
+    @classmethod
+    def salt_of(cls, secret: str, tenant: str) -> str:
+        """The same on every gateway with that secret, and no way back to the tenant."""
+        if not secret or not tenant:
+            return ""
+        return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
+
+
+def broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
+    """The last events of a stream that breaks, in the words of the endpoint's API."""
+    if path == "/v1/messages":
+        error: Mapping[str, Any] = {
+            "type": "error",
+            "error": {"type": "api_error", "message": why},
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    if path == "/v1/responses":
+        error = {"type": "error", "code": "engine_lost", "message": why, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    error = {
+        "error": {
+            "message": why,
+            "type": "EngineLost",
+            "param": None,
+            "code": "engine_lost",
+            "retryable": True,
+            "emitted_tokens": num_tokens,
+            "resume": {"possible": False, "why": resume},
+        }
+    }
+    return b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE

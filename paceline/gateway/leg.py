@@ -1,0 +1,224 @@
+"""One request at one engine: what its bytes do, in the callback that read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.routes import Site
+from paceline.gateway.splice import Splice
+from paceline.gateway.upstream import ConnectError, Connection, Headers
+from paceline.http.sse import SSE
+from paceline.routing import Dispatch
+
+__all__ = ["Leg", "Owner", "Verdict"]
+
+# statuses that count against an engine
+_FAULTS: Final = frozenset({500, 502, 503, 504, 529})
+# of an answer that is not streamed
+_MAX_ANSWER_BYTES: Final = 64 << 20
+
+
+class Owner(Protocol):
+    """The request that a leg is of: ``Exchange``."""
+
+    config: GatewayConfig
+    # seconds of a clock that never goes back
+    now: Callable[[], float]
+    # set when there is news for the request's task
+    wake: asyncio.Event
+    # None: the answer is not streamed
+    splice: Splice | None
+
+    def write(self, data: bytes) -> None: ...
+    def first_token(self, now: float) -> None: ...
+    def tick(self, now: float) -> None: ...
+
+    def again(self, leg: Leg) -> None:
+        """Its connection was closed as it was used again: to be sent on another."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Verdict:
+    """How a leg ended."""
+
+    kind: Literal["done", "refused", "lost"]
+    why: str = ""
+    status: int = 0
+
+
+class Leg:
+    """A request at one engine: the sink of its answer."""
+
+    def __init__(self, request: Owner, site: Site, dispatch: Dispatch) -> None:
+        self.site = site
+        self.status = 0
+        self.headers: Headers = []
+        self.body = bytearray()
+        self.verdict: Verdict | None = None
+        self.connection: Connection | None = None
+        self._owner = request
+        self._engine = site.engine
+        self._dispatch = dispatch
+        self._streams = False
+        self._heard_at = request.now()
+        splice = request.splice
+        self._tokens_before = 0 if splice is None else splice.num_output_tokens
+        self._request = b""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the engine answers with events."""
+        return self._streams
+
+    async def send(self, path: str, headers: Headers, body: bytes) -> None:
+        """Raises nothing: what goes wrong is the verdict."""
+        engine = self._engine
+        engine.running.add(self)
+        engine.breaker.begin()
+        pool = engine.pool
+        request = pool.origin.head("POST", path, headers, len(body)) + body
+        try:
+            connection = pool.free() or await pool.connect()
+        except ConnectError as error:
+            self._end(Verdict("lost", str(error)))
+            return
+        if self.verdict is not None:
+            # given up while connecting
+            connection.drop()
+            return
+        self.connection = connection
+        self._request = request
+        connection.send(request, self)
+
+    # ---------------------------------------------------------------- of the sink
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._engine.alive()
+        self.status, self.headers = status, headers
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        # what nobody asked for as a stream is told as it is
+        asked = self._owner.splice is not None
+        self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
+        self._heard_at = self._owner.now()
+
+    def on_data(self, data: bytes) -> None:
+        self._engine.alive()
+        if not self._streams:
+            self.body += data
+            if len(self.body) > _MAX_ANSWER_BYTES:
+                self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+            return
+        owner = self._owner
+        splice = owner.splice
+        assert splice is not None, "a stream was asked for"
+        out = splice.feed(data)
+        if out:
+            owner.write(out)
+        if not out.startswith(b":"):
+            # comments show that the server lives, not that it works on this
+            self._heard_at = owner.now()
+        if splice.emitted and self._dispatch.first_at is None:
+            self._dispatch.first_token(self._heard_at)
+            owner.first_token(self._heard_at)
+        if splice.failed is not None:
+            self.give_up(splice.failed)
+        elif splice.done:
+            self._end(Verdict("done"))
+
+    def on_end(self) -> None:
+        self._engine.alive()
+        if self.verdict is not None:
+            return
+        if self._streams:
+            self._finish_stream("the stream ended")
+        elif self.status == 200:
+            self._end(Verdict("done"))
+        else:
+            self._end(Verdict("refused", f"status {self.status}", self.status))
+
+    def on_lost(self, why: str) -> None:
+        if self.verdict is not None:
+            return
+        connection = self.connection
+        if connection is not None and not connection.begun and connection.num_used > 1:
+            # the engine closed an idle connection just as it was used again: no attempt of its own
+            self._owner.again(self)
+            return
+        if self._streams:
+            self._finish_stream(why)
+        else:
+            self._end(Verdict("lost", why))
+
+    def _finish_stream(self, why: str) -> None:
+        splice = self._owner.splice
+        assert splice is not None, "a stream was asked for"
+        out = splice.end_leg()
+        if out:
+            self._owner.write(out)
+        self._end(Verdict("done") if splice.done else Verdict("lost", splice.failed or why))
+
+    # ---------------------------------------------------------------- of the engine
+
+    def tick(self, now: float) -> None:
+        config = self._owner.config
+        limit = config.stall_timeout if self.status else config.first_byte_timeout
+        if self._streams and not self._dispatch.first_at:
+            limit = config.first_byte_timeout
+        if now - self._heard_at > limit:
+            self.give_up(f"no part of the answer for {limit:g} s")
+        else:
+            self._owner.tick(now)
+
+    def engine_gone(self, why: str) -> None:
+        self.give_up(why)
+
+    # ---------------------------------------------------------------- ends
+
+    async def resend(self) -> None:
+        """On a connection of its own."""
+        try:
+            connection = await self._engine.pool.connect()
+        except ConnectError as error:
+            self._end(Verdict("lost", str(error)))
+            return
+        if self.verdict is not None:
+            connection.drop()
+            return
+        self.connection = connection
+        connection.send(self._request, self)
+
+    def give_up(self, why: str) -> None:
+        """The engine's fault."""
+        self._end(Verdict("lost", why))
+
+    def abandon(self) -> None:
+        """Not its fault: the caller is gone."""
+        if self.verdict is None:
+            self._end(None)
+
+    def _end(self, verdict: Verdict | None) -> None:
+        if self.verdict is not None:
+            return
+        now = self._owner.now()
+        engine = self._engine
+        self.verdict = verdict or Verdict("lost", "abandoned")
+        engine.running.discard(self)
+        splice = self._owner.splice
+        made = 0 if splice is None else splice.num_output_tokens - self._tokens_before
+        self._dispatch.end(now, made)
+        if verdict is None:
+            engine.breaker.abandon()
+        elif verdict.kind == "lost" or verdict.status in _FAULTS:
+            engine.breaker.fail(now)
+        elif verdict.kind == "refused":
+            engine.breaker.abandon()
+        else:
+            engine.breaker.succeed(now)
+        if self.connection is not None and (verdict is None or verdict.kind == "lost"):
+            self.connection.drop()
+        self._owner.wake.set()

@@ -1,0 +1,51 @@
+"""docs/gateway.md says what there is."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from paceline.gateway.config import EngineConfig, GatewayConfig, ModelConfig, parse_config
+from paceline.gateway.counts import Counts
+
+PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+
+
+def test_every_setting_is_there_with_its_default() -> None:
+    rows = {}
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 3:
+            defaults = cells[1].split(", ")
+            for number, name in enumerate(re.findall(r"`([a-z_]+)`", cells[0])):
+                rows[name] = defaults[min(number, len(defaults) - 1)]
+    for kind in (GatewayConfig, EngineConfig, ModelConfig):
+        for field in msgspec.structs.fields(kind):
+            if field.name in ("engines", "models"):
+                continue
+            assert field.name in rows, field.name
+            default = field.default
+            if isinstance(default, bool):
+                assert rows[field.name] == str(default).lower()
+            elif isinstance(default, (int, float)):
+                assert float(rows[field.name]) == default, field.name
+
+
+def test_every_metric_is_there() -> None:
+    told = set(re.findall(r"^\| `(paceline:gateway_\w+)` \| ([^|]*) \|", PAGE, re.MULTILINE))
+    served = {
+        (family.name, ", ".join(f"`{label}`" for label in family.labels))
+        for family in Counts().registry.describe()
+    }
+    assert told == served
+
+
+def test_the_example_is_a_good_one() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert tomllib.loads(example)["engines"]
+    # the key that it names is not set here
+    config = parse_config(example.replace('api_key_env = "GPU1_KEY"', "").encode())
+    assert config.models[0].pressure_fallback
