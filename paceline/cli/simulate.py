@@ -82,7 +82,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--router",
         default="least-outstanding",
         metavar="NAME",
-        help="round-robin, least-outstanding (default) or prefix-affinity",
+        help="round-robin, least-outstanding (default), prefix-affinity or predicted, which is "
+        "the gateway's",
     )
     parser.add_argument(
         "--decode-replicas",

@@ -28,7 +28,7 @@ from paceline.gateway.counts import Counts
 from paceline.gateway.engines import Engine, Engines
 from paceline.gateway.exchange import RELAYED, Exchange
 from paceline.gateway.pick import Picker
-from paceline.gateway.routes import Routes
+from paceline.gateway.routes import Route, Routes
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.shortcut import BODY_WRITER
@@ -42,8 +42,10 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-# tokens that an answer is expected to have, as a share of what it may have
+# tokens that an answer is expected to have before any has ended, as a share of what it may have
 _EXPECTED_SHARE: Final = 0.5
+# weight of one answer in the mean of a model's
+_LEARN: Final = 0.05
 
 
 class Gateway:
@@ -64,6 +66,8 @@ class Gateway:
         self.in_flight = 0
         self._picker = Picker(random.Random())
         self._budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
+        # by model, as callers know it: what the configuration and the engines name
+        self._mean_output: dict[str, float] = {}
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self._gets: Mapping[str, Callable[[], tuple[int, str, bytes]]] = {
             "/v1/models": self._models,
@@ -165,7 +169,7 @@ class Gateway:
             path=path,
             body=body,
             route=route,
-            demand=self._demand(body, prompt, tokens, tenant),
+            demand=self._demand(body, route, prompt, tokens, tenant),
             caller=Caller(
                 request_id,
                 tenant,
@@ -181,16 +185,29 @@ class Gateway:
         self.idle.clear()
         try:
             await exchange.run()
+            if exchange.num_output_tokens:
+                self._learn(route.model, exchange.num_output_tokens)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
 
-    def _demand(self, body: Body, prompt: bytes, tokens: float, tenant: str) -> Demand:
+    def _expected(self, model: str, most: int) -> float:
+        """Tokens that an answer of ``model`` will have, as far as one can know."""
+        return max(1.0, min(most, self._mean_output.get(model, _EXPECTED_SHARE * most)))
+
+    def _learn(self, model: str, made: int) -> None:
+        """An answer of ``made`` tokens has ended."""
+        mean = self._mean_output.get(model, float(made))
+        self._mean_output[model] = mean + _LEARN * (made - mean)
+
+    def _demand(
+        self, body: Body, route: Route, prompt: bytes, tokens: float, tenant: str
+    ) -> Demand:
         return Demand(
             prompt_tokens=tokens,
             max_tokens=body.max_tokens,
-            output_tokens=max(1.0, _EXPECTED_SHARE * body.max_tokens),
+            output_tokens=self._expected(route.model, body.max_tokens),
             prefix=prefix_chain(prompt, tenant.encode()),
             ttft=body.ttft,
             tpot=body.tpot,

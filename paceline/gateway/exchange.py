@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -48,6 +49,7 @@ RELAYED: Final = frozenset(
 )
 _RESUMABLE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
+_COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})')
 # waiting for the caller to read before the engine is read no further
 _MAX_BACKLOG: Final = 64 * 1024
 # that callers may send on, and engines back
@@ -132,6 +134,14 @@ class Exchange:
                 hide_usage=not body.include_usage,
                 note=self._note,
             )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of an answer that has ended, as far as anything was counted."""
+        if self.splice is not None:
+            return self.splice.num_output_tokens
+        found = _COMPLETION_TOKENS.search(self._leg.body)
+        return int(found[1]) if found else 0
 
     # ---------------------------------------------------------------- of the legs
 

@@ -7,7 +7,8 @@ errors alone; knows neither clocks nor sockets.
 from paceline.routing.breaker import Breaker, BreakerSettings
 from paceline.routing.choice import choose
 from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, EngineView, Pressure
-from paceline.routing.prefixes import prefix_chain
+from paceline.routing.predicted import PredictedRouter
+from paceline.routing.prefixes import hash_chain, prefix_chain
 from paceline.routing.retry_budget import RetryBudget
 from paceline.routing.routers import (
     ROUTERS,
@@ -27,12 +28,14 @@ __all__ = [
     "EngineLoad",
     "EngineView",
     "LeastOutstanding",
+    "PredictedRouter",
     "PrefixAffinity",
     "Pressure",
     "RetryBudget",
     "RoundRobin",
     "Router",
     "choose",
+    "hash_chain",
     "make_router",
     "prefix_chain",
 ]

@@ -16,6 +16,8 @@ from paceline.routing.engine_load import Demand, EngineView
 
 __all__ = ["choose", "predicted_seconds"]
 
+# of a prediction: first tokens scatter, and one that is late yields to others from then on
+_MARGIN: Final = 2.0
 # predictions that differ by less are the same
 _TIE: Final = 0.05
 
@@ -27,11 +29,7 @@ def predicted_seconds(view: EngineView, demand: Demand) -> float:
 
 def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> int:
     """An index into ``views``, of which there is at least one."""
-    candidates = [i for i, view in enumerate(views) if _has_room(view, demand)] or list(
-        range(len(views))
-    )
-    meeting = [i for i in candidates if _meets(views[i], demand)]
-    among = meeting or candidates
+    among = _best_group(views, demand)
     seconds = {i: predicted_seconds(views[i], demand) for i in among}
     best = min(seconds.values())
     ties = [i for i, value in seconds.items() if value <= best * (1.0 + _TIE)]
@@ -41,12 +39,22 @@ def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> 
     return draw.choice([i for i in ties if views[i].num_requests == fewest])
 
 
-def _has_room(view: EngineView, demand: Demand) -> bool:
+def _best_group(views: Sequence[EngineView], demand: Demand) -> list[int]:
+    """Those that meet the targets and have memory for it; else that meet the targets; else that
+    have memory; else all."""
+    everyone = range(len(views))
+    own = [i for i in everyone if _may_have(views[i], demand)] or list(everyone)
+    meets = [i for i in own if _meets(views[i], demand)]
+    roomy = [i for i in own if not views[i].wait]
+    return [i for i in meets if i in roomy] or meets or roomy or own
+
+
+def _may_have(view: EngineView, demand: Demand) -> bool:
     # a conversation that is there already costs the memory of its new turn alone
     return not view.pressed or view.cached_tokens >= 0.5 * demand.prompt_tokens
 
 
 def _meets(view: EngineView, demand: Demand) -> bool:
-    return (demand.ttft is None or view.ttft <= demand.ttft) and (
+    return (demand.ttft is None or _MARGIN * view.ttft <= demand.ttft) and (
         demand.tpot is None or view.tpot <= demand.tpot
     )

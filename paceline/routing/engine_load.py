@@ -70,8 +70,8 @@ class EngineView:
     prefill_tokens: float
     # of its prompt, already there
     cached_tokens: float
-    # KV cache that would be asked for beyond what there is, as a share of it
-    overcommit: float
+    # seconds in which the KV cache that is missing for this request comes free
+    wait: float
     # share of the KV cache in use as estimated; None: unknown
     kv: float | None
     # predicted seconds
@@ -104,9 +104,7 @@ class Dispatch:
             load.prefill_tokens -= self._prefill
             self._prefill = 0.0
             view = self.view
-            load.latency.saw_first(
-                view.prefill_tokens, view.num_requests, view.overcommit, now - self.at
-            )
+            load.latency.saw_first(view.prefill_tokens, view.num_requests, view.wait, now - self.at)
 
     def end(self, now: float, num_tokens: int = 0) -> None:
         """It is over, however it went; ``num_tokens`` were generated."""
@@ -166,15 +164,18 @@ class EngineLoad:
             overcommit = max(overcommit, pressure.waiting / max(1.0, pressure.running or 1.0))
         prefill = max(0.0, self.prefill_tokens) + demand.prompt_tokens - cached
         count = len(self.running)
+        tpot = self.latency.next_token(count + 1)
+        # as much as it is short of comes free in that share of the time that a request holds it
+        wait = overcommit * demand.output_tokens * tpot
         return EngineView(
             name=self.name,
             num_requests=count,
             prefill_tokens=prefill,
             cached_tokens=cached,
-            overcommit=overcommit,
+            wait=wait,
             kv=kv,
-            ttft=self.latency.first_token(prefill, count, overcommit),
-            tpot=self.latency.next_token(count + 1),
+            ttft=self.latency.first_token(prefill, count, wait),
+            tpot=tpot,
             staleness=age,
             pressed=self.pressed and age is not None and age < STALE_SECONDS,
         )

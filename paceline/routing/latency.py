@@ -1,8 +1,8 @@
 """How long an engine will take, learned from how long it took.
 
-Two linear models an engine, by recursive least squares with forgetting: seconds to the first token
-over what lies ahead of it, and seconds per further token over how many share the steps. They begin
-at a guess, and a few dozen answers replace it. What a pool's engines are made of need not be known:
+Two linear models an engine: seconds to the first token over what lies ahead of it, and seconds per
+further token over how many share the steps. They begin at a guess, and a few dozen answers replace
+it. What a pool's engines are made of need not be known:
 each has its own.
 """
 
@@ -11,46 +11,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["LatencyModel", "LeastSquares"]
+__all__ = ["LatencyModel", "LinearModel"]
 
-# of older samples, per new one
-_FORGETTING: Final = 0.99
-# how little the first guess weighs: variance of its coefficients
-_DOUBT: Final = 1.0
-# beyond this the oldest directions are not forgotten any further, or an idle feature would make
-# the next sample with it count for everything (wind-up)
-_MAX_DOUBT: Final = 100.0
+# of the error that a sample corrects
+_STEP: Final = 0.1
+# keeps samples whose features are all small from counting for everything
+_FLOOR: Final = 0.1
+# a sample further off than this, in seconds and as a multiple of what was predicted, counts as one
+# that is just so far off: an answer that somebody's policy put last says little of the next one
+_FAR_SECONDS: Final = 0.25
+_FAR: Final = 2.0
 
 
-class LeastSquares:
-    """``y = w . x``, renewed with each sample.
+class LinearModel:
+    """``y = w . x`` with weights of 0 or more, by normalised least mean squares: each sample moves
+    the weights a little towards itself.
+
+    Nothing that lies ahead of a request makes it faster: a weight below 0 is a sample's noise, and
+    would draw requests to where they wait. Recursive least squares learns faster, and blows up once
+    weights are held above 0 and outliers are cut.
 
     Args:
         weights: the first guess.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        size = len(weights)
         self._w = list(weights)
-        self._p = [[_DOUBT if i == j else 0.0 for j in range(size)] for i in range(size)]
         self.num_samples = 0
 
     def predict(self, x: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self._w, x, strict=True))
 
     def learn(self, x: Sequence[float], y: float) -> None:
-        p = self._p
-        px = [sum(a * b for a, b in zip(row, x, strict=True)) for row in p]
-        scale = _FORGETTING + sum(a * b for a, b in zip(x, px, strict=True))
-        gain = [value / scale for value in px]
-        error = y - self.predict(x)
-        self._w = [w + k * error for w, k in zip(self._w, gain, strict=True)]
-        trace = sum(p[i][i] for i in range(len(p)))
-        keep = 1.0 if trace > _MAX_DOUBT * len(p) else _FORGETTING
-        self._p = [
-            [(value - k * other) / keep for value, other in zip(row, px, strict=True)]
-            for row, k in zip(p, gain, strict=True)
-        ]
+        predicted = self.predict(x)
+        far = _FAR_SECONDS + _FAR * abs(predicted)
+        error = min(far, max(-far, y - predicted))
+        # the first samples say more than a guess does
+        step = max(_STEP, 1.0 / (2.0 + self.num_samples))
+        gain = step * error / (_FLOOR + sum(value * value for value in x))
+        self._w = [max(0.0, w + gain * value) for w, value in zip(self._w, x, strict=True)]
         self.num_samples += 1
 
 
@@ -58,24 +57,25 @@ class LatencyModel:
     """Of one engine."""
 
     def __init__(self) -> None:
-        # a twentieth of a second, half a second per 1,000 tokens, and a long wait where the KV
-        # cache has no room
-        self._first = LeastSquares((0.05, 0.5, 0.0, 5.0))
-        self._next = LeastSquares((0.03, 0.001))
+        # a twentieth of a second, half a second per 1,000 tokens, and where the KV cache has no
+        # room the time in which that share of it comes free
+        self._first = LinearModel((0.05, 0.5, 0.0, 1.0))
+        self._next = LinearModel((0.03, 0.001))
 
     @property
     def num_samples(self) -> int:
         return self._first.num_samples
 
-    def first_token(self, prefill_tokens: float, num_requests: float, overcommit: float) -> float:
+    def first_token(self, prefill_tokens: float, num_requests: float, wait: float) -> float:
         """Seconds until a first token.
 
         Args:
             prefill_tokens: of prompts, that are to be computed until then, its own included.
             num_requests: others at the engine.
-            overcommit: KV cache that is asked for beyond what there is, as a share of it.
+            wait: seconds in which the KV cache that is missing comes free: the share that is
+                asked for beyond what there is, by the seconds that a request holds its own.
         """
-        x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, overcommit)
+        x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
         return max(0.001, self._first.predict(x))
 
     def next_token(self, num_requests: float) -> float:
@@ -83,10 +83,10 @@ class LatencyModel:
         return max(0.0001, self._next.predict((1.0, num_requests / 10.0)))
 
     def saw_first(
-        self, prefill_tokens: float, num_requests: float, overcommit: float, seconds: float
+        self, prefill_tokens: float, num_requests: float, wait: float, seconds: float
     ) -> None:
         """A first token came; arguments as they were when its request was sent."""
-        x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, overcommit)
+        x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
         self._first.learn(x, seconds)
 
     def saw_next(self, num_requests: float, seconds: float) -> None:

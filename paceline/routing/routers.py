@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.core.errors import ConfigError
+from paceline.routing.predicted import PredictedRouter
 from paceline.routing.prefixes import PrefixIndex, hash_chain
 
 __all__ = [
@@ -99,6 +100,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "round-robin": RoundRobin,
     "least-outstanding": LeastOutstanding,
     "prefix-affinity": PrefixAffinity,
+    "predicted": PredictedRouter,
 }
 
 

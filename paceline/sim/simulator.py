@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
-from paceline.routing import LeastOutstanding, Router
+from paceline.routing import (
+    Demand,
+    LeastOutstanding,
+    PredictedRouter,
+    Pressure,
+    Router,
+    hash_chain,
+)
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.replica import Job, Replica, ReplicaConfig
@@ -122,6 +129,8 @@ class _Group:
         self.replicas = replicas
         self.router = router
         self.outstanding = [0.0] * len(replicas)
+        # under way, of a router that is told what becomes of them
+        self.jobs: dict[int, Job] = {}
         self.first = replicas[0].index
 
 
@@ -268,7 +277,7 @@ class Simulator:
     def _submit(self, group: _Group, model: _Model, job: Job) -> None:
         index = 0
         if len(group.replicas) > 1:
-            index = group.router.choose(job.arrival.prefix, group.outstanding)
+            index = self._choose(group, model, job)
         job.weight = job.arrival.prompt_tokens + model.mean_output
         group.outstanding[index] += job.weight
         replica = group.replicas[index]
@@ -279,8 +288,40 @@ class Simulator:
             replica.due = due
             self._push(due, replica)
 
+    def _choose(self, group: _Group, model: _Model, job: Job) -> int:
+        router, arrival, now = group.router, job.arrival, job.inbox_at
+        if not isinstance(router, PredictedRouter):
+            return router.choose(arrival.prefix, group.outstanding)
+        # a live gateway hears of first tokens as they come; here they are noticed when it matters
+        for number in router.waiting():
+            request = group.jobs[number].request
+            first = None if request is None else request.first_token_time
+            if first is not None and first <= now:
+                router.first_token(number, first)
+        demand = Demand(
+            prompt_tokens=arrival.prompt_tokens,
+            max_tokens=job.output_tokens,
+            output_tokens=model.mean_output,
+            prefix=hash_chain(arrival.prefix),
+            tokens_per_run=self._prefix_block,
+            ttft=arrival.ttft,
+            tpot=arrival.tpot,
+        )
+        group.jobs[job.number] = job
+
+        def look(index: int) -> Pressure:
+            return _pressure(group.replicas[index], now)
+
+        return router.send(job.number, demand, now, len(group.replicas), look)
+
     def _ended(self, replica: Replica, job: Job, reason: str, now: float) -> None:
         group = self._group_of[replica.index]
+        if group.jobs.pop(job.number, None) is not None:
+            assert isinstance(group.router, PredictedRouter), "it alone is told"
+            first = None if job.request is None else job.request.first_token_time
+            if first is not None:
+                group.router.first_token(job.number, first)
+            group.router.ended(job.number, now, 0 if reason else job.output_tokens)
         model = self._model_of[replica.index]
         group.outstanding[replica.index - group.first] -= job.weight
         served = not reason
@@ -314,3 +355,18 @@ class Simulator:
             share = 1.0 / min(model.num_outputs, 1000)
             model.mean_output += share * (arrival.output_tokens - model.mean_output)
         self._consume(record)
+
+
+def _pressure(replica: Replica, now: float) -> Pressure:
+    """What the engine's metrics would say."""
+    stats = replica.scheduler.stats()
+    cache = replica.scheduler.cache
+    return Pressure(
+        now,
+        waiting=float(stats.num_waiting),
+        running=float(stats.num_running),
+        kv=1.0 - stats.num_free_blocks / max(1, stats.num_blocks),
+        capacity_tokens=float(stats.num_blocks * cache.block_size),
+        preemptions=float(stats.num_preemptions),
+        level=float(stats.pressure_level),
+    )

@@ -12,7 +12,7 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
-from paceline.routing import LeastOutstanding, make_router
+from paceline.routing import LeastOutstanding, PredictedRouter, make_router
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import Delays, ReplicaConfig
 from paceline.sim.simulator import Disaggregation, KVTransfer, Pool, ReplicaSpec, Simulator, Totals
@@ -224,3 +224,24 @@ def test_memory_does_not_grow_with_the_workload() -> None:
     # 30 bytes a request: less than keeping anything of each, more than what other threads of the
     # test process may take meanwhile
     assert peak(6000) < peak(1000) + 150_000
+
+
+def test_the_gateways_router_is_told_what_becomes_of_requests() -> None:
+    """Of engines that differ it learns which is which, and forgets nothing that has ended."""
+    router = PredictedRouter(staleness=0.25)
+    served: list[Served] = []
+    config = ReplicaConfig(
+        scheduler=SchedulerConfig(max_num_seqs=16),
+        cache=CacheConfig(block_size=16, num_blocks=400),
+    )
+    pool = Pool(
+        [ReplicaSpec(config, FixedStepTimes(0.01)), ReplicaSpec(config, FixedStepTimes(0.08))],
+        router,
+    )
+    arrivals = [Arrival(0.1 * n, 64, 32, ttft=1.0, tpot=0.05) for n in range(300)]
+    Simulator(pool, served.append).run(arrivals)
+    assert len(served) == 300
+    assert sum(each.replica == 0 for each in served) > 290
+    for load in router.loads:
+        assert not load.running and load.prefill_tokens == pytest.approx(0.0, abs=1e-6)
+    assert router.waiting() == []

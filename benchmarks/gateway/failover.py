@@ -1,0 +1,295 @@
+"""Streams whose engine is killed, stopped or cut off under them, through the gateway.
+
+Two servers of one model, a gateway before them, and before one of them a relay that can cut all its
+connections. 64 streams of six kinds: greedy, drawn, with penalties, held to a JSON schema, a tool
+call, two choices. Each is asked once of an unhurt server; then again through the gateway, and the
+first server is hurt while they run. A token lost, doubled or changed is an answer whose ids differ
+from the unhurt one's. A pause is the longest time without a token after the fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.client import body_lines, get, read_head
+from benchmarks.common.server import PacelineServer, ReadyServer
+from benchmarks.common.statistics import percentile
+
+__all__ = ["FAULTS", "failover"]
+
+STREAMS = 64
+TOKENS = 96
+FAULTS = ("SIGKILL", "SIGSTOP", "cut")
+_PLACES = {"enum": ["north by north-west of the old harbour", "south-east of the long bridge"]}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at places.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": _PLACES, "also": _PLACES},
+            "required": ["place", "also"],
+        },
+    },
+}
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "ignore_eos": True},
+    {"temperature": 0.8, "seed": 7, "ignore_eos": True},
+    {
+        "temperature": 0.8,
+        "seed": 8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+    },
+    {
+        "temperature": 0.8,
+        "seed": 9,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "numbers",
+                "schema": {"type": "array", "items": {"type": "integer"}, "minItems": 30},
+            },
+        },
+    },
+    {
+        "temperature": 0.8,
+        "seed": 10,
+        "tools": [_TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+    {"temperature": 0.8, "seed": 11, "n": 2, "ignore_eos": True},
+)
+
+
+@dataclass
+class Seen:
+    """One stream."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    calls: str = ""
+    ends: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+    done: bool = False
+    resumed: bool = False
+    times: list[float] = field(default_factory=list)
+
+
+def _body(index: int) -> bytes:
+    numbers = ", ".join(str(number) for number in range(10 * index, 10 * index + 12))
+    fields = {
+        "messages": [{"role": "user", "content": f"Go on: {numbers},"}],
+        "max_tokens": TOKENS,
+        "stream": True,
+        "return_token_ids": True,
+        **KINDS[index % len(KINDS)],
+    }
+    return json.dumps(fields).encode()
+
+
+async def _stream(port: int, index: int) -> Seen:
+    seen = Seen()
+    body = _body(index)
+    try:
+        async with asyncio.timeout(120):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+            try:
+                writer.write(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                    b"Connection: close\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n" % len(body) + body
+                )
+                status, headers = await read_head(reader)
+                chunked = headers.get(b"transfer-encoding") == b"chunked"
+                async for line in body_lines(reader, chunked):
+                    if status != 200:
+                        seen.error += line.decode(errors="replace")[:200]
+                    elif line == b"data: [DONE]":
+                        seen.done = True
+                    elif line.startswith(b"data: "):
+                        _note(seen, json.loads(line[6:]))
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+        seen.error = seen.error or f"{type(error).__name__}: {error}"
+    return seen
+
+
+def _note(seen: Seen, event: dict[str, Any]) -> None:
+    if "error" in event:
+        seen.error = str(event["error"]["message"])
+    seen.resumed = seen.resumed or "resumed" in (event.get("paceline") or {})
+    for choice in event.get("choices", ()):
+        ids = choice.get("token_ids") or ()
+        if ids:
+            seen.times.append(time.monotonic())
+            seen.ids.setdefault(choice["index"], []).extend(ids)
+        for call in choice["delta"].get("tool_calls") or ():
+            seen.calls += call["function"].get("name") or ""
+            seen.calls += call["function"].get("arguments") or ""
+        if choice.get("finish_reason"):
+            seen.ends[choice["index"]] = choice["finish_reason"]
+
+
+class _Relay:
+    """TCP before a server, to be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            server.close()
+            self.cut()
+
+    def cut(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, back}
+        await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
+        self._writers -= {writer, back}
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+
+def failover(
+    flags: Sequence[str], times: int, faults: Sequence[str], log_dir: Path
+) -> dict[str, Any]:
+    """Servers are started with ``flags``; each fault happens ``times`` times."""
+    return asyncio.run(_failover(flags, times, faults, log_dir))
+
+
+async def _failover(
+    flags: Sequence[str], times: int, faults: Sequence[str], log_dir: Path
+) -> dict[str, Any]:
+    start = [*flags, "--log-level", "warning"]
+    second = PacelineServer(*start, log=log_dir / "second.log")
+    rows: dict[str, Any] = {}
+    totals = {"streams": 0, "lost_tokens": 0, "doubled_tokens": 0, "failed": 0}
+    pauses: list[float] = []
+    try:
+        unhurt = await asyncio.gather(*(_stream(second.port, i) for i in range(STREAMS)))
+        if any(not each.done for each in unhurt):
+            raise RuntimeError(f"an unhurt server failed: {[e.error for e in unhurt if e.error]}")
+        for fault in faults:
+            row = {"streams": 0, "lost_tokens": 0, "doubled_tokens": 0, "failed": 0, "resumed": 0}
+            mine: list[float] = []
+            for number in range(times):
+                seen, at = await _once(start, second.port, fault, log_dir / f"{fault}-{number}.log")
+                for each, expected in zip(seen, unhurt, strict=True):
+                    lost, doubled = _differs(each, expected)
+                    row["streams"] += 1
+                    row["lost_tokens"] += lost
+                    row["doubled_tokens"] += doubled
+                    whole = each.done and not each.error
+                    same = each.calls == expected.calls and each.ends == expected.ends
+                    row["failed"] += not (whole and same)
+                    row["resumed"] += each.resumed
+                    if each.resumed:
+                        after = [b - a for a, b in zip(each.times, each.times[1:], strict=False)
+                                 if b > at]  # fmt: skip
+                        mine.append(max(after, default=0.0))
+            told = {**row, "pause_p50_s": round(percentile(mine, 0.5), 3),
+                    "pause_p99_s": round(percentile(mine, 0.99), 3)} if mine else row  # fmt: skip
+            print(f"  {fault:8} {told}", file=sys.stderr, flush=True)
+            rows[fault] = told
+            pauses += mine
+            for name in totals:
+                totals[name] += row[name]
+    finally:
+        second.close(grace=0.0)
+    if pauses:
+        totals["pause_p99_s"] = round(percentile(pauses, 0.99), 3)  # type: ignore[assignment]
+    return {**totals, "rows": rows}
+
+
+async def _once(
+    flags: Sequence[str], second: int, fault: str, log: Path
+) -> tuple[list[Seen], float]:
+    """One fault under all streams; what they saw, and when it was."""
+    first = await asyncio.to_thread(PacelineServer, *flags, log=log)
+    relay = _Relay(first.port)
+    gateway = None
+    try:
+        async with relay.open():
+            argv = (
+                sys.executable, "-m", "paceline.cli.main", "gateway", "--log-level", "error",
+                "--engine", f"http://127.0.0.1:{relay.port}",
+                "--engine", f"http://127.0.0.1:{second}", "--port", "0",
+            )  # fmt: skip
+            ready = r"^paceline gateway ready: \S+:(\d+)/v1 "
+            gateway = await asyncio.to_thread(
+                ReadyServer, argv, ready, log.with_suffix(".gateway"), seconds=30
+            )
+            streams = [asyncio.ensure_future(_stream(gateway.port, i)) for i in range(STREAMS)]
+            await _half_way(gateway.port)
+            at = time.monotonic()
+            if fault == "cut":
+                relay.cut()
+            else:
+                os.kill(first.pid, getattr(signal, fault))
+            return list(await asyncio.gather(*streams)), at
+    finally:
+        if fault == "SIGSTOP":
+            os.kill(first.pid, signal.SIGCONT)
+        if gateway is not None:
+            gateway.close(grace=0.0)
+        first.close(grace=0.0)
+
+
+async def _half_way(port: int) -> None:
+    """Until the streams at the first engine are well under way."""
+    await asyncio.sleep(0.2)
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        _, body = await get(port, "/metrics")
+        name = b'paceline:gateway_time_to_first_token_seconds_count{engine="engine1"} '
+        _, found, rest = body.partition(name)
+        if found and float(rest.split(b"\n")[0]) >= STREAMS // 4:
+            break
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+
+
+def _differs(seen: Seen, expected: Seen) -> tuple[int, int]:
+    """Tokens that are missing or others, and tokens too many."""
+    lost = doubled = 0
+    for index, ids in expected.ids.items():
+        mine = seen.ids.get(index, [])
+        same = sum(a == b for a, b in zip(mine, ids, strict=False))
+        lost += len(ids) - same
+        doubled += max(0, len(mine) - len(ids))
+    return lost, doubled
