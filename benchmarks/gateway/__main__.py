@@ -1,4 +1,4 @@
-"""The gateway: what it adds and costs, what becomes of streams whose engine dies, where requests go.
+"""The gateway: what it adds and costs, what becomes of streams whose engine dies, who gets what.
 
 Three parts, each of which can be run alone (``PARTS=overhead,failover,routing``):
 

@@ -29,6 +29,7 @@ from paceline.gateway.engines import Engine, Engines
 from paceline.gateway.exchange import RELAYED, Exchange
 from paceline.gateway.pick import Picker
 from paceline.gateway.routes import Route, Routes
+from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.shortcut import BODY_WRITER
@@ -65,6 +66,8 @@ class Gateway:
         self.idle = asyncio.Event()
         self.in_flight = 0
         self._picker = Picker(random.Random())
+        self.turns = Turns(config, self._picker, now)
+        self.engines.on_tick = self.turns.pump
         self._budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         # by model, as callers know it: what the configuration and the engines name
         self._mean_output: dict[str, float] = {}
@@ -163,6 +166,7 @@ class Gateway:
         exchange = Exchange(
             config=self.config,
             picker=self._picker,
+            turns=self.turns,
             budget=self._budget,
             counts=self.counts,
             now=self.now,
@@ -209,8 +213,8 @@ class Gateway:
             max_tokens=body.max_tokens,
             output_tokens=self._expected(route.model, body.max_tokens),
             prefix=prefix_chain(prompt, tenant.encode()),
-            ttft=body.ttft,
-            tpot=body.tpot,
+            ttft=body.slo.ttft,
+            tpot=body.slo.tpot,
         )
 
     # ---------------------------------------------------------------- what is told
@@ -270,6 +274,7 @@ class Gateway:
         told = {
             "version": __version__,
             "in_flight": self.in_flight,
+            "waiting": self.turns.num_waiting,
             "draining": self.draining,
             "retry_budget": round(self._budget.left(now), 1),
             "engines": engines,
@@ -277,7 +282,8 @@ class Gateway:
         return _json(200, told)
 
     def _metrics(self) -> tuple[int, str, bytes]:
-        text = self.counts.render(self.engines.by_name.values(), self.now())
+        engines = self.engines.by_name.values()
+        text = self.counts.render(engines, self.turns.num_waiting, self.now())
         return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
 
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.slo import NO_SLO, Slo
 from paceline.http.fields import show
 
 __all__ = ["Body", "read_body"]
@@ -26,6 +27,8 @@ _T = TypeVar("_T")
 _PROMPTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
 # most that an answer may have where the caller does not say
 _DEFAULT_MAX_TOKENS: Final = 1024
+# classes of every server that have no targets and yield to all others
+_BEST_EFFORT: Final = ("batch", "best-effort")
 # bytes of JSON a token of the prompt stands for until engines have counted some
 BYTES_PER_TOKEN: Final = 4.0
 
@@ -44,9 +47,9 @@ class Body:
     # prompts in one request of completions; None: messages
     num_prompts: int
     seed: int | None
-    # seconds
-    ttft: float | None
-    tpot: float | None
+    slo: Slo
+    # lower runs sooner
+    priority: int
     # the caller goes on behind tokens itself
     resumed: bool
 
@@ -103,7 +106,6 @@ def read_body(data: bytes) -> Body:
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")
     ]
     prompt = fields.get("prompt", b"")
-    slo = _loose(fields, "slo")
     options = _loose(fields, "stream_options")
     return Body(
         fields=fields,
@@ -115,8 +117,8 @@ def read_body(data: bytes) -> Body:
         return_token_ids=_loose_bool(fields, "return_token_ids"),
         num_prompts=_num_prompts(prompt),
         seed=_read(fields, "seed", int),
-        ttft=_milliseconds(slo.get("ttft_ms")),
-        tpot=_milliseconds(slo.get("tpot_ms")),
+        slo=_slo(fields),
+        priority=_read(fields, "priority", int) or 0,
         resumed="resume_output_ids" in fields,
     )
 
@@ -144,6 +146,24 @@ def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
 
 def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
     return fields.get(name) == b"true"
+
+
+def _slo(fields: Mapping[str, bytes]) -> Slo:
+    """The targets in ``slo`` that the gateway goes by; what is wrong there the engine says."""
+    value = fields.get("slo", b"")
+    told = {"class": msgspec.json.decode(value)} if value[:1] == b'"' else _loose(fields, "slo")
+    name = told.get("class")
+    try:
+        return Slo(
+            slo_class=name if isinstance(name, str) else "standard",
+            ttft=_milliseconds(told.get("ttft_ms")),
+            tpot=_milliseconds(told.get("tpot_ms")),
+            deadline=_milliseconds(told.get("deadline_ms")),
+            best_effort=name in _BEST_EFFORT,
+            queue_ttl=_milliseconds(told.get("queue_ttl_ms")),
+        )
+    except InvalidRequestError:
+        return NO_SLO
 
 
 def _milliseconds(value: object) -> float | None:

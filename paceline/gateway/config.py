@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from paceline.core.errors import ConfigError
+from paceline.core.policies import POLICIES
 
 __all__ = [
     "EngineConfig",
@@ -114,6 +115,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_resumes: int = 2
     retry_share: float = 0.2
     retries_per_second: float = 5.0
+    # of requests that wait for a place (``max_concurrent``): the order, how many of a model, and
+    # how long
+    queue_policy: str = "deadline"
+    max_queued: int = 1000
+    queue_timeout: float = 120.0
     sse_keep_alive: float = 15.0
     drain_timeout: float = 30.0
     max_body_size: int = 32 * 1024 * 1024
@@ -182,6 +188,8 @@ def check_config(config: GatewayConfig) -> None:
         ("drain_timeout", 0.0),
         ("retry_share", 0.0),
         ("retries_per_second", 0.0),
+        ("max_queued", 1),
+        ("queue_timeout", 0.1),
         ("max_attempts", 1),
         ("max_resumes", 0),
         ("max_body_size", 1024),
@@ -189,6 +197,11 @@ def check_config(config: GatewayConfig) -> None:
         value = getattr(config, name)
         if not low <= value < float("inf"):
             raise ConfigError(f"{name} must be at least {low}, got {value}")
+    if config.queue_policy not in POLICIES:
+        raise ConfigError(
+            f"queue_policy must be one of {', '.join(sorted(POLICIES))}, got "
+            f"{config.queue_policy!r}"
+        )
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"port must be 0 to 65535, got {config.port}")
 

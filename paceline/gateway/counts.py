@@ -67,6 +67,9 @@ class Counts:
         self._running = registry.numbers(
             "gauge", f"{name}requests_running", "Requests at the engine.", "engine"
         )
+        self._waiting = registry.number(
+            "gauge", f"{name}requests_waiting", "Requests that wait for a place at an engine."
+        )
         self._kv = registry.numbers(
             "gauge",
             f"{name}kv_cache_usage",
@@ -95,7 +98,8 @@ class Counts:
         self._requests.at(site.engine.name, result).value += 1
         self._seconds.at(site.engine.name).observe(seconds)
 
-    def render(self, engines: Iterable[Engine], now: float) -> str:
+    def render(self, engines: Iterable[Engine], num_waiting: int, now: float) -> str:
+        self._waiting.value = num_waiting
         for engine in engines:
             name, pressure = engine.name, engine.load.pressure
             self._up.at(name).value = 0.0 if engine.trouble else 1.0

@@ -9,8 +9,8 @@ streams go on elsewhere. A byte that is late because this process was late does 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -108,16 +108,25 @@ class Engine:
             found.append((b"authorization", b"Bearer " + self.key.encode()))
         return found
 
-    def available(self, now: float) -> str:
-        """ "" where it may be sent a request, else why not."""
+    @property
+    def places(self) -> float:
+        """Requests that it may be sent beside those that run there."""
+        most = self.config.max_concurrent
+        return max(0.0, most - len(self.load.running)) if most else math.inf
+
+    def usable(self, now: float) -> str:
+        """Why it takes no requests; empty where it does, if perhaps not now."""
         if self.draining:
             return "draining"
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
-        most = self.config.max_concurrent
-        if most and len(self.running) >= most:
-            return f"max_concurrent {most}"
-        return ""
+        return self.trouble if self.num_misses else ""
+
+    def available(self, now: float) -> str:
+        """Why it may not be sent a request now; empty where it may."""
+        if why := self.usable(now):
+            return why
+        return "" if self.places else f"max_concurrent {self.config.max_concurrent}"
 
     def become(self, kind: EngineKind) -> None:
         """What it is was found out."""
@@ -209,6 +218,8 @@ class Engines:
         self._now = now
         self.by_name = {each.name: Engine(each, config) for each in config.engines}
         self._tasks: list[asyncio.Task[None]] = []
+        # called every tick, for what waits on engines
+        self.on_tick: Callable[[], None] = lambda: None
         # each engine was asked once
         self.asked = asyncio.Event()
 
@@ -306,19 +317,26 @@ class Engines:
             now = self._now()
             elapsed = min(now - before, _MOST_PER_TICK)
             before = now
-            for engine in self.by_name.values():
-                engine.silent += elapsed
-                if (
-                    engine.silent > self._config.silence
-                    and engine.running
-                    and engine.polled
-                    and engine.num_polls > 1
-                ):
-                    self._gone(engine)
-                    continue
-                for running in list(engine.running):
-                    with contextlib.suppress(Exception):
-                        running.tick(now)
+            try:
+                self._tick(now, elapsed)
+            except Exception:
+                # a fault of ours in one request: the others are still to be watched
+                _log.exception("tick_failed")
+
+    def _tick(self, now: float, elapsed: float) -> None:
+        for engine in self.by_name.values():
+            engine.silent += elapsed
+            if (
+                engine.silent > self._config.silence
+                and engine.running
+                and engine.polled
+                and engine.num_polls > 1
+            ):
+                self._gone(engine)
+                continue
+            for running in list(engine.running):
+                running.tick(now)
+        self.on_tick()
 
     def _gone(self, engine: Engine) -> None:
         _log.error(

@@ -32,12 +32,14 @@ from paceline.gateway.counts import Counts
 from paceline.gateway.leg import Leg
 from paceline.gateway.pick import Pick, Picker
 from paceline.gateway.routes import Route, Site
+from paceline.gateway.slot_queue import Queued
 from paceline.gateway.splice import DONE, Splice, make_splice
+from paceline.gateway.turns import Turns
 from paceline.gateway.upstream import Headers
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.shortcut import BODY_WRITER, BodyWriter
 from paceline.http.sse import KEEP_ALIVE, SSE
-from paceline.routing import Demand, RetryBudget
+from paceline.routing import Demand, Dispatch, RetryBudget
 
 __all__ = ["RELAYED", "Exchange"]
 
@@ -86,6 +88,7 @@ class Exchange:
         *,
         config: GatewayConfig,
         picker: Picker,
+        turns: Turns,
         budget: RetryBudget,
         counts: Counts,
         now: Callable[[], float],
@@ -102,7 +105,7 @@ class Exchange:
         self.now = now
         self.wake = asyncio.Event()
         self.splice: Splice | None = None
-        self._picker, self._budget, self._counts = picker, budget, counts
+        self._picker, self._turns, self._budget, self._counts = picker, turns, budget, counts
         self._path, self._body, self._route = path, body, route
         self._demand, self._caller = demand, caller
         self._receive, self._send = receive, send
@@ -195,8 +198,7 @@ class Exchange:
 
     async def _attempt_all(self) -> None:
         while True:
-            pick = self._pick()
-            leg = await self._attempt(pick)
+            leg = await self._attempt(*(await self._begin()))
             verdict = leg.verdict
             assert verdict is not None, "the leg is over"
             if verdict.kind == "done":
@@ -237,11 +239,41 @@ class Exchange:
             only=self._can_go_on if resuming else None,
         )
 
-    async def _attempt(self, pick: Pick) -> Leg:
-        site, now = pick.site, self.now()
-        engine = site.engine
+    async def _begin(self) -> tuple[Pick, Dispatch]:
+        """Choose an engine, and count the request there, once it is its turn."""
+        if self._attempts or not self._turns.must_wait(self._route, self._demand):
+            return self._dispatched()
+        queued = Queued(
+            self._caller.request_id,
+            self._arrived,
+            round(self._demand.output_tokens),
+            self._body.priority,
+            self._caller.tenant,
+            self._body.slo,
+        )
+        waiting = asyncio.ensure_future(self._turn(queued))
+        while not waiting.done() and not self._gone:
+            waking = asyncio.ensure_future(self.wake.wait())
+            await asyncio.wait((waiting, waking), return_when=asyncio.FIRST_COMPLETED)
+            waking.cancel()
+            self.wake.clear()
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            raise ClientDisconnectedError
+        return waiting.result()
+
+    async def _turn(self, queued: Queued) -> tuple[Pick, Dispatch]:
+        async with self._turns.turn(self._route, self._demand, queued):
+            return self._dispatched()
+
+    def _dispatched(self) -> tuple[Pick, Dispatch]:
+        pick = self._pick()
+        return pick, pick.site.engine.load.dispatch(self._demand, pick.view, self.now())
+
+    async def _attempt(self, pick: Pick, dispatch: Dispatch) -> Leg:
+        site, engine = pick.site, pick.site.engine
         self._attempts += 1
-        dispatch = engine.load.dispatch(self._demand, pick.view, now)
         if site.tier:
             self._note["fallback"] = site.model
         if self._attempts > 1 or self._note:
@@ -258,6 +290,7 @@ class Exchange:
             await self._pump(leg)
         finally:
             leg.abandon()
+            self._turns.pump()
         return leg
 
     async def _pump(self, leg: Leg) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,17 @@ class Picker:
             return False
         return True
 
+    def places(self, route: Route, demand: Demand, now: float) -> float:
+        """Requests that the engines of a route would take now, each for its part; infinite where
+        none of them takes any at all."""
+        usable = [
+            site.engine
+            for tier in route.sites(fallback=route.fallback)
+            for site in tier
+            if not site.lacks_model and not _too_long(site, demand) and not site.engine.usable(now)
+        ]
+        return sum(engine.places for engine in usable) if usable else math.inf
+
     def has_another(self, route: Route, demand: Demand, now: float, tried: Collection[str]) -> bool:
         return self.can_pick(route, demand, now, tried, lambda site: True)
 
@@ -113,10 +125,10 @@ class Picker:
                 if only is not None and not only(site)
                 else f"has no model {site.model}"
                 if site.lacks_model
-                else _too_long(site, demand) or site.engine.available(now)
+                else _too_long(site, demand)
+                # a stream that goes on elsewhere has waited its turn once
+                or (site.engine.available(now) if only is None else site.engine.usable(now))
             )
-            if not why and site.engine.trouble and site.engine.num_misses:
-                why = site.engine.trouble
             if why:
                 reasons[site.engine.name] = why
             else:

@@ -51,4 +51,4 @@ def test_prompts_are_counted() -> None:
     assert read_body(b'{"prompt":[[1],[2],[3]]}').num_choices == 3
     assert read_body(b'{"prompt":[1,2,3]}').num_choices == 1
     assert read_body(b'{"prompt":"abc","max_completion_tokens":5}').max_tokens == 5
-    assert read_body(b'{"slo":{"ttft_ms":500}}').ttft == 0.5
+    assert read_body(b'{"slo":{"ttft_ms":500}}').slo.ttft == 0.5

@@ -426,3 +426,55 @@ async def _until(condition: Any, seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def test_where_engines_are_full_requests_wait_their_turn() -> None:
+    slow = replace(WHOLE, delay=0.05)
+    one = {"e1": {"max_concurrent": 1}}
+    async with (
+        scripted(slow) as engine,
+        gateway_over(configured(engine, engine_fields=one)) as (gateway, client),
+    ):
+        most = 0
+        sent = [asyncio.ensure_future(client.post(CHAT, json=chat(seed=n))) for n in range(6)]
+        while not all(each.done() for each in sent):
+            most = max(most, len(gateway.engines.by_name["e1"].load.running))
+            await asyncio.sleep(0.002)
+        assert [(await each).status_code for each in sent] == [200] * 6
+        assert most == 1 and gateway.turns.num_waiting == 0
+
+
+async def test_a_tight_target_goes_first() -> None:
+    slow = replace(WHOLE, delay=0.1)
+    one = {"e1": {"max_concurrent": 1}}
+    async with (
+        scripted(slow) as engine,
+        gateway_over(configured(engine, engine_fields=one)) as (gateway, client),
+    ):
+        first = asyncio.ensure_future(client.post(CHAT, json=chat(seed=0)))
+        await _until(lambda: bool(engine.bodies))
+        wide = asyncio.ensure_future(client.post(CHAT, json=chat(seed=1, slo={"ttft_ms": 60_000})))
+        await _until(lambda: gateway.turns.num_waiting == 1)
+        tight = asyncio.ensure_future(client.post(CHAT, json=chat(seed=2, slo={"ttft_ms": 900})))
+        await asyncio.gather(first, wide, tight)
+        assert [body["seed"] for body in engine.bodies] == [0, 2, 1]
+
+
+async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
+    slow = replace(WHOLE, delay=0.15)
+    one = {"e1": {"max_concurrent": 1}}
+    async with scripted(slow) as engine:
+        config = configured(engine, engine_fields=one, max_queued=2, queue_timeout=0.3)
+        async with gateway_over(config) as (gateway, client):
+            first = asyncio.ensure_future(client.post(CHAT, json=chat()))
+            await _until(lambda: bool(engine.bodies))
+            leaves = asyncio.ensure_future(client.post(CHAT, json=chat()))
+            await _until(lambda: gateway.turns.num_waiting == 1)
+            leaves.cancel()
+            await _until(lambda: gateway.turns.num_waiting == 0)
+            assert (await first).status_code == 200
+            sent = [asyncio.ensure_future(client.post(CHAT, json=chat())) for _ in range(6)]
+            statuses = [(await each).status_code for each in sent]
+            # the bound refuses some at once, the time limit drops what waits too long
+            assert statuses.count(200) >= 2 and set(statuses) == {200, 429}
+            assert (await client.post(CHAT, json=chat())).status_code == 200

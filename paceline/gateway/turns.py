@@ -1,0 +1,112 @@
+"""Whose turn it is, where engines have as many requests as they may have (``max_concurrent``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.pick import Picker
+from paceline.gateway.routes import Route
+from paceline.gateway.slot_queue import Queued, SlotQueue
+from paceline.routing import Demand
+
+__all__ = ["Turns"]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    route: Route
+    demand: Demand
+    turn: asyncio.Future[None]
+
+
+class Turns:
+    """A queue for each model that has one."""
+
+    def __init__(self, config: GatewayConfig, picker: Picker, now: Callable[[], float]) -> None:
+        self._config, self._picker, self._now = config, picker, now
+        self._queues: dict[str, SlotQueue] = {}
+        self._waiting: dict[str, dict[str, _Waiting]] = {}
+        # turns that were given and not taken yet
+        self._given: Counter[str] = Counter()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def must_wait(self, route: Route, demand: Demand) -> bool:
+        """Whether others wait already, or there is no place."""
+        return bool(self._waiting.get(route.model)) or self._places(route, demand) == 0.0
+
+    @contextlib.asynccontextmanager
+    async def turn(self, route: Route, demand: Demand, queued: Queued) -> AsyncIterator[None]:
+        """Waits until a place is free; it is taken by whoever sends within the block.
+
+        Raises:
+            QueueFullError: too many wait, or this one waited too long.
+        """
+        model = route.model
+        await self._wait(route, demand, queued)
+        try:
+            yield
+        finally:
+            self._given[model] -= 1
+
+    def pump(self) -> None:
+        """Give turns while there are places: a request has ended, or an engine is back."""
+        now = self._now()
+        for model, waiting in list(self._waiting.items()):
+            queue = self._queues[model]
+            while waiting:
+                first = next(iter(waiting.values()))
+                if self._places(first.route, first.demand) == 0.0:
+                    break
+                queue.free(now)
+                chosen = queue.next(now)
+                for dropped in queue.expired():
+                    late = waiting.pop(dropped.request_id, None)
+                    if late is not None and not late.turn.done():
+                        late.turn.set_exception(dropped.error)
+                if chosen is None:
+                    break
+                entry = waiting.pop(chosen, None)
+                if entry is not None and not entry.turn.done():
+                    self._given[model] += 1
+                    entry.turn.set_result(None)
+
+    async def _wait(self, route: Route, demand: Demand, queued: Queued) -> None:
+        model = route.model
+        queue = self._queues.get(model)
+        if queue is None:
+            config = self._config
+            queue = self._queues[model] = SlotQueue(
+                config.queue_policy,
+                max_waiting=config.max_queued,
+                timeout=config.queue_timeout,
+            )
+        queue.add(queued)
+        entry = _Waiting(route, demand, asyncio.get_running_loop().create_future())
+        waiting = self._waiting.setdefault(model, {})
+        waiting[queued.request_id] = entry
+        self.pump()
+        try:
+            await entry.turn
+        except asyncio.CancelledError:
+            if entry.turn.done() and not entry.turn.cancelled():
+                # it was given as the caller left
+                self._given[model] -= 1
+                self.pump()
+            raise
+        finally:
+            if waiting.pop(queued.request_id, None) is not None:
+                queue.leave(queued.request_id)
+
+    def _places(self, route: Route, demand: Demand) -> float:
+        """Requests that engines of the model would take now; infinite where there is no bound, or
+        no engine at all: then there is nothing to wait for."""
+        places = self._picker.places(route, demand, self._now())
+        return max(0.0, places - self._given[route.model])
