@@ -13,7 +13,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Final
 from uuid import uuid4
 
@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from paceline import __version__
 from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
 from paceline.gateway.caller import Allowed, Caller
-from paceline.gateway.config import GatewayConfig
+from paceline.gateway.config import GatewayConfig, key_limits
 from paceline.gateway.counts import Counts
 from paceline.gateway.engines import Engine, Engines
 from paceline.gateway.exchange import RELAYED, Exchange
@@ -32,6 +32,8 @@ from paceline.gateway.routes import Route, Routes
 from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing
+from paceline.http.rate_limits import RateLimiter, Tally, Ticket, caller_of
+from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders
 from paceline.http.web import refuse_other_origins
@@ -71,6 +73,9 @@ class Gateway:
         self._budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         # by model, as callers know it: what the configuration and the engines name
         self._mean_output: dict[str, float] = {}
+        self._limiter = _limiter(config, keys)
+        if self._limiter is not None:
+            self.counts.registry.register(self._limiter)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self._gets: Mapping[str, Callable[[], tuple[int, str, bytes]]] = {
             "/v1/models": self._models,
@@ -93,10 +98,13 @@ class Gateway:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         path: str = scope["path"]
 
+        ticket: Ticket | None = None
+
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [
-                    *message["headers"], (b"x-request-id", request_id.encode())
+                    *message["headers"], (b"x-request-id", request_id.encode()),
+                    *(() if ticket is None else ticket.headers()),
                 ]  # fmt: skip
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))
@@ -106,7 +114,12 @@ class Gateway:
             if "origin" in headers or "sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
             key = self.keys.check(path, headers)
-            await self._answer(scope, headers, receive, send_with_id, request_id, key)
+            if self._limiter is not None and path in RELAYED:
+                who = caller_of("" if key is None else key.name, scope.get("client"))
+                ticket = self._limiter.ticket(who)
+                if ticket is not None:
+                    await self._limiter.enter(ticket)
+            await self._answer(scope, headers, receive, send_with_id, request_id, key, ticket)
         except ClientDisconnectedError:
             pass
         except Exception as error:
@@ -124,12 +137,13 @@ class Gateway:
         send: Send,
         request_id: str,
         key: ApiKey | None,
+        ticket: Ticket | None,
     ) -> None:
         path, method = scope["path"], scope["method"]
         if path in RELAYED:
             if method != "POST":
                 raise HttpError(405, f"{path} takes POST, not {method}")
-            await self._relay(scope, headers, receive, send, request_id, key)
+            await self._relay(scope, headers, receive, send, request_id, key, ticket)
             return
         found = self._gets.get(path)
         if found is not None or path.startswith("/v1/models/"):
@@ -154,6 +168,7 @@ class Gateway:
         send: Send,
         request_id: str,
         key: ApiKey | None,
+        ticket: Ticket | None,
     ) -> None:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
@@ -188,13 +203,39 @@ class Gateway:
         self.in_flight += 1
         self.idle.clear()
         try:
-            await exchange.run()
+            await self._run(exchange, body, round(tokens), ticket)
             if exchange.num_output_tokens:
                 self._learn(route.model, exchange.num_output_tokens)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
+
+    async def _run(
+        self, exchange: Exchange, body: Body, prompt_tokens: int, ticket: Ticket | None
+    ) -> None:
+        """Within the limits of its key: the prompt as far as it can be told before an engine has
+        read it, and what the answer may have, of which the rest is given back."""
+        if ticket is None or self._limiter is None:
+            await exchange.run()
+            return
+        tally = Tally.of(1)
+
+        async def outputs() -> AsyncGenerator[None, None]:
+            try:
+                await exchange.run()
+            finally:
+                tally.note(0, exchange.num_output_tokens)
+            yield
+
+        most = body.max_tokens * body.num_choices
+        async for _ in self._limiter.metered(ticket, [prompt_tokens], most, outputs(), tally):
+            pass
+
+    async def close(self) -> None:
+        await self.engines.close()
+        if self._limiter is not None:
+            await self._limiter.close()
 
     def _expected(self, model: str, most: int) -> float:
         """Tokens that an answer of ``model`` will have, as far as one can know."""
@@ -294,6 +335,14 @@ class Gateway:
         engine.draining = drain
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
         return _json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})
+
+
+def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
+    """None where nobody is limited."""
+    own, limits = keys.limits(), key_limits(config)
+    if not own and not limits:
+        return None
+    return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
 def _pressure(engine: Engine, now: float) -> Mapping[str, Any] | None:

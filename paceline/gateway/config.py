@@ -28,6 +28,8 @@ import msgspec
 
 from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+from paceline.http.rate_limits import KeyLimits, Rate
+from paceline.http.rate_limits.store import check_storage_url
 
 __all__ = [
     "EngineConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "Secret",
     "Target",
     "check_config",
+    "key_limits",
     "parse_config",
     "read_config",
 ]
@@ -97,6 +100,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     port: int = 8080
     # files, as of ``paceline serve``
     api_key_file: str = ""
+    # of each key, or of each caller's address without keys: "60/minute", "100000/day"; "": no limit
+    rate_limit_requests: str = ""
+    rate_limit_tokens: str = ""
+    # requests of a key at once; 0: no limit
+    max_concurrent_per_key: int = 0
+    # redis://..., where several gateways count together; "": this one counts alone
+    rate_limit_storage: str = ""
     # environment variable with a secret from which each key's cache salt is made
     salt_env: str = ""
     poll_interval: float = 0.25
@@ -188,6 +198,7 @@ def check_config(config: GatewayConfig) -> None:
         ("drain_timeout", 0.0),
         ("retry_share", 0.0),
         ("retries_per_second", 0.0),
+        ("max_concurrent_per_key", 0),
         ("max_queued", 1),
         ("queue_timeout", 0.1),
         ("max_attempts", 1),
@@ -197,6 +208,9 @@ def check_config(config: GatewayConfig) -> None:
         value = getattr(config, name)
         if not low <= value < float("inf"):
             raise ConfigError(f"{name} must be at least {low}, got {value}")
+    key_limits(config)
+    if config.rate_limit_storage:
+        check_storage_url(config.rate_limit_storage)
     if config.queue_policy not in POLICIES:
         raise ConfigError(
             f"queue_policy must be one of {', '.join(sorted(POLICIES))}, got "
@@ -204,6 +218,16 @@ def check_config(config: GatewayConfig) -> None:
         )
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"port must be 0 to 65535, got {config.port}")
+
+
+def key_limits(config: GatewayConfig) -> KeyLimits:
+    """Of a key that has none of its own. Raises ConfigError."""
+    requests, tokens = config.rate_limit_requests, config.rate_limit_tokens
+    return KeyLimits(
+        requests=Rate.parse(requests) if requests else None,
+        tokens=Rate.parse(tokens) if tokens else None,
+        concurrent=config.max_concurrent_per_key or None,
+    )
 
 
 def _check_engine(engine: EngineConfig) -> None:

@@ -143,6 +143,8 @@ class Exchange:
         """Of an answer that has ended, as far as anything was counted."""
         if self.splice is not None:
             return self.splice.num_output_tokens
+        if not self._attempts:
+            return 0
         found = _COMPLETION_TOKENS.search(self._leg.body)
         return int(found[1]) if found else 0
 

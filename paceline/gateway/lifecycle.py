@@ -94,7 +94,7 @@ async def serve_gateway(
     finally:
         server.should_exit = True
         await serving
-        await gateway.engines.close()
+        await gateway.close()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
     return 0

@@ -119,6 +119,10 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def limits(self) -> Mapping[str, Mapping[str, Any]]:
+        """By name, of keys that have limits of their own: fields of KeyLimits."""
+        return {key.name: key.limits for key in self._keys if key.limits}
+
     def check(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
         """The key a request came with; None where none is needed.
 

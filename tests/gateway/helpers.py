@@ -56,7 +56,7 @@ async def gateway_over(
     finally:
         server.should_exit = True
         await serving
-        await gateway.engines.close()
+        await gateway.close()
 
 
 def chat(**fields: Any) -> dict[str, Any]:

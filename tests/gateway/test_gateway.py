@@ -11,6 +11,7 @@ import pytest
 
 from paceline.gateway import ModelConfig
 from paceline.http.keys import ApiKey
+from paceline.http.rate_limits import Rate
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
 
@@ -478,3 +479,33 @@ async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
             # the bound refuses some at once, the time limit drops what waits too long
             assert statuses.count(200) >= 2 and set(statuses) == {200, 429}
             assert (await client.post(CHAT, json=chat())).status_code == 200
+
+
+async def test_keys_have_limits() -> None:
+    ann = replace(ApiKey.of("ann", "user", "secret-ann"), limits={"requests": Rate.parse("2/hour")})
+    bob = ApiKey.of("bob", "user", "secret-bob")
+    counted = Step(
+        parts=(b'{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":10}}',),
+        stream=False,
+    )
+    async with (
+        scripted(counted) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="200/hour"), (ann, bob)) as (_, client),
+    ):
+        headers = {"authorization": "Bearer secret-ann"}
+        for left in ("1", "0"):
+            answer = await client.post(CHAT, json=chat(max_tokens=20), headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-remaining-requests"] == left
+        refused = await client.post(CHAT, json=chat(max_tokens=20), headers=headers)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 60
+        other = {"authorization": "Bearer secret-bob"}
+        # what was reserved and not generated is given back: 10 of 100 tokens are used each time
+        statuses = [
+            (await client.post(CHAT, json=chat(max_tokens=100), headers=other)).status_code
+            for _ in range(6)
+        ]
+        assert statuses == [200] * 5 + [429]
+        assert (
+            await client.post(CHAT, json=chat(max_tokens=500), headers=other)
+        ).status_code == 400
