@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser, bounded_int
+
+if TYPE_CHECKING:
+    from paceline.gateway.config import GatewayConfig
+    from paceline.http.keys import KeyRing
 
 __all__ = ["add_parser"]
 
@@ -69,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.logs import configure_logging
     from paceline.core.errors import ConfigError
     from paceline.gateway.config import EngineConfig, GatewayConfig, check_config, read_config
-    from paceline.http.keys import KeyRing, parse_key_file
     from paceline.http.listening import bind
 
     configure_logging(args.log_level, args.log_format)
@@ -84,15 +88,7 @@ def run(args: argparse.Namespace) -> int:
         )
         config = GatewayConfig(engines=engines)
         check_config(config)
-    keys = []
-    if config.api_key_file:
-        path = Path(config.api_key_file)
-        try:
-            keys = parse_key_file(path.read_text(encoding="utf-8"), f"api_key_file {path}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file {path} cannot be read: {error}") from None
-        if not keys:
-            raise ConfigError(f"api_key_file {path} holds no key")
+    keys = _keys(config)
     if args.check:
         print(f"{len(config.engines)} engines, {len(config.models)} models: the file is good")
         return 0
@@ -108,7 +104,11 @@ def run(args: argparse.Namespace) -> int:
         from paceline.gateway.lifecycle import serve_gateway
 
         async def serve() -> int:
-            gateway = Gateway(config, KeyRing(keys))
+            gateway = Gateway(config, keys)
+
+            def read() -> tuple[GatewayConfig, KeyRing]:
+                again = read_config(args.config)
+                return again, _keys(again)
 
             def ready(host: str, port: int) -> None:
                 # what was imported is never garbage
@@ -122,8 +122,26 @@ def run(args: argparse.Namespace) -> int:
                     flush=True,
                 )
 
-            return await serve_gateway(gateway, listener, ready)
+            again = None if args.config is None else read
+            return await serve_gateway(gateway, listener, ready, again)
 
         logging.getLogger("paceline.gateway").info("starting engines=%d", len(config.engines))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve())
+
+
+def _keys(config: GatewayConfig) -> KeyRing:
+    """Raises ConfigError for a file that cannot be read or holds something else."""
+    from paceline.core.errors import ConfigError
+    from paceline.http.keys import KeyRing, parse_key_file
+
+    if not config.api_key_file:
+        return KeyRing(())
+    path = Path(config.api_key_file)
+    try:
+        keys = parse_key_file(path.read_text(encoding="utf-8"), f"api_key_file {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path} cannot be read: {error}") from None
+    if not keys:
+        raise ConfigError(f"api_key_file {path} holds no key")
+    return KeyRing(keys)

@@ -45,6 +45,13 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
+# settings of what is made once
+_FIXED: Final = frozenset(
+    {
+        "host", "port", "rate_limit_requests", "rate_limit_tokens", "max_concurrent_per_key",
+        "rate_limit_storage", "retry_share", "retries_per_second", "salt_env",
+    }
+)  # fmt: skip
 # tokens that an answer is expected to have before any has ended, as a share of what it may have
 _EXPECTED_SHARE: Final = 0.5
 # weight of one answer in the mean of a model's
@@ -231,6 +238,29 @@ class Gateway:
         most = body.max_tokens * body.num_choices
         async for _ in self._limiter.metered(ticket, [prompt_tokens], most, outputs(), tally):
             pass
+
+    async def reload(self, config: GatewayConfig, keys: KeyRing) -> list[str]:
+        """Go by another configuration from here on; what has changed, in words. Requests under way
+        end as they began."""
+        before = self.config
+        told = await self.engines.change(config)
+        if config.models != before.models:
+            names = ", ".join(model.name for model in config.models) or "those of the engines"
+            told.append(f"models: {names}")
+        fixed = []
+        for name in sorted(config.__struct_fields__):
+            old, new = getattr(before, name), getattr(config, name)
+            if old == new or name in ("engines", "models"):
+                continue
+            if name in _FIXED:
+                fixed.append(f"{name} needs a new start")
+            else:
+                told.append(f"{name} {old} -> {new}")
+        self.config, self.keys = config, keys
+        self.routes = Routes(config, self.engines.by_name)
+        self.turns.change(config)
+        self.turns.pump()
+        return told + fixed
 
     async def close(self) -> None:
         await self.engines.close()

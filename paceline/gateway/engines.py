@@ -217,7 +217,10 @@ class Engines:
         self._config = config
         self._now = now
         self.by_name = {each.name: Engine(each, config) for each in config.engines}
-        self._tasks: list[asyncio.Task[None]] = []
+        # by engine, what follows it
+        self._tasks: dict[Engine | None, asyncio.Task[None]] = {}
+        # no longer in the configuration, until nothing runs there
+        self._retired: set[Engine] = set()
         # called every tick, for what waits on engines
         self.on_tick: Callable[[], None] = lambda: None
         # each engine was asked once
@@ -225,17 +228,44 @@ class Engines:
 
     async def start(self) -> None:
         for engine in self.by_name.values():
-            self._tasks.append(asyncio.create_task(self._follow(engine)))
-        self._tasks.append(asyncio.create_task(self._watch()))
-        first = [self._ask_first(engine) for engine in self.by_name.values()]
-        await asyncio.gather(*first)
+            self._tasks[engine] = asyncio.create_task(self._follow(engine))
+        self._tasks[None] = asyncio.create_task(self._watch())
+        await asyncio.gather(*map(self._ask_first, self.by_name.values()))
         self.asked.set()
 
+    async def change(self, config: GatewayConfig) -> list[str]:
+        """Go by another configuration; what became of engines. One that is gone from it, or is
+        another one now, gets no new requests and ends what it has."""
+        self._config = config
+        told = []
+        wanted = {each.name: each for each in config.engines}
+        added = []
+        for name, each in wanted.items():
+            before = self.by_name.get(name)
+            if before is not None and before.config == each:
+                continue
+            if before is not None:
+                self._retire(before)
+            self.by_name[name] = engine = Engine(each, config)
+            added.append(engine)
+            told.append(f"engine {name} {'added' if before is None else 'replaced'}")
+        for name in [name for name in self.by_name if name not in wanted]:
+            self._retire(self.by_name.pop(name))
+            told.append(f"engine {name} removed")
+        await asyncio.gather(*map(self._ask_first, added))
+        for engine in added:
+            self._tasks[engine] = asyncio.create_task(self._follow(engine))
+        return told
+
+    def _retire(self, engine: Engine) -> None:
+        engine.draining = True
+        self._retired.add(engine)
+
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for engine in self.by_name.values():
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for engine in (*self.by_name.values(), *self._retired):
             engine.pool.close()
 
     async def _ask_first(self, engine: Engine) -> None:
@@ -324,7 +354,11 @@ class Engines:
                 _log.exception("tick_failed")
 
     def _tick(self, now: float, elapsed: float) -> None:
-        for engine in self.by_name.values():
+        for engine in [each for each in self._retired if not each.running]:
+            self._retired.discard(engine)
+            self._tasks.pop(engine).cancel()
+            engine.pool.close()
+        for engine in (*self.by_name.values(), *self._retired):
             engine.silent += elapsed
             if (
                 engine.silent > self._config.silence

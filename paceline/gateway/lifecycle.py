@@ -1,7 +1,8 @@
 """A gateway's life: bind, ask the engines, serve, drain, end.
 
-SIGTERM and SIGINT end it: no new requests, running ones go on for up to ``drain_timeout`` seconds;
-the same again ends it at once.
+SIGHUP has it read its file again; a file that is wrong changes nothing. SIGTERM and SIGINT end it:
+no new requests, running ones go on for up to ``drain_timeout`` seconds; the same again ends it at
+once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Final
 
 import uvicorn
 
+from paceline.core.errors import ConfigError
 from paceline.gateway.app import Gateway
+from paceline.gateway.config import GatewayConfig
 from paceline.http.bounds import DEFAULT_BOUNDS
 from paceline.http.connections import Connection, allow_open_files
+from paceline.http.keys import KeyRing
 
 __all__ = ["make_server", "serve_gateway"]
 
@@ -58,7 +62,10 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
 
 
 async def serve_gateway(
-    gateway: Gateway, listener: socket.socket, on_ready: Callable[[str, int], None]
+    gateway: Gateway,
+    listener: socket.socket,
+    on_ready: Callable[[str, int], None],
+    read: Callable[[], tuple[GatewayConfig, KeyRing]] | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code of the process.
 
@@ -66,6 +73,8 @@ async def serve_gateway(
 
     Args:
         on_ready: called once with host and port when connections are accepted.
+        read: reads the configuration and the keys again, at SIGHUP; raises ConfigError, and
+            nothing changes. None: SIGHUP is not taken.
     """
     server = make_server(gateway)
     stop, at_once = asyncio.Event(), asyncio.Event()
@@ -74,9 +83,19 @@ async def serve_gateway(
         _log.info("signal name=%s", number.name)
         (at_once if stop.is_set() else stop).set()
 
+    reloads: set[asyncio.Task[None]] = set()
+
+    def hung_up() -> None:
+        assert read is not None, "the signal is taken where there is a file"
+        task = asyncio.ensure_future(_reload(gateway, read))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, signalled, number)
+    if read is not None:
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
     await gateway.engines.start()
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
@@ -95,9 +114,20 @@ async def serve_gateway(
         server.should_exit = True
         await serving
         await gateway.close()
-        for number in _SIGNALS:
+        for number in (*_SIGNALS, signal.SIGHUP):
             loop.remove_signal_handler(number)
     return 0
+
+
+async def _reload(gateway: Gateway, read: Callable[[], tuple[GatewayConfig, KeyRing]]) -> None:
+    try:
+        changed = await gateway.reload(*read())
+    except ConfigError as error:
+        _log.error("reload_refused reason=%r", str(error))
+        return
+    _log.info("reloaded changes=%d", len(changed))
+    for change in changed:
+        _log.info("reloaded %s", change)
 
 
 async def _first_of(*waits: object) -> None:

@@ -34,6 +34,12 @@ class Turns:
         # turns that were given and not taken yet
         self._given: Counter[str] = Counter()
 
+    def change(self, config: GatewayConfig) -> None:
+        """From here on; queues in which requests wait keep their order."""
+        self._config = config
+        for model in [model for model in self._queues if not self._waiting.get(model)]:
+            del self._queues[model]
+
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))

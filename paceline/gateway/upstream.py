@@ -97,7 +97,8 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._head: Headers = []
-        self._head_bytes = 0
+        # of a head that is on its way, and of its lines so far
+        self._head_bytes = self._parsed_bytes = 0
         self._in_head = True
         self._framed = False
         self._interim = False
@@ -189,13 +190,16 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._head, self._in_head, self._framed, self._whole = [], True, False, False
-        self._head_bytes = 0
+        self._head_bytes = self._parsed_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         self._head.append((name, value))
+        self._parsed_bytes += len(name) + len(value)
+        if self._parsed_bytes > _MAX_HEAD_BYTES:
+            raise ValueError("too long a head")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.gateway import ModelConfig
-from paceline.http.keys import ApiKey
+from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.rate_limits import Rate
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
@@ -500,12 +500,37 @@ async def test_keys_have_limits() -> None:
         refused = await client.post(CHAT, json=chat(max_tokens=20), headers=headers)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 60
         other = {"authorization": "Bearer secret-bob"}
-        # what was reserved and not generated is given back: 10 of 100 tokens are used each time
+        # what was reserved and not generated is given back: of 8 and 100 tokens 18 are used
         statuses = [
             (await client.post(CHAT, json=chat(max_tokens=100), headers=other)).status_code
-            for _ in range(6)
+            for _ in range(8)
         ]
-        assert statuses == [200] * 5 + [429]
-        assert (
-            await client.post(CHAT, json=chat(max_tokens=500), headers=other)
-        ).status_code == 400
+        assert statuses == [200] * 6 + [429] * 2
+        never = await client.post(CHAT, json=chat(max_tokens=500), headers=other)
+        assert never.status_code == 400
+
+
+async def test_the_file_is_read_again() -> None:
+    slow = replace(WHOLE, delay=0.2)
+    async with (
+        scripted(slow) as old,
+        scripted(WHOLE) as new,
+        gateway_over(configured(old)) as (gateway, client),
+    ):
+        under_way = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await _until(lambda: bool(old.bodies))
+        model = ModelConfig(name="chat", tiers=(("e1:m",),))
+        changed = await gateway.reload(configured(new, models=(model,)), KeyRing(()))
+        assert changed == ["engine e1 replaced", "models: chat"]
+        # what runs at an engine that is gone from the file runs on
+        assert (await client.post(CHAT, json=chat(model="chat"))).status_code == 200
+        assert (len(old.bodies), len(new.bodies)) == (1, 1)
+        assert (await client.post(CHAT, json=chat())).status_code == 404
+        assert (await under_way).status_code == 200
+        assert await gateway.reload(configured(new, models=(model,)), KeyRing(())) == []
+        more = configured(new, old, models=(model,), port=9, max_attempts=1)
+        assert await gateway.reload(more, KeyRing(())) == [
+            "engine e2 added", "max_attempts 3 -> 1", "port needs a new start",
+        ]  # fmt: skip
+        status = (await client.get("/status")).json()
+        assert sorted(status["engines"]) == ["e1", "e2"]

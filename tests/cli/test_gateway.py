@@ -1,0 +1,82 @@
+"""``paceline gateway`` as a process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.cli.main import main
+from tests.server.live_process import live_server
+
+ENGINE = '[[engines]]\nname = "a"\nurl = "{url}"\n'
+
+
+def test_a_file_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(ENGINE.format(url="http://127.0.0.1:1"))
+    assert main(["gateway", str(path), "--check"]) == 0
+    assert "1 engines, 0 models" in capsys.readouterr().out
+    path.write_text("oops = 1\n")
+    assert main(["gateway", str(path), "--check"]) == 2
+    assert str(path) in capsys.readouterr().err
+    assert main(["gateway", "--check"]) == 2
+    assert "give a file or --engine URL" in capsys.readouterr().err
+    assert main(["gateway", str(tmp_path / "none.toml")]) == 2
+    path.write_text(ENGINE.format(url="http://127.0.0.1:1"))
+    keys = tmp_path / "keys"
+    path.write_text(f'api_key_file = "{keys}"\n' + path.read_text())
+    assert main(["gateway", str(path), "--check"]) == 2
+    keys.write_text("# nobody\n")
+    assert main(["gateway", str(path), "--check"]) == 2
+    assert "holds no key" in capsys.readouterr().err
+
+
+def test_it_serves_reads_its_file_again_and_ends(tmp_path: Path) -> None:
+    path, log = tmp_path / "gateway.toml", tmp_path / "log"
+    with live_server(tmp_path / "server.log") as server, log.open("wb") as errors:
+        path.write_text(ENGINE.format(url=server.url))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli.main", "gateway", str(path), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            assert line.startswith("paceline gateway ready: http://127.0.0.1:")
+            url = line.split()[3].removesuffix("/v1")
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+            path.write_text(path.read_text() + '[[models]]\nname = "chat"\ntiers = [["a"]]\n')
+            process.send_signal(signal.SIGHUP)
+            _until(lambda: _models(url) == ["chat"])
+            path.write_text("oops")
+            process.send_signal(signal.SIGHUP)
+            _until(lambda: "reload_refused" in log.read_text())
+            assert _models(url) == ["chat"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _models(url: str) -> list[str]:
+    return [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]]
+
+
+def _until(holds: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    assert callable(holds)
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
