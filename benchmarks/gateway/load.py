@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.common.statistics import percentile
-from paceline.gateway.upstream import Headers, Origin, Pool
+from paceline.http.upstream import Headers, Origin, Pool
 
 _KEY = (b"authorization", b"Bearer sk-benchmark")
 

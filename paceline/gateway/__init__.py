@@ -3,9 +3,10 @@ soonest, elsewhere when an engine fails, and goes on with a stream whose engine 
 
 ::
 
-    upstream   connections to engines      kinds     what each kind of engine tells
-    engines    what is known of each       routes    from a model's name to engines
-    bodies     a request's few fields      pick      which engine
+    engines    what is known of each       kinds     what each kind of engine tells
+    routes     from a model's name to engines        pick      which engine
+    turns      whose turn it is            slot_queue         the scheduler of that
+    bodies     a request's few fields      config    the file
     exchange   one request on its way      leg       a request at one engine
     splice     one stream of several       caller    who asks, and what they allow
     app        endpoints                   lifecycle bind, serve, drain

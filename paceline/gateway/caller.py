@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline.gateway.splice import DONE
-from paceline.gateway.upstream import Headers
+from paceline.http.upstream import Headers
 
 __all__ = ["Allowed", "Caller", "broken_event"]
 

@@ -21,7 +21,7 @@ import msgspec
 
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret
 from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure
-from paceline.gateway.upstream import ConnectError, Headers, Origin, Pool
+from paceline.http.upstream import ConnectError, Headers, Origin, Pool
 from paceline.routing import Breaker, EngineLoad
 
 __all__ = ["Engine", "EngineModel", "Engines", "Running", "ask"]

@@ -35,10 +35,10 @@ from paceline.gateway.routes import Route, Site
 from paceline.gateway.slot_queue import Queued
 from paceline.gateway.splice import DONE, Splice, make_splice
 from paceline.gateway.turns import Turns
-from paceline.gateway.upstream import Headers
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.shortcut import BODY_WRITER, BodyWriter
 from paceline.http.sse import KEEP_ALIVE, SSE
+from paceline.http.upstream import Headers
 from paceline.routing import Demand, Dispatch, RetryBudget
 
 __all__ = ["RELAYED", "Exchange"]

@@ -10,8 +10,8 @@ from typing import Final, Literal, Protocol
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
-from paceline.gateway.upstream import ConnectError, Connection, Headers
 from paceline.http.sse import SSE
+from paceline.http.upstream import ConnectError, Connection, Headers
 from paceline.routing import Dispatch
 
 __all__ = ["Leg", "Owner", "Verdict"]

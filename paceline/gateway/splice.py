@@ -21,11 +21,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
+
 __all__ = ["DONE", "Dialect", "OpenAISplice", "PlainSplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
-# of one event; an engine that sends more without an end of line sends no stream
-_MAX_EVENT_BYTES: Final = 1 << 20
 # `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
 # is never text
 _IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
@@ -113,39 +113,6 @@ class Splice(Protocol):
     def resume_ids(self) -> list[list[int] | None] | None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Lines:
-    """Cuts a stream into events, wherever its parts were cut."""
-
-    _rest: bytes = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        if b"\r" in data:
-            # JSON has no bare carriage returns: these are line ends
-            data = data.replace(b"\r", b"")
-        if not self._rest and data.endswith(b"\n\n") and data.count(b"\n\n") == 1:
-            return [data[:-2]]
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        return [event.lstrip(b"\n") for event in events if event.strip(b"\n")]
-
-    @property
-    def too_long(self) -> bool:
-        return len(self._rest) > _MAX_EVENT_BYTES
-
-    def clear(self) -> None:
-        self._rest = b""
-
-
-def _payload(event: bytes) -> bytes | None:
-    """Its data; None: it has none, such as a comment."""
-    if event.startswith(b"data: ") and b"\n" not in event:
-        return event[6:]
-    found = [
-        line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")
-    ]
-    return b"\n".join(found) if found else None
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenAISplice:
     """Of chat and completions.
@@ -180,7 +147,7 @@ class OpenAISplice:
     # the first chunk's id, created and model, as JSON has them
     _head: dict[str, bytes] = field(default_factory=dict)
     _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
-    _lines: _Lines = field(default_factory=_Lines)
+    _events: SseEvents = field(default_factory=SseEvents)
 
     @property
     def num_output_tokens(self) -> int:
@@ -192,18 +159,18 @@ class OpenAISplice:
         self._leg += 1
         self._first_of_leg = True
         self._swaps = []
-        self._lines.clear()
+        self._events.clear()
         self.failed, self.failure_event = None, b""
 
     def feed(self, data: bytes) -> bytes:
         """What the caller is to get of ``data``. Once ``failed`` is set, nothing more."""
         out = b""
-        for event in self._lines.feed(data):
+        for event in self._events.feed(data):
             if self.failed is not None or self.done:
                 break
             out += self._event(event)
-        if self._lines.too_long:
-            self.failed = f"an event of more than {_MAX_EVENT_BYTES} bytes"
+        if self._events.too_long:
+            self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         return out
 
     def end_leg(self) -> bytes:
@@ -231,7 +198,7 @@ class OpenAISplice:
         ]
 
     def _event(self, event: bytes) -> bytes:
-        payload = _payload(event)
+        payload = payload_of(event)
         if payload is None:
             # a comment: the engine lives, and so must the connection behind
             return event + b"\n\n" if event.startswith(b":") else b""
@@ -386,21 +353,21 @@ class PlainSplice:
     prompt_tokens: int | None = None
     num_output_tokens: int = 0
     _held: bytes = b""
-    _lines: _Lines = field(default_factory=_Lines)
+    _events: SseEvents = field(default_factory=SseEvents)
 
     def begin_leg(self) -> None:
         self._held = b""
-        self._lines.clear()
+        self._events.clear()
         self.failed, self.failure_event = None, b""
 
     def feed(self, data: bytes) -> bytes:
         out = b""
-        for event in self._lines.feed(data):
+        for event in self._events.feed(data):
             if self.failed is not None or self.done:
                 break
             out += self._event(event)
-        if self._lines.too_long or len(self._held) > _MAX_EVENT_BYTES:
-            self.failed = f"an event of more than {_MAX_EVENT_BYTES} bytes"
+        if self._events.too_long or len(self._held) > MAX_EVENT_BYTES:
+            self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         return out
 
     def end_leg(self) -> bytes:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 to engines: connections that are used again, and callbacks instead of streams.
+"""HTTP/1.1 to servers: connections that are used again, and callbacks instead of streams.
 
 What comes in goes to a ``Sink`` at once, in the callback that read it: a relayed token costs no
 task, queue or turn of the event loop. A sink that cannot take more pauses the connection, and the
