@@ -1,5 +1,6 @@
-"""What a gateway adds to a request, and what it costs: direct access, this gateway and LiteLLM's
-proxy in turns, before the same engine that computes nothing.
+"""What a gateway adds to a request, and what it costs: direct access, a bare relay of bytes (what
+anything in Python costs on this machine), this gateway and LiteLLM's proxy in turns, before the
+same engine that computes nothing.
 
 The gateway at hand is pinned to one core; engine and callers share the others.
 
@@ -32,11 +33,12 @@ from benchmarks.common.server import ReadyServer
 
 __all__ = ["overhead"]
 
-# requests a second of the runs for added time, and for processor time: what all sides can bear
-_RATE = 50.0
-_CPU_RATES = {"paceline": 600.0, "litellm": 60.0}
+# requests a second of the runs for added time (the first is what all sides can bear), and for
+# processor time
+_RATES = (10.0, 200.0)
+_CPU_RATES = {"bare": 600.0, "paceline": 600.0, "litellm": 60.0}
 _CHUNK_TOKENS = 60
-_CHUNK_RATE = {"paceline": 20.0, "litellm": 5.0}
+_CHUNK_RATE = {"bare": 20.0, "paceline": 20.0, "litellm": 3.0}
 _GAP = 0.02
 _IDLE_SECONDS = 4.0
 _START_SECONDS = 120.0
@@ -65,6 +67,9 @@ def overhead(turns: int, seconds: float, litellm: str | None, log_dir: Path) -> 
         sides["paceline"] = Side("paceline", gateway.port, "mock", gateway.pid)
         relay = stack.enter_context(_paceline(slow.port, log_dir / "relay.log"))
         relays = {"paceline": Side("paceline", relay.port, "mock", relay.pid)}
+        for engine, found_sides in ((fast, sides), (slow, relays)):
+            bare = stack.enter_context(_bare(engine.port, log_dir / f"bare-{engine.port}.log"))
+            found_sides["bare"] = Side("bare", bare.port, "mock", bare.pid)
         why = None
         if litellm is not None:
             try:
@@ -91,16 +96,20 @@ def overhead(turns: int, seconds: float, litellm: str | None, log_dir: Path) -> 
 def _turns(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]:
     added: dict[str, dict[str, list[float]]] = {}
     for _ in range(turns):
-        direct: dict[str, Any] = {}
-        for side in sides.values():
-            run = _load(side, _RATE, seconds, 8, stream=True)
-            print(f"  first content {side.name:9} {run}", file=sys.stderr)
-            if side.name == "direct":
-                direct = run
-                continue
-            for name in ("p50", "p99"):
-                more = 1000.0 * (run[f"first_{name}"] - direct[f"first_{name}"])
-                added.setdefault(side.name, {}).setdefault(name, []).append(more)
+        for rate in _RATES:
+            direct: dict[str, Any] = {}
+            for side in sides.values():
+                if side.name == "litellm" and rate != _RATES[0]:
+                    continue
+                run = _load(side, rate, seconds, 8, stream=True)
+                print(f"  first content {rate:g}/s {side.name:9} {run}", file=sys.stderr)
+                if side.name == "direct":
+                    direct = run
+                    continue
+                for name in ("p50", "p99"):
+                    more = 1000.0 * (run[f"first_{name}"] - direct[f"first_{name}"])
+                    row = added.setdefault(f"{side.name} {rate:g}/s", {})
+                    row.setdefault(name, []).append(more)
     told = {
         name: {
             kind: {"median": round(statistics.median(values), 3), "lowest": round(min(values), 3)}
@@ -180,6 +189,11 @@ def _paceline(engine: int, log: Path) -> ReadyServer:
     )  # fmt: skip
     ready = r"^paceline gateway ready: \S+:(\d+)/v1 "
     return ReadyServer(argv, ready, log, seconds=30)
+
+
+def _bare(engine: int, log: Path) -> ReadyServer:
+    argv = (*_pinned(_gateway_core()), sys.executable, "-m", "benchmarks.gateway.bare", str(engine))
+    return ReadyServer(argv, r"^bare ready: \S+:(\d+)/v1 ", log, seconds=30)
 
 
 def _litellm(command: str, engine: int, log: Path) -> _Litellm:

@@ -123,6 +123,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_attempts: int = 3
     # continuations of one stream behind what its caller has read
     max_resumes: int = 2
+    # go on behind the text of a stream where its engines cannot go on behind its tokens: the rest
+    # is then one that the model might have said, not the one that it would have
+    resume_by_text: bool = False
     retry_share: float = 0.2
     retries_per_second: float = 5.0
     # of requests that wait for a place (``max_concurrent``): the order, how many of a model, and

@@ -49,7 +49,13 @@ _log = logging.getLogger("paceline.gateway")
 RELAYED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
 )
-_RESUMABLE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+_CHAT: Final = "/v1/chat/completions"
+_RESUMABLE: Final = frozenset({_CHAT, "/v1/completions"})
+# of a chat that text cannot go on behind: it says how the rest has to look
+_BOUND_TO_TOKENS: Final = (
+    "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
+    "continue_final_message",
+)  # fmt: skip
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})')
 # waiting for the caller to read before the engine is read no further
@@ -136,6 +142,7 @@ class Exchange:
                 hide_ids=not body.return_token_ids,
                 hide_usage=not body.include_usage,
                 note=self._note,
+                keep_text=config.resume_by_text and path == _CHAT,
             )
 
     @property
@@ -231,14 +238,19 @@ class Exchange:
                 return
 
     def _pick(self) -> Pick:
-        resuming = self.splice is not None and self.splice.emitted
+        only = None
+        if self.splice is not None and self.splice.emitted:
+            exact = self._picker.can_pick(
+                self._route, self._demand, self.now(), self._tried, self._goes_on_exactly
+            )
+            only = self._goes_on_exactly if exact else self._can_go_on
         return self._picker.pick(
             self._route,
             self._demand,
             self.now(),
             tried=self._tried,
             fallback=self._route.fallback and self._caller.allowed.fallback,
-            only=self._can_go_on if resuming else None,
+            only=only,
         )
 
     async def _begin(self) -> tuple[Pick, Dispatch]:
@@ -284,8 +296,11 @@ class Exchange:
             self._note["resumed"] = self._resumes
         leg = self._leg = Leg(self, site, dispatch)
         self._counts.attempt(site, resumed=bool(self._resumes), fallback=bool(site.tier))
+        by_text = bool(self._resumes) and not self._exactly(site)
         if self.splice is not None:
-            self.splice.begin_leg()
+            self.splice.begin_leg(by_text=by_text)
+        if by_text:
+            self._note["exact"] = False
         await leg.send(self._path, self._headers(site), self._encoded(site))
         engine.load.prefixes.add(self._demand.prefix)
         try:
@@ -448,7 +463,7 @@ class Exchange:
             splice is None
             or not self._caller.allowed.resume
             or self._resumes >= self.config.max_resumes
-            or splice.resume_ids() is None
+            or (splice.resume_ids() is None and splice.partial_text() is None)
         ):
             return False
         others = self._picker.can_pick(
@@ -458,16 +473,37 @@ class Exchange:
 
     def _can_go_on(self, site: Site) -> bool:
         """Whether a stream of this request can be resumed there: the same model, and a kind that
-        takes the ids of what was made."""
+        takes the ids of what was made, or its text where that will do."""
+        if (
+            self._path not in _RESUMABLE
+            or not self._body.stream
+            or self._body.num_prompts != 1
+            or self._body.resumed
+            or self._body.fields.get("echo") == b"true"
+            or site.model != self._leg.site.model
+            or site.tier != self._leg.site.tier
+        ):
+            return False
+        if self._exactly(site):
+            return True
+        assert self.splice is not None, "a stream was asked for"
         return (
-            self._path in _RESUMABLE
-            and self._body.stream
-            and self._body.num_prompts == 1
-            and not self._body.resumed
-            and self._body.fields.get("echo") != b"true"
-            and site.engine.facts.resumes
-            and site.model == self._leg.site.model
-            and site.tier == self._leg.site.tier
+            site.engine.facts.continues
+            and self.splice.partial_text() is not None
+            and not any(
+                self._body.fields.get(name, b"null") not in (b"null", b"false")
+                for name in _BOUND_TO_TOKENS
+            )
+        )
+
+    def _goes_on_exactly(self, site: Site) -> bool:
+        return self._can_go_on(site) and self._exactly(site)
+
+    def _exactly(self, site: Site) -> bool:
+        return (
+            site.engine.facts.resumes
+            and self.splice is not None
+            and self.splice.resume_ids() is not None
         )
 
     # ---------------------------------------------------------------- what is sent
@@ -502,9 +538,29 @@ class Exchange:
         if self._resumes:
             assert self.splice is not None, "a stream is resumed"
             ids = self.splice.resume_ids()
-            assert ids is not None, "looked at before"
-            changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
+            if ids is not None and facts.resumes:
+                changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
+            else:
+                changes |= self._behind_text(self.splice)
         return body.encode(changes)
+
+    def _behind_text(self, splice: Splice) -> dict[str, Any]:
+        """Fields of a chat that goes on behind what was said of its answer."""
+        body = self._body
+        messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
+        said = {"role": "assistant", "content": splice.partial_text()}
+        changes: dict[str, Any] = {
+            "messages": [*messages, said],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+        for name in ("max_tokens", "max_completion_tokens"):
+            if body.fields.get(name, b"null") != b"null":
+                changes[name] = max(1, body.max_tokens - splice.num_parts)
+        if body.seed is not None:
+            # with the same one the draws of the beginning would come again
+            changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)
+        return changes
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

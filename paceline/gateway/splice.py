@@ -107,7 +107,10 @@ class Splice(Protocol):
     @property
     def num_output_tokens(self) -> int: ...
 
-    def begin_leg(self) -> None: ...
+    def begin_leg(self, *, by_text: bool = False) -> None: ...
+    def partial_text(self) -> str | None: ...
+    @property
+    def num_parts(self) -> int: ...
     def feed(self, data: bytes) -> bytes: ...
     def end_leg(self) -> bytes: ...
     def resume_ids(self) -> list[list[int] | None] | None: ...
@@ -128,6 +131,8 @@ class OpenAISplice:
     model: str = ""
     hide_ids: bool = True
     hide_usage: bool = True
+    # remember the text of an answer of one choice, for engines that go on behind text alone
+    keep_text: bool = False
     # said in the last chunk of each choice, where there is something to say
     note: Mapping[str, Any] = field(default_factory=dict)
     emitted: bool = False
@@ -140,6 +145,11 @@ class OpenAISplice:
     _lost_ids: bool = False
     _roles: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
+    # parts of the text; None: there was something that text does not say, such as a call
+    _text: list[str] | None = field(default_factory=list)
+    # of them, before the leg at hand
+    _said_before: int = 0
+    _by_text: bool = False
     _usage_out: bool = False
     _completion_tokens: int = 0
     _leg: int = 0
@@ -154,8 +164,11 @@ class OpenAISplice:
         """Of all choices; where no ids came, as the engine counted."""
         return max(self._completion_tokens, sum(map(len, self._ids.values())))
 
-    def begin_leg(self) -> None:
-        """What is fed from here on comes from another engine."""
+    def begin_leg(self, *, by_text: bool = False) -> None:
+        """What is fed from here on comes from another engine; ``by_text``: which was given what was
+        said as text, and counts it as a part of its prompt."""
+        self._by_text = by_text
+        self._said_before = len(self._text or ())
         self._leg += 1
         self._first_of_leg = True
         self._swaps = []
@@ -186,6 +199,17 @@ class OpenAISplice:
         if self.failed is None:
             self.failed = "the stream ended in the middle of the answer"
         return b""
+
+    def partial_text(self) -> str | None:
+        """What was said so far; None where it is not known, or was not text alone."""
+        if not self.keep_text or self.num_choices != 1 or not self._text:
+            return None
+        return "".join(self._text)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the text so far: about as many tokens."""
+        return len(self._text or ())
 
     def resume_ids(self) -> list[list[int] | None] | None:
         """Tokens of each choice that were made, of one that has ended None; None: not all of them
@@ -237,6 +261,8 @@ class OpenAISplice:
                 self._ids.setdefault(choice.index, []).extend(choice.token_ids)
             elif speaks:
                 self._lost_ids = True
+            if speaks and self.keep_text:
+                self._remember(choice)
             if choice.finish_reason is not None:
                 self._finished.add(choice.index)
                 ends = True
@@ -266,6 +292,13 @@ class OpenAISplice:
         if ends and self.note:
             payload = payload[:-1] + b',"paceline":' + msgspec.json.encode(self.note) + b"}"
         return b"data: " + payload + b"\n\n"
+
+    def _remember(self, choice: _Choice) -> None:
+        said = choice.delta.content if choice.delta is not None else choice.text
+        if self._text is not None and isinstance(said, str) and said:
+            self._text.append(said)
+        else:
+            self._text = None
 
     def _begin(self, payload: bytes) -> None:
         """The first chunk of a leg: what of its head is to look otherwise."""
@@ -302,11 +335,14 @@ class OpenAISplice:
         """Usage that the last engine of several counted: choices that had ended before it came are
         not in it."""
         made = sum(map(len, self._ids.values()))
-        if self._lost_ids or not made:
-            return payload
         fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
         usage = msgspec.json.decode(fields["usage"])
-        if usage.get("completion_tokens") == made or "prompt_tokens" not in usage:
+        if not {"prompt_tokens", "completion_tokens"} <= set(usage):
+            return payload
+        if self._by_text:
+            made = usage["completion_tokens"] + self._said_before
+            usage["prompt_tokens"] = max(1, usage["prompt_tokens"] - self._said_before)
+        elif self._lost_ids or made in (0, usage["completion_tokens"]):
             return payload
         usage["completion_tokens"] = made
         usage["total_tokens"] = usage["prompt_tokens"] + made
@@ -352,10 +388,12 @@ class PlainSplice:
     failure_event: bytes = b""
     prompt_tokens: int | None = None
     num_output_tokens: int = 0
+    num_parts: int = 0
     _held: bytes = b""
     _events: SseEvents = field(default_factory=SseEvents)
 
-    def begin_leg(self) -> None:
+    def begin_leg(self, *, by_text: bool = False) -> None:
+        assert not by_text, "these streams are not resumed"
         self._held = b""
         self._events.clear()
         self.failed, self.failure_event = None, b""
@@ -374,6 +412,9 @@ class PlainSplice:
         if not self.done and self.failed is None:
             self.failed = "the stream ended in the middle of the answer"
         return b""
+
+    def partial_text(self) -> str | None:
+        return None
 
     def resume_ids(self) -> list[list[int] | None] | None:
         return None

@@ -534,3 +534,35 @@ async def test_the_file_is_read_again() -> None:
         ]  # fmt: skip
         status = (await client.get("/status")).json()
         assert sorted(status["engines"]) == ["e1", "e2"]
+
+
+async def test_behind_text_where_that_is_wanted() -> None:
+    vllm = "vllm:num_requests_running 0.0\n"
+    rest = Step(parts=chat_chunks(WORDS[2:], ids=False, created=2))
+    asked = chat(stream=True, max_tokens=50, stream_options={"include_usage": True}, seed=3)
+    for by_text in (False, True):
+        async with (
+            scripted(pieces(2, ids=False), metrics=vllm) as dies,
+            scripted(rest, metrics=vllm) as lives,
+            gateway_over(configured(dies, lives, resume_by_text=by_text)) as (gateway, client),
+        ):
+            _prefer_others(gateway, "e2")
+            told = streamed(await client.post(CHAT, json=asked))
+            if not by_text:
+                assert told[-2]["error"]["code"] == "engine_lost" and not lives.bodies
+                continue
+            assert text_of(told) == "".join(WORDS)
+            (body,) = lives.bodies
+            assert body["messages"][-1] == {"role": "assistant", "content": "Once upon"}
+            assert body["continue_final_message"] is True
+            assert body["add_generation_prompt"] is False
+            assert body["max_tokens"] == 48 and body["seed"] != 3
+            assert told[-2]["usage"]["completion_tokens"] == 5
+            notes = [chunk["paceline"] for chunk in told[:-1] if "paceline" in chunk]
+            assert notes == [{"engine": "e2", "attempts": 2, "resumed": 1, "exact": False}]
+            # what a format or tools ask of the rest, text cannot carry over
+            dies.script[:] = [pieces(2, ids=False)]
+            formed = await client.post(
+                CHAT, json=asked | {"response_format": {"type": "json_object"}}
+            )
+            assert "error" in streamed(formed)[-2]
