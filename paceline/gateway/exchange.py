@@ -25,13 +25,14 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from paceline.gateway.bodies import Body, new_seed
+from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
 from paceline.gateway.leg import Leg
 from paceline.gateway.pick import Pick, Picker
 from paceline.gateway.routes import Route, Site
+from paceline.gateway.sending import CHAT, RESUMABLE, Sending
 from paceline.gateway.slot_queue import Queued
 from paceline.gateway.splice import DONE, Splice, make_splice
 from paceline.gateway.turns import Turns
@@ -49,31 +50,11 @@ _log = logging.getLogger("paceline.gateway")
 RELAYED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
 )
-_CHAT: Final = "/v1/chat/completions"
-_RESUMABLE: Final = frozenset({_CHAT, "/v1/completions"})
-# of a chat that text cannot go on behind: it says how the rest has to look
-_BOUND_TO_TOKENS: Final = (
-    "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
-    "continue_final_message",
-)  # fmt: skip
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})')
 # waiting for the caller to read before the engine is read no further
 _MAX_BACKLOG: Final = 64 * 1024
-# that callers may send on, and engines back
-_REQUEST_HEADERS: Final = frozenset(
-    {
-        b"traceparent",
-        b"tracestate",
-        b"anthropic-version",
-        b"anthropic-beta",
-        b"x-llm-d-slo-ttft-ms",
-        b"x-llm-d-slo-tpot-ms",
-        b"x-slo-ttft-ms",
-        b"x-slo-tpot-ms",
-        b"x-llm-d-inference-ttl",
-    }
-)
+# of engines that callers get
 _ANSWER_HEADERS: Final = frozenset(
     {
         b"content-type",
@@ -83,7 +64,6 @@ _ANSWER_HEADERS: Final = frozenset(
         b"x-llm-d-request-dropped-reason",
     }
 )
-_TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
 class Exchange:
@@ -128,7 +108,6 @@ class Exchange:
         # ticks since something was written, and when the first of them was
         self._quiet_for = 0
         self._quiet_since = self._arrived
-        self._seed = new_seed() if body.seed is None else None
         # what was done to the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
         self._tried: set[str] = set()
@@ -142,8 +121,9 @@ class Exchange:
                 hide_ids=not body.return_token_ids,
                 hide_usage=not body.include_usage,
                 note=self._note,
-                keep_text=config.resume_by_text and path == _CHAT,
+                keep_text=config.resume_by_text and path == CHAT,
             )
+        self._sending = Sending(path, body, caller, self.splice)
 
     @property
     def num_output_tokens(self) -> int:
@@ -241,9 +221,9 @@ class Exchange:
         only = None
         if self.splice is not None and self.splice.emitted:
             exact = self._picker.can_pick(
-                self._route, self._demand, self.now(), self._tried, self._goes_on_exactly
+                self._route, self._demand, self.now(), self._tried, self._goes_on_exactly_at
             )
-            only = self._goes_on_exactly if exact else self._can_go_on
+            only = self._goes_on_exactly_at if exact else self._can_go_on_at
         return self._picker.pick(
             self._route,
             self._demand,
@@ -258,7 +238,8 @@ class Exchange:
         if self._attempts or not self._turns.must_wait(self._route, self._demand):
             return self._dispatched()
         queued = Queued(
-            self._caller.request_id,
+            # callers may use one id of theirs for several requests
+            f"{self._caller.request_id} {id(self)}",
             self._arrived,
             round(self._demand.output_tokens),
             self._body.priority,
@@ -296,12 +277,16 @@ class Exchange:
             self._note["resumed"] = self._resumes
         leg = self._leg = Leg(self, site, dispatch)
         self._counts.attempt(site, resumed=bool(self._resumes), fallback=bool(site.tier))
-        by_text = bool(self._resumes) and not self._exactly(site)
+        by_text = bool(self._resumes) and not self._sending.exactly(site)
         if self.splice is not None:
             self.splice.begin_leg(by_text=by_text)
         if by_text:
             self._note["exact"] = False
-        await leg.send(self._path, self._headers(site), self._encoded(site))
+        await leg.send(
+            self._path,
+            self._sending.headers(site),
+            self._sending.body(site, resumed=bool(self._resumes)),
+        )
         engine.load.prefixes.add(self._demand.prefix)
         try:
             await self._pump(leg)
@@ -432,8 +417,8 @@ class Exchange:
         assert splice is not None, "a stream was asked for"
         self._counts.ended(self._leg.site, "broken", self.now() - self._arrived)
         event = splice.failure_event
-        if not event or self._path in _RESUMABLE:
-            resumable = self._can_go_on(self._leg.site)
+        if not event or self._path in RESUMABLE:
+            resumable = self._sending.can_go_on(self._leg.site, self._leg.site)
             event = broken_event(
                 self._path,
                 f"{why}, and the answer cannot go on elsewhere",
@@ -467,100 +452,15 @@ class Exchange:
         ):
             return False
         others = self._picker.can_pick(
-            self._route, self._demand, self.now(), self._tried, self._can_go_on
+            self._route, self._demand, self.now(), self._tried, self._can_go_on_at
         )
         return others and (free or self._budget.take(self.now(), overdraw=True))
 
-    def _can_go_on(self, site: Site) -> bool:
-        """Whether a stream of this request can be resumed there: the same model, and a kind that
-        takes the ids of what was made, or its text where that will do."""
-        if (
-            self._path not in _RESUMABLE
-            or not self._body.stream
-            or self._body.num_prompts != 1
-            or self._body.resumed
-            or self._body.fields.get("echo") == b"true"
-            or site.model != self._leg.site.model
-            or site.tier != self._leg.site.tier
-        ):
-            return False
-        if self._exactly(site):
-            return True
-        assert self.splice is not None, "a stream was asked for"
-        return (
-            site.engine.facts.continues
-            and self.splice.partial_text() is not None
-            and not any(
-                self._body.fields.get(name, b"null") not in (b"null", b"false")
-                for name in _BOUND_TO_TOKENS
-            )
-        )
+    def _can_go_on_at(self, site: Site) -> bool:
+        return self._sending.can_go_on(site, self._leg.site)
 
-    def _goes_on_exactly(self, site: Site) -> bool:
-        return self._can_go_on(site) and self._exactly(site)
-
-    def _exactly(self, site: Site) -> bool:
-        return (
-            site.engine.facts.resumes
-            and self.splice is not None
-            and self.splice.resume_ids() is not None
-        )
-
-    # ---------------------------------------------------------------- what is sent
-
-    def _headers(self, site: Site) -> Headers:
-        caller = self._caller
-        found: Headers = [
-            (b"content-type", b"application/json"),
-            (b"accept", b"text/event-stream" if self._body.stream else b"application/json"),
-            (b"x-request-id", caller.request_id.encode()),
-            *site.engine.headers(),
-            *(header for header in caller.headers if header[0] in _REQUEST_HEADERS),
-        ]
-        if caller.tenant and site.engine.kind == "paceline":
-            found.append((_TENANT_HEADER, caller.tenant.encode()))
-        return found
-
-    def _encoded(self, site: Site) -> bytes:
-        body, facts = self._body, site.engine.facts
-        changes: dict[str, Any] = {}
-        if "model" not in body.fields or site.model != body.model:
-            changes["model"] = site.model
-        if self._caller.salt and facts.salts:
-            changes["cache_salt"] = self._caller.salt
-        if body.stream and self._path in _RESUMABLE:
-            if facts.counts and not body.include_usage:
-                changes["stream_options"] = {**body.stream_options(), "include_usage": True}
-            if facts.resumes and not body.resumed:
-                changes["return_token_ids"] = True
-        if facts.resumes and self._seed is not None and self._path in _RESUMABLE:
-            changes["seed"] = self._seed
-        if self._resumes:
-            assert self.splice is not None, "a stream is resumed"
-            ids = self.splice.resume_ids()
-            if ids is not None and facts.resumes:
-                changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
-            else:
-                changes |= self._behind_text(self.splice)
-        return body.encode(changes)
-
-    def _behind_text(self, splice: Splice) -> dict[str, Any]:
-        """Fields of a chat that goes on behind what was said of its answer."""
-        body = self._body
-        messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
-        said = {"role": "assistant", "content": splice.partial_text()}
-        changes: dict[str, Any] = {
-            "messages": [*messages, said],
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        }
-        for name in ("max_tokens", "max_completion_tokens"):
-            if body.fields.get(name, b"null") != b"null":
-                changes[name] = max(1, body.max_tokens - splice.num_parts)
-        if body.seed is not None:
-            # with the same one the draws of the beginning would come again
-            changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)
-        return changes
+    def _goes_on_exactly_at(self, site: Site) -> bool:
+        return self._can_go_on_at(site) and self._sending.exactly(site)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -482,7 +482,9 @@ async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
 
 
 async def test_keys_have_limits() -> None:
-    ann = replace(ApiKey.of("ann", "user", "secret-ann"), limits={"requests": Rate.parse("2/hour")})
+    ann = replace(
+        ApiKey.of("ann", "user", "secret-ann"), limits={"requests": Rate.parse("2/300day")}
+    )
     bob = ApiKey.of("bob", "user", "secret-bob")
     counted = Step(
         parts=(b'{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":10}}',),
@@ -490,7 +492,7 @@ async def test_keys_have_limits() -> None:
     )
     async with (
         scripted(counted) as engine,
-        gateway_over(configured(engine, rate_limit_tokens="200/hour"), (ann, bob)) as (_, client),
+        gateway_over(configured(engine, rate_limit_tokens="200/300day"), (ann, bob)) as (_, client),
     ):
         headers = {"authorization": "Bearer secret-ann"}
         for left in ("1", "0"):

@@ -1,0 +1,137 @@
+"""What of a request is sent to an engine: headers, and the body with what that kind of engine needs
+so that the answer can go on elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from paceline.gateway.bodies import Body, new_seed
+from paceline.gateway.caller import Caller
+from paceline.gateway.routes import Site
+from paceline.gateway.splice import Splice
+from paceline.http.upstream import Headers
+
+__all__ = ["CHAT", "RESUMABLE", "Sending"]
+
+CHAT: Final = "/v1/chat/completions"
+# endpoints whose streams can go on behind what was made
+RESUMABLE: Final = frozenset({CHAT, "/v1/completions"})
+# of a chat that text cannot go on behind: it says how the rest has to look
+_BOUND_TO_TOKENS: Final = (
+    "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
+    "continue_final_message",
+)  # fmt: skip
+# of callers that engines get
+_REQUEST_HEADERS: Final = frozenset(
+    {
+        b"traceparent",
+        b"tracestate",
+        b"anthropic-version",
+        b"anthropic-beta",
+        b"x-llm-d-slo-ttft-ms",
+        b"x-llm-d-slo-tpot-ms",
+        b"x-slo-ttft-ms",
+        b"x-slo-tpot-ms",
+        b"x-llm-d-inference-ttl",
+    }
+)
+_TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
+
+
+class Sending:
+    """Of one request.
+
+    Args:
+        splice: what came of its answer so far; None: it is not streamed.
+    """
+
+    def __init__(self, path: str, body: Body, caller: Caller, splice: Splice | None) -> None:
+        self._path, self._body, self._caller, self._splice = path, body, caller, splice
+        self._seed = new_seed() if body.seed is None else None
+
+    def can_go_on(self, site: Site, before: Site) -> bool:
+        """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, and
+        a kind that takes the ids of what was made, or its text where that will do."""
+        body, splice = self._body, self._splice
+        if (
+            self._path not in RESUMABLE
+            or splice is None
+            or body.num_prompts != 1
+            or body.resumed
+            or body.fields.get("echo") == b"true"
+            or site.model != before.model
+            or site.tier != before.tier
+        ):
+            return False
+        if self.exactly(site):
+            return True
+        return (
+            site.engine.facts.continues
+            and splice.partial_text() is not None
+            and not any(
+                body.fields.get(name, b"null") not in (b"null", b"false")
+                for name in _BOUND_TO_TOKENS
+            )
+        )
+
+    def exactly(self, site: Site) -> bool:
+        """Whether it would go on there token for token."""
+        splice = self._splice
+        return site.engine.facts.resumes and splice is not None and splice.resume_ids() is not None
+
+    def headers(self, site: Site) -> Headers:
+        caller = self._caller
+        found: Headers = [
+            (b"content-type", b"application/json"),
+            (b"accept", b"text/event-stream" if self._body.stream else b"application/json"),
+            (b"x-request-id", caller.request_id.encode()),
+            *site.engine.headers(),
+            *(header for header in caller.headers if header[0] in _REQUEST_HEADERS),
+        ]
+        if caller.tenant and site.engine.kind == "paceline":
+            found.append((_TENANT_HEADER, caller.tenant.encode()))
+        return found
+
+    def body(self, site: Site, *, resumed: bool) -> bytes:
+        """``resumed``: it goes on behind what the splice has."""
+        body, facts = self._body, site.engine.facts
+        changes: dict[str, Any] = {}
+        if "model" not in body.fields or site.model != body.model:
+            changes["model"] = site.model
+        if self._caller.salt and facts.salts:
+            changes["cache_salt"] = self._caller.salt
+        if body.stream and self._path in RESUMABLE:
+            if facts.counts and not body.include_usage:
+                changes["stream_options"] = {**body.stream_options(), "include_usage": True}
+            if facts.resumes and not body.resumed:
+                changes["return_token_ids"] = True
+        if facts.resumes and self._seed is not None and self._path in RESUMABLE:
+            changes["seed"] = self._seed
+        if resumed:
+            assert self._splice is not None, "a stream is resumed"
+            ids = self._splice.resume_ids()
+            if ids is not None and facts.resumes:
+                changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
+            else:
+                changes |= self._behind_text(self._splice)
+        return body.encode(changes)
+
+    def _behind_text(self, splice: Splice) -> dict[str, Any]:
+        """Fields of a chat that goes on behind what was said of its answer."""
+        body = self._body
+        messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
+        said = {"role": "assistant", "content": splice.partial_text()}
+        changes: dict[str, Any] = {
+            "messages": [*messages, said],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+        for name in ("max_tokens", "max_completion_tokens"):
+            if body.fields.get(name, b"null") != b"null":
+                changes[name] = max(1, body.max_tokens - splice.num_parts)
+        if body.seed is not None:
+            # with the same one the draws of the beginning would come again
+            changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)
+        return changes
