@@ -20,6 +20,7 @@ __all__ = [
     "SSE",
     "EventStream",
     "TextEvents",
+    "TokenEvents",
     "event",
     "first_event",
     "unless_disconnected",
@@ -61,6 +62,28 @@ class TextEvents:
     def event(self, text: str) -> bytes:
         """The event with ``text``, byte for byte what encoding all of it gives."""
         return self._before + _encode(text) + self._after
+
+
+class TokenEvents:
+    """Events that differ in one text and in the ids of its tokens.
+
+    Args:
+        example: as for ``TextEvents``, with ``"token_ids": []`` behind the text.
+        name: of the text.
+    """
+
+    __slots__ = ("_after", "_before", "_between")
+
+    def __init__(self, example: bytes, name: str) -> None:
+        key, ids = f'"{name}":'.encode(), b'"token_ids":'
+        before, found, rest = example.partition(key + b'""')
+        between, found_ids, self._after = rest.partition(ids + b"[]")
+        assert found and found_ids, f"no empty {name!r} and token_ids in {example!r}"
+        self._before, self._between = before + key, between + ids
+
+    def event(self, text: str, token_ids: tuple[int, ...]) -> bytes:
+        """The event with both, byte for byte what encoding all of it gives."""
+        return self._before + _encode(text) + self._between + _encode(token_ids) + self._after
 
 
 class EventStream(Response):

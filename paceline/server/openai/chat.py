@@ -8,7 +8,7 @@ from contextlib import aclosing
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, TextEvents, event
+from paceline.http.sse import DONE, TextEvents, TokenEvents, event
 from paceline.server.bodies.protocol import ChatRequest
 from paceline.server.bodies.wire import (
     UNSET,
@@ -153,12 +153,11 @@ class ChatStream:
         self._pieces = ChatPieces(request, prompt, explain=options.explain)
         self._pieces.pass_over(passed_over)
         self._begun = False
-        # a delta that goes on is its text and nothing else
-        self._only_text = not (
-            self._pieces.plan or self._writer or self._wants_ids or self._continuous
-        )
+        # a delta that goes on is its text, and ids where they are wanted, and nothing else
+        self._plain = not (self._pieces.plan or self._writer or self._continuous)
         # by choice
         self._texts: dict[int, TextEvents] = {}
+        self._tokens: dict[int, TokenEvents] = {}
 
     def events(self, output: GenerationOutput) -> bytes:
         """The events of one delivery, preceded by the role chunks if it is the first one.
@@ -178,10 +177,16 @@ class ChatStream:
 
     def middle(self, output: GenerationOutput) -> bytes:
         """``events``, for a delivery that is not the first and ends no choice."""
-        if not self._only_text:
+        if not self._plain:
             return self.events(output)
         # counts are told at the end, and the last delivery has them
         data = b""
+        if self._wants_ids:
+            for delta in output.choices:
+                if delta.token_ids:
+                    tokens = self._tokens.get(delta.index) or self._token_events(delta.index)
+                    data += tokens.event(delta.text, delta.token_ids)
+            return data
         for delta in output.choices:
             if delta.text:
                 texts = self._texts.get(delta.index) or self._text_events(delta.index)
@@ -208,6 +213,12 @@ class ChatStream:
         example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING))
         self._texts[index] = TextEvents(example, "content")
         return self._texts[index]
+
+    def _token_events(self, index: int) -> TokenEvents:
+        """Of chunks that add tokens to a choice."""
+        example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING, token_ids=()))
+        self._tokens[index] = TokenEvents(example, "content")
+        return self._tokens[index]
 
     def _begin(self) -> bytes:
         data = b""

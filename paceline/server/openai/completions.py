@@ -9,7 +9,7 @@ from typing import Final
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, TextEvents, event
+from paceline.http.sse import DONE, TextEvents, TokenEvents, event
 from paceline.server.bodies.protocol import CompletionRequest
 from paceline.server.bodies.wire import (
     UNSET,
@@ -201,9 +201,10 @@ class CompletionStream:
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
         self._usage = UsageCount(len(prompts), explain=request.options.explain)
         # a delta that goes on is its text and nothing else
-        self._only_text = not (self._writer or self._wants_ids or self._continuous)
+        self._plain = not (self._writer or self._continuous)
         # by choice
         self._texts: dict[int, TextEvents] = {}
+        self._tokens: dict[int, TokenEvents] = {}
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice
@@ -230,10 +231,16 @@ class CompletionStream:
     def middle(self, output: GenerationOutput) -> bytes:
         """``events`` of the only prompt, for a delivery between the first and any choice's last."""
         # the first delivery may have been another choice's
-        if not self._only_text or not all(self._begun):
+        if not self._plain or not all(self._begun):
             return self.events(0, output)
         # counts are told at the end, and the last delivery has them
         data = b""
+        if self._wants_ids:
+            for delta in output.choices:
+                if delta.token_ids:
+                    tokens = self._tokens.get(delta.index) or self._token_events(delta.index)
+                    data += tokens.event(delta.text, delta.token_ids)
+            return data
         for delta in output.choices:
             if delta.text:
                 texts = self._texts.get(delta.index) or self._text_events(delta.index)
@@ -266,6 +273,12 @@ class CompletionStream:
         example = self._event(CompletionChunkChoice(index=index, text=""))
         self._texts[index] = TextEvents(example, "text")
         return self._texts[index]
+
+    def _token_events(self, index: int) -> TokenEvents:
+        """Of chunks that add tokens to a choice that has begun."""
+        example = self._event(CompletionChunkChoice(index=index, text="", token_ids=()))
+        self._tokens[index] = TokenEvents(example, "text")
+        return self._tokens[index]
 
     def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
         logprobs = None
