@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,15 +134,18 @@ def run(args: argparse.Namespace) -> int:
 def _keys(config: GatewayConfig) -> KeyRing:
     """Raises ConfigError for a file that cannot be read or holds something else."""
     from paceline.core.errors import ConfigError
-    from paceline.http.keys import KeyRing, parse_key_file
+    from paceline.http.keys import ApiKey, KeyRing, parse_key_file
 
+    # an empty one is a secret that did not arrive, and no reason to ask nobody for a key
+    single = os.environ.get("PACELINE_API_KEY")
+    keys = [] if single is None else [ApiKey.of("environment", "admin", single)]
     if not config.api_key_file:
-        return KeyRing(())
+        return KeyRing(keys)
     path = Path(config.api_key_file)
     try:
-        keys = parse_key_file(path.read_text(encoding="utf-8"), f"api_key_file {path}")
+        found = parse_key_file(path.read_text(encoding="utf-8"), f"api_key_file {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file {path} cannot be read: {error}") from None
-    if not keys:
+    if not found:
         raise ConfigError(f"api_key_file {path} holds no key")
-    return KeyRing(keys)
+    return KeyRing([*found, *keys])

@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ import yaml
 from paceline.checkpoints.resolve import default_cache_dir
 from paceline.cli.batch_options import batch_config
 from paceline.cli.main import build_parser
+from paceline.gateway.config import read_config
 from paceline.http.keys import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
@@ -248,3 +250,22 @@ def test_the_dashboard_is_laid_out() -> None:
         )
     )
     assert used - {"__rate_interval"} <= variables
+
+
+def test_the_gateways_compose_file_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "a-key-of-tests")
+    compose = load("compose.gateway.yaml")
+    services = compose["services"]
+    for name in ("engine-a", "engine-b"):
+        assert flags(services[name]["command"]).port == 8000
+    assert flags(services["gateway"]["command"]).host == "0.0.0.0"
+    config = read_config(DEPLOY / "gateway.toml")
+    hosts = {urlsplit(engine.url).hostname for engine in config.engines}
+    hosts.add(urlsplit(config.rate_limit_storage).hostname)
+    assert hosts <= set(services)
+    assert str(config.port) in services["gateway"]["ports"][0]
+    scraped = load("prometheus/gateway.yml")["scrape_configs"]
+    targets = {target for job in scraped for group in job["static_configs"]
+               for target in group["targets"]}  # fmt: skip
+    assert targets == {"engine-a:9400", "engine-b:9400", f"gateway:{config.port}"}
+    assert services["prometheus"]["secrets"] == list(compose["secrets"])
