@@ -38,6 +38,7 @@ class Body:
     """Of one request."""
 
     fields: Mapping[str, bytes]
+    num_bytes: int
     model: str
     stream: bool
     n: int
@@ -109,6 +110,7 @@ def read_body(data: bytes) -> Body:
     options = _loose(fields, "stream_options")
     return Body(
         fields=fields,
+        num_bytes=len(data),
         model=_read(fields, "model", str) or "",
         stream=_read(fields, "stream", bool) or False,
         n=max(1, _read(fields, "n", int) or 1),

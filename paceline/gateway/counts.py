@@ -94,9 +94,10 @@ class Counts:
     def first_token(self, site: Site, seconds: float) -> None:
         self._first.at(site.engine.name).observe(seconds)
 
-    def ended(self, site: Site, result: str, seconds: float) -> None:
-        self._requests.at(site.engine.name, result).value += 1
-        self._seconds.at(site.engine.name).observe(seconds)
+    def ended(self, engine: str, result: str, seconds: float) -> None:
+        """``engine``: "" where none was sent the request."""
+        self._requests.at(engine, result).value += 1
+        self._seconds.at(engine).observe(seconds)
 
     def render(self, engines: Iterable[Engine], num_waiting: int, now: float) -> str:
         self._waiting.value = num_waiting

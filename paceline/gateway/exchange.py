@@ -52,6 +52,10 @@ RELAYED: Final = frozenset(
 )
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})')
+# of a body that is read without the connection being held back on the way
+_READ_AT_ONCE: Final = 60_000
+# between two looks at whether the caller of a waiting request is still there
+_LOOK_SECONDS: Final = 0.1
 # waiting for the caller to read before the engine is read no further
 _MAX_BACKLOG: Final = 64 * 1024
 # of engines that callers get
@@ -155,6 +159,7 @@ class Exchange:
 
     def tick(self, now: float) -> None:
         """A comment where nothing else is said: no proxy on the way is to think it dead."""
+        self._look()
         if not self._quiet_for:
             self._quiet_since = now
         self._quiet_for += 1
@@ -162,6 +167,11 @@ class Exchange:
         if self._body.stream and every and now - self._quiet_since >= every:
             self._quiet_since = now
             self.write(KEEP_ALIVE)
+
+    def _look(self) -> None:
+        if self._writer is not None and self._writer.is_gone:
+            self._gone = True
+            self.wake.set()
 
     def again(self, leg: Leg) -> None:
         self._again = leg
@@ -176,14 +186,29 @@ class Exchange:
             HttpError: there is none, and nothing was sent yet.
             ClientDisconnectedError: the caller hung up.
         """
-        watch = asyncio.ensure_future(self._disconnected())
+        # a task for each request costs more than a look at its connection now and then; of a long
+        # body the connection may have stopped reading
+        looks = self._writer is not None and self._body.num_bytes < _READ_AT_ONCE
+        watch = None if looks else asyncio.ensure_future(self._disconnected())
         try:
             self._budget.deposit(self._arrived)
             await self._attempt_all()
+        except ClientDisconnectedError:
+            self._ended("gone")
+            raise
+        except HttpError as error:
+            if self._started:
+                # no status can be told any more
+                await self._break_off(str(error))
+                return
+            if not self._attempts:
+                self._ended("failed")
+            raise
         finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            if watch is not None:
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
 
     async def _attempt_all(self) -> None:
         while True:
@@ -249,9 +274,12 @@ class Exchange:
         waiting = asyncio.ensure_future(self._turn(queued))
         while not waiting.done() and not self._gone:
             waking = asyncio.ensure_future(self.wake.wait())
-            await asyncio.wait((waiting, waking), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
             waking.cancel()
             self.wake.clear()
+            self._look()
         if not waiting.done():
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -268,6 +296,12 @@ class Exchange:
 
     async def _attempt(self, pick: Pick, dispatch: Dispatch) -> Leg:
         site, engine = pick.site, pick.site.engine
+        try:
+            headers = self._sending.headers(site)
+            body = self._sending.body(site, resumed=bool(self._resumes))
+        except BaseException:
+            dispatch.end(self.now())
+            raise
         self._attempts += 1
         if site.tier:
             self._note["fallback"] = site.model
@@ -282,13 +316,10 @@ class Exchange:
             self.splice.begin_leg(by_text=by_text)
         if by_text:
             self._note["exact"] = False
-        await leg.send(
-            self._path,
-            self._sending.headers(site),
-            self._sending.body(site, resumed=bool(self._resumes)),
-        )
-        engine.load.prefixes.add(self._demand.prefix)
         try:
+            await leg.send(self._path, headers, body)
+            if leg.connection is not None:
+                engine.load.prefixes.add(self._demand.prefix)
             await self._pump(leg)
         finally:
             leg.abandon()
@@ -342,6 +373,10 @@ class Exchange:
 
     # ---------------------------------------------------------------- ends
 
+    def _ended(self, result: str) -> None:
+        engine = self._leg.site.engine.name if self._attempts else ""
+        self._counts.ended(engine, result, self.now() - self._arrived)
+
     async def _finish(self, leg: Leg) -> None:
         if leg.streams:
             # an engine that said nothing but the end, too, has answered
@@ -350,7 +385,7 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         else:
             await self._whole(leg)
-        self._counts.ended(leg.site, "ok", self.now() - self._arrived)
+        self._ended("ok")
 
     async def _whole(self, leg: Leg) -> None:
         """An answer that is no stream."""
@@ -392,7 +427,10 @@ class Exchange:
         return False
 
     async def _refuse(self, leg: Leg) -> None:
-        self._counts.ended(leg.site, "refused", self.now() - self._arrived)
+        if self._started:
+            await self._break_off(f"engine {leg.site.engine.name} refused it ({leg.status})")
+            return
+        self._ended("refused")
         if leg.status in (401, 403):
             # it is the gateway's key that was refused, not the caller's
             raise HttpError(502, f"engine {leg.site.engine.name} refused the gateway's credentials")
@@ -401,7 +439,7 @@ class Exchange:
         await self._whole(leg)
 
     async def _give_up(self, leg: Leg) -> None:
-        self._counts.ended(leg.site, "failed", self.now() - self._arrived)
+        self._ended("failed")
         failure = self._failed("no engine answered")
         if not self._started:
             raise failure
@@ -415,7 +453,7 @@ class Exchange:
         """The end of a stream that cannot go on."""
         splice = self.splice
         assert splice is not None, "a stream was asked for"
-        self._counts.ended(self._leg.site, "broken", self.now() - self._arrived)
+        self._ended("broken")
         event = splice.failure_event
         if not event or self._path in RESUMABLE:
             resumable = self._sending.can_go_on(self._leg.site, self._leg.site)

@@ -79,7 +79,7 @@ class Leg:
         """Raises nothing: what goes wrong is the verdict."""
         engine = self._engine
         engine.running.add(self)
-        engine.breaker.begin()
+        engine.breaker.begin(self._owner.now())
         pool = engine.pool
         request = pool.origin.head("POST", path, headers, len(body)) + body
         try:

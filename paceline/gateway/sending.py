@@ -69,6 +69,7 @@ class Sending:
             return True
         return (
             site.engine.facts.continues
+            and body.fields.get("messages", b"").startswith(b"[")
             and splice.partial_text() is not None
             and not any(
                 body.fields.get(name, b"null") not in (b"null", b"false")

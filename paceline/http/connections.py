@@ -203,6 +203,10 @@ class _BodyWriter:
             or not cycle.chunked_encoding
         )
 
+    @property
+    def is_gone(self) -> bool:
+        return self._cycle.disconnected
+
     def write(self, body: bytes) -> None:
         self.num_bytes += len(body)
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -46,6 +46,11 @@ class BodyWriter(Protocol):
         and what was written before is not waiting for a slow reader."""
         ...
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the caller has hung up, as far as its connection was read."""
+        ...
+
     def write(self, body: bytes) -> None:
         """One part, not empty, while ``is_ready``."""
         ...

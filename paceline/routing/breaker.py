@@ -70,6 +70,7 @@ class Breaker:
         self._settings = settings or BreakerSettings()
         self._open_until = 0.0
         self._opened = False
+        # requests that were sent since it is half open, those that run from before not counted
         self._probes = 0
         self._in_a_row = 0
         self._successes = 0
@@ -93,16 +94,17 @@ class Breaker:
         """Seconds until a probe may be sent; 0.0 where it may be now."""
         return max(0.0, self._open_until - now) if self._opened else 0.0
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """A request is sent. Each one ends in ``succeed``, ``fail`` or ``abandon``."""
-        self._probes += 1
+        if self.state(now) == "half-open":
+            self._probes += 1
 
     def abandon(self) -> None:
         """It ended in a way that says nothing about the engine, such as the caller hanging up."""
-        self._probes -= 1
+        self._probes = max(0, self._probes - 1)
 
     def succeed(self, now: float) -> None:
-        self._probes -= 1
+        self._probes = max(0, self._probes - 1)
         self._in_a_row = 0
         self._count(now, 1, 0)
         if self._opened and now >= self._open_until:
@@ -114,7 +116,7 @@ class Breaker:
 
     def fail(self, now: float) -> None:
         """By the engine's own fault: a refused or lost connection, a 5xx, a stall."""
-        self._probes -= 1
+        self._probes = max(0, self._probes - 1)
         self._in_a_row += 1
         self._successes = 0
         self._count(now, 0, 1)
@@ -143,6 +145,7 @@ class Breaker:
             self._open(now)
 
     def _open(self, now: float) -> None:
+        self._probes = 0
         self._open_until = max(self._open_until, now + self._next_open)
         self._next_open = min(2.0 * self._next_open, self._settings.max_open_seconds)
 

@@ -253,6 +253,8 @@ async def test_a_caller_who_hangs_up_ends_the_work() -> None:
         load = gateway.engines.by_name["e1"].load
         await _until(lambda: not load.running)
         assert load.prefill_tokens == pytest.approx(0.0) == load.resident_tokens
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_requests_total{engine="e1",result="gone"} 1.0' in metrics
         # not its fault
         assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "closed"
 

@@ -12,7 +12,7 @@ from paceline.routing import Breaker, BreakerSettings
 
 def failing(breaker: Breaker, count: int, now: float = 0.0) -> None:
     for _ in range(count):
-        breaker.begin()
+        breaker.begin(now)
         breaker.fail(now)
 
 
@@ -20,7 +20,7 @@ def test_failures_in_a_row_open_it() -> None:
     breaker = Breaker()
     failing(breaker, 4)
     assert breaker.state(0.0) == "closed"
-    breaker.begin()
+    breaker.begin(0.0)
     breaker.succeed(0.0)
     failing(breaker, 4)
     assert breaker.allows(0.0)
@@ -33,13 +33,20 @@ def test_half_open_admits_one_and_wants_two_successes() -> None:
     breaker = Breaker()
     failing(breaker, 5)
     assert breaker.allows(5.0) and breaker.state(5.0) == "half-open"
-    breaker.begin()
+    breaker.begin(5.0)
     assert not breaker.allows(5.0)
     breaker.succeed(5.1)
     assert breaker.state(5.2) == "half-open" and breaker.allows(5.2)
-    breaker.begin()
+    breaker.begin(5.2)
     breaker.succeed(5.3)
     assert breaker.state(5.4) == "closed" and breaker.num_opened == 1
+
+
+def test_streams_from_before_do_not_keep_probes_away() -> None:
+    breaker = Breaker()
+    breaker.begin(0.0)
+    failing(breaker, 5)
+    assert breaker.allows(5.0)
 
 
 def test_each_time_it_stays_open_longer() -> None:
@@ -57,7 +64,7 @@ def test_each_time_it_stays_open_longer() -> None:
 def test_what_was_sent_before_does_not_shorten_it() -> None:
     breaker = Breaker()
     for _ in range(8):
-        breaker.begin()
+        breaker.begin(0.0)
     for _ in range(8):
         breaker.fail(1.0)
     assert breaker.reopens_in(1.0) == pytest.approx(5.0)
@@ -66,13 +73,13 @@ def test_what_was_sent_before_does_not_shorten_it() -> None:
 def test_a_share_of_the_window_opens_it() -> None:
     breaker = Breaker()
     for number in range(12):
-        breaker.begin()
+        breaker.begin(0.1 * number)
         # two of three fail, never five in a row
         (breaker.succeed if number % 3 == 0 else breaker.fail)(0.1 * number)
     assert breaker.state(1.2) == "open"
     calm = Breaker()
     for number in range(40):
-        calm.begin()
+        calm.begin(4.0 * number)
         # as many failures, over a long time
         (calm.succeed if number % 2 == 0 else calm.fail)(4.0 * number)
     assert calm.state(160.0) == "closed"
@@ -105,7 +112,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.breaker.allows(self.now))
     @rule()
     def send(self) -> None:
-        self.breaker.begin()
+        self.breaker.begin(self.now)
         self.sent += 1
 
     @precondition(lambda self: self.sent)

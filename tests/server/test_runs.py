@@ -69,6 +69,7 @@ class Observer:
 
 class Writer:
     is_ready = True
+    is_gone = False
 
     def __init__(self) -> None:
         self.num_bytes = 0

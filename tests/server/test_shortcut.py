@@ -102,6 +102,7 @@ class Writer:
     """A BodyWriter behind the parts that were sent."""
 
     is_ready = True
+    is_gone = False
 
     def __init__(self, parts: list[bytes]) -> None:
         self.parts = parts
