@@ -63,7 +63,7 @@ class Answer:
             self._read(chunk, events)
         except ChunkError:
             raise
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
+        except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
             raise ChunkError(f"a chunk is malformed: {type(error).__name__}") from None
         finally:
             self.told = self.told or bool(events)

@@ -105,6 +105,8 @@ class Machine:
         self._ready = [-math.inf] * len(targets)
         # targets that went on elsewhere than asked
         self._cannot_resume: set[int] = set()
+        # fields left out at this target that it has refused; kept for it once it answers
+        self._trial: set[str] = set()
         # of the attempt at hand
         self._opened = 0.0
         self._parser = SseParser(policy.max_event_bytes)
@@ -195,7 +197,7 @@ class Machine:
             own["resume_output_ids"] = list(self._answer.ids)
             # the count of tokens with each chunk proves that these were taken in
             own["stream_options"] = options | {"continuous_usage_stats": True}
-        left_out = self._left_out[self._target]
+        left_out = self._left_out[self._target] | self._trial
         own = {name: value for name, value in own.items() if name not in left_out}
         if given.get("seed") is not None:
             own.pop("seed", None)
@@ -235,6 +237,7 @@ class Machine:
         wait = max(0.0, self._ready[following] - now)
         self._out.append(Emit(Retrying(self._attempt + 1, reason, wait)))
         if following != self._target:
+            self._trial = set()
             self._out.append(Emit(FellBack(following)))
             if not self._can_resume(following):
                 # the next attempt must not take them for its own
@@ -310,6 +313,7 @@ class Machine:
         elif "resume_output_ids" in head.headers.get("x-paceline-ignored-fields", ""):
             self._not_resumed(now)
         else:
+            self._left_out[self._target].update(self._trial)
             self._state = _State.STREAMING
 
     def _data(self, data: bytes, now: float) -> None:
@@ -340,7 +344,7 @@ class Machine:
             return
         try:
             chunk = msgspec.json.decode(text)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             chunk = None
         if not isinstance(chunk, dict):
             self._failed("an event is no JSON object", now)
@@ -374,7 +378,8 @@ class Machine:
         twice. One that knows it counts the tokens before the seam too, and has the same prompt.
         """
         assert self._seam is not None
-        choices = [c for c in chunk.get("choices") or () if isinstance(c, dict)]
+        listed = chunk.get("choices")
+        choices = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
         for holder in (chunk, *choices):
             prompt_ids = holder.get("prompt_token_ids")
             if prompt_ids and self._answer.prompt_ids not in (None, prompt_ids):
@@ -382,7 +387,8 @@ class Machine:
                 return False
         if not any(map(_says_something, choices)):
             return True
-        new = sum(len(c.get("token_ids") or ()) for c in choices)
+        ids = [c.get("token_ids") for c in choices]
+        new = sum(len(some) for some in ids if isinstance(some, list))
         usage = chunk.get("usage")
         counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if not isinstance(counted, int) or counted < self._seam + new:
@@ -410,7 +416,7 @@ class Machine:
                 self._failed("the server refuses to resume", now, status=status)
             else:
                 # nothing was computed: asking once more without them is no attempt
-                self._left_out[self._target].update(own)
+                self._trial |= own
                 self._drop()
                 self._send(now)
             return
@@ -425,7 +431,7 @@ class Machine:
         sent = {name for name in _OWN_FIELDS if given.get(name) is None}
         if self._seam is None:
             sent.discard("resume_output_ids")
-        return sent - self._left_out[self._target]
+        return sent - self._left_out[self._target] - self._trial
 
     def _error_event(self, error: object, now: float) -> None:
         code = error.get("code") if isinstance(error, dict) else None
@@ -484,6 +490,6 @@ def _message(body: str) -> str:
     try:
         error = msgspec.json.decode(body)["error"]
         words = error["message"] if isinstance(error, dict) else error
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
         words = body
     return str(words)[:2000]

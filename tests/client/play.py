@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.client import ClientError, Event, Policy, RetryBudget, Target
 from paceline.client.machine import Machine
@@ -26,6 +26,18 @@ from paceline.client.steps import (
 SSE_HEADERS = {"content-type": "text/event-stream"}
 # 24 Nov 2026, 00:00:00 UTC
 WALL = 1795478400.0
+SEED = 7
+# of all jitter
+DRAW = 0.5
+
+
+class Step(NamedTuple):
+    """One input, the actions that it led to, and the deadline behind it; None: over."""
+
+    at: float
+    given: Input
+    actions: tuple[Action, ...]
+    deadline: float | None
 
 
 class Play:
@@ -39,21 +51,27 @@ class Play:
         budget: RetryBudget | None = None,
         body: dict[str, Any] | None = None,
         path: str = "/chat/completions",
+        left_out: list[set[str]] | None = None,
         **policy: Any,
     ) -> None:
         self.opened: list[Open] = []
         self.opened_at: list[float] = []
         self.events: list[Event] = []
+        # everything that the machine was told and said
+        self.steps: list[Step] = []
         self.error: ClientError | None = None
         self.now = 1000.0
         self._serve = serve
+        self.targets = targets
+        self.request = Request(path, body or {"messages": []}, SEED)
+        self.policy = Policy(**policy)
         self._machine = Machine(
-            Request(path, body or {"messages": []}, seed=7),
+            self.request,
             targets,
-            Policy(**policy),
+            self.policy,
             budget or RetryBudget(),
-            lambda: 0.5,
-            [set() for _ in targets],
+            lambda: DRAW,
+            [set() for _ in targets] if left_out is None else left_out,
         )
         inputs: Sequence[Input] = [Start()]
         while not self._machine.over:
@@ -66,7 +84,10 @@ class Play:
     def _hand(self, inputs: Sequence[Input]) -> Sequence[Input]:
         """The inputs that follow these."""
         for given in inputs:
-            for action in self._machine.handle(given, self.now):
+            actions = self._machine.handle(given, self.now)
+            deadline = None if self._machine.over else self._machine.deadline
+            self.steps.append(Step(self.now, given, tuple(actions), deadline))
+            for action in actions:
                 self._do(action)
                 if isinstance(action, Open):
                     self.opened.append(action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -349,6 +350,50 @@ def test_fields_that_a_server_refuses_are_left_out() -> None:
     play = Play(strict, attempts=1)
     assert without_trouble(play.events) == UNCUT
     assert play.opened[-1].body == {"messages": [], "model": "m", "stream": True, "seed": 7}
+
+
+def test_fields_come_back_where_they_were_not_to_blame() -> None:
+    """A refusal that repeats the request names all its fields."""
+    left_out: list[set[str]] = [set()]
+    echo = b"bad messages in " + b" ".join(map(str.encode, chat_fields()))
+    play = Play(lambda _: refusing(422, echo), left_out=left_out)
+    assert isinstance(play.error, RefusedError) and len(play.opened) == 2
+    assert left_out == [set()]
+
+
+def chat_fields() -> list[str]:
+    return list(Play(whole).opened[0].body)
+
+
+NAMES = (
+    *("choices", "delta", "content", "tool_calls", "function", "arguments", "index", "id", "name"),
+    *("usage", "error", "code", "token_ids", "prompt_token_ids", "completion_tokens"),
+    *("prompt_tokens", "finish_reason"),
+)
+VALUES = st.recursive(
+    st.none() | st.integers(-1, 3) | st.text(max_size=2) | st.just(float("inf")) | st.just([100]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(VALUES, max_size=3), st.booleans())
+def test_no_answer_breaks_the_client(chunks: list[Any], resumed: bool) -> None:
+    # JSON has no infinity, but 1e999 is one
+    texts = [json.dumps(chunk).replace("Infinity", "1e999") for chunk in chunks]
+    data = chat_stream({"return_token_ids": True, "stream_options": {}})
+    first = streaming(data[: data.index(b" is ")])
+    answers = iter([first] if resumed else [])
+    play = Play(lambda _: next(answers, None) or streaming(sse(*texts)))
+    assert play.error is not None or isinstance(play.events[-1], Finished)
+
+
+def test_nesting_does_not_break_it() -> None:
+    deep = b"data: " + b"[" * 100_000 + b"\n\n"
+    assert isinstance(Play(lambda _: streaming(deep)).error, NoAnswerError)
+    assert isinstance(Play(lambda _: refusing(400, b"[" * 50_000)).error, RefusedError)
 
 
 def test_what_the_caller_says_goes_first() -> None:
