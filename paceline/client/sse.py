@@ -36,9 +36,10 @@ class SseParser:
 
     def feed(self, data: bytes) -> list[str]:
         """The data of the events that end in ``data``. Raises SseError; use the parser no more."""
-        if self._skip_lf and data:
+        if not data:
+            return []
+        if self._skip_lf:
             data = data.removeprefix(b"\n")
-            self._skip_lf = False
         out: list[str] = []
         start = 0
         for match in _LINE_END.finditer(data):
