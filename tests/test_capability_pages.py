@@ -1,4 +1,4 @@
-"""The examples of docs/structured-outputs.md, tools.md and clients.md run as written.
+"""The examples of docs/structured-outputs.md, tools.md, client.md and clients.md run as written.
 
 Against the null backend, so answers are gibberish of the right form; `make test-clients` runs those
 of clients.md against the default model, each in its client's own environment.
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [
     (page, number, language, code)
-    for page in ("structured-outputs.md", "tools.md")
+    for page in ("structured-outputs.md", "tools.md", "client.md")
     for number, (language, code) in enumerate(BLOCK.findall((DOCS / page).read_text()))
 ]
 
@@ -60,11 +60,13 @@ def test_clients_that_are_here(client: str, server: ServerProcess) -> None:
 
 
 def test_every_page_has_examples() -> None:
-    assert {block[0] for block in BLOCKS} == {"structured-outputs.md", "tools.md"}
+    assert {block[0] for block in BLOCKS} == {"structured-outputs.md", "tools.md", "client.md"}
     assert len(BLOCKS) >= 5
 
 
-@pytest.mark.parametrize("page", ["structured-outputs.md", "tools.md", "clients.md", "api.md"])
+@pytest.mark.parametrize(
+    "page", ["structured-outputs.md", "tools.md", "client.md", "clients.md", "api.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):
         assert "://" in link or (DOCS / link).exists(), link

@@ -1,0 +1,495 @@
+"""One call as a value: what happened goes in, what to do comes out.
+
+No sockets, threads, clocks or chance in here: drivers bring bytes and the time, and carry out the
+actions. ``stream.py`` and ``async_stream.py`` are such drivers, and so are the tests.
+
+    WAITING ──time──> CONNECTING ──Connected──> ASKED ──Head 200──> STREAMING ──[DONE]──> OVER
+       ^                  |                       |  \\                  |
+       |                  |                       |   Head 4xx, 5xx      |
+       |                  v                       v         v            v
+       '--------------- failed <------------------'------ REFUSED -------'   (or OVER, with Fail)
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+import msgspec
+
+from paceline.client.answer import Answer, ChunkError
+from paceline.client.errors import (
+    ClientError,
+    NoAnswerError,
+    NotParsedError,
+    RefusedError,
+    StreamInterruptedError,
+)
+from paceline.client.events import Event, FellBack, Restarted, Resumed, Retrying, Started
+from paceline.client.policy import Policy, RetryBudget, Target
+from paceline.client.sse import SseError, SseParser
+from paceline.client.steps import (
+    Action,
+    Broken,
+    Close,
+    Connected,
+    Data,
+    Emit,
+    Fail,
+    Head,
+    Input,
+    Open,
+    Request,
+    Start,
+    Tick,
+)
+
+__all__ = ["RETRYABLE", "Machine"]
+
+# statuses that another attempt may change
+RETRYABLE: Final = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
+_MAX_ERROR_BYTES: Final = 64 * 1024
+# that the rest of a refusal may take
+_ERROR_SECONDS: Final = 2.0
+# fields that the client adds by itself, and leaves out where a server refuses one of them by name
+_OWN_FIELDS: Final = ("return_token_ids", "seed", "stream_options", "resume_output_ids")
+
+
+class _State(enum.Enum):
+    WAITING = enum.auto()
+    CONNECTING = enum.auto()
+    ASKED = enum.auto()
+    REFUSED = enum.auto()
+    STREAMING = enum.auto()
+    OVER = enum.auto()
+
+
+class Machine:
+    """One call over at most ``policy.attempts`` attempts.
+
+    Args:
+        targets: in order of preference.
+        budget: shared by all calls of a client.
+        draw: a number from 0 up to 1, for jitter.
+        left_out: for each target the fields that its server is known to refuse; the machine adds to
+            them, and a client keeps them over calls.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        targets: Sequence[Target],
+        policy: Policy,
+        budget: RetryBudget,
+        draw: Callable[[], float],
+        left_out: Sequence[set[str]],
+    ) -> None:
+        self._request = request
+        self._targets = targets
+        self._policy = policy
+        self._budget = budget
+        self._draw = draw
+        self._left_out = left_out
+        self._state = _State.WAITING
+        self._out: list[Action] = []
+        self._answer = Answer()
+        self._started = False
+        # ends of the call, and of what the state waits for
+        self._end = self._until = math.inf
+        self._target = self._attempt = 0
+        # from when on each target may be asked again
+        self._ready = [-math.inf] * len(targets)
+        # targets that went on elsewhere than asked
+        self._cannot_resume: set[int] = set()
+        # fields left out at this target that it has refused; kept for it once it answers
+        self._trial: set[str] = set()
+        # of the attempt at hand
+        self._opened = 0.0
+        self._parser = SseParser(policy.max_event_bytes)
+        # output tokens it goes on behind; None once that is proved, and where it begins
+        self._seam: int | None = None
+        self._refusal: Head | None = None
+        self._refusal_body = bytearray()
+
+    @property
+    def over(self) -> bool:
+        return self._state is _State.OVER
+
+    @property
+    def deadline(self) -> float:
+        """When a Tick is due, in the time of ``handle``."""
+        return min(self._until, self._end)
+
+    def handle(self, event: Input, now: float) -> list[Action]:
+        """What to do, in order. ``now`` never goes back; the list is the caller's."""
+        self._out = []
+        if self.over:
+            return self._out
+        if isinstance(event, Start):
+            self._budget.deposit()
+            self._end = now + self._policy.total_timeout
+            self._open(now)
+        elif now >= self._end:
+            reason = "the call took too long"
+            self._give_up(reason, NoAnswerError(reason, self._attempt))
+        elif isinstance(event, Tick):
+            self._tick(now)
+        elif self._state is _State.WAITING:
+            # of a connection that was dropped
+            pass
+        elif isinstance(event, Broken):
+            self._failed(event.reason, now)
+        elif isinstance(event, Connected):
+            self._state = _State.ASKED
+            self._until = self._opened + self._policy.first_token_timeout
+        elif isinstance(event, Head):
+            self._head(event, now)
+        elif isinstance(event, Data):
+            self._data(event.data, now)
+        else:
+            self._closed(now)
+        return self._out
+
+    def cancel(self) -> list[Action]:
+        """The caller wants no more."""
+        self._out = []
+        self._drop()
+        self._state = _State.OVER
+        return self._out
+
+    # ---------------------------------------------------------------- attempts
+
+    def _open(self, now: float) -> None:
+        self._attempt += 1
+        self._send(now)
+
+    def _send(self, now: float) -> None:
+        self._state = _State.CONNECTING
+        self._opened = now
+        self._until = now + self._policy.connect_timeout
+        self._parser = SseParser(self._policy.max_event_bytes)
+        self._refusal = None
+        self._seam = None
+        answer = self._answer
+        if self._can_resume(self._target):
+            self._seam = len(answer.ids)
+        elif self._attempt > 1:
+            # begin again; what was told, if anything, is void by leave of the caller
+            self._answer = Answer()
+            if answer.told:
+                self._out.append(Emit(Restarted(self._target)))
+        self._out.append(Open(self._target, self._request.path, self._body()))
+
+    def _body(self) -> dict[str, Any]:
+        given = self._request.body
+        options = dict(given.get("stream_options") or {})
+        options.setdefault("include_usage", True)
+        own: dict[str, Any] = {
+            "return_token_ids": True,
+            "seed": self._request.seed,
+            "stream_options": options,
+        }
+        if self._seam is not None:
+            own["resume_output_ids"] = list(self._answer.ids)
+            # the count of tokens with each chunk proves that these were taken in
+            own["stream_options"] = options | {"continuous_usage_stats": True}
+        left_out = self._left_out[self._target] | self._trial
+        own = {name: value for name, value in own.items() if name not in left_out}
+        if given.get("seed") is not None:
+            own.pop("seed", None)
+        return {**given, **own, "model": self._targets[self._target].model, "stream": True}
+
+    def _can_resume(self, target: int) -> bool:
+        # ids mean the same to the same model only
+        same = self._targets[target].model == self._targets[self._target].model
+        able = (
+            target not in self._cannot_resume and "return_token_ids" not in self._left_out[target]
+        )
+        return self._answer.resumable and same and able
+
+    def _failed(
+        self, reason: str, now: float, *, status: int = 0, after: float | None = None
+    ) -> None:
+        """The attempt is lost: another one, or the end."""
+        if self._answer.resumable and len(self._answer.ids) >= self._max_tokens:
+            self._answer.reason = self._answer.reason or "length"
+        if self._answer.reason is not None:
+            # at most counts were missing
+            self._finish()
+            return
+        self._drop()
+        policy = self._policy
+        backoff = min(policy.backoff_max, policy.backoff_base * 2.0 ** (self._attempt - 1))
+        wait = max(after or 0.0, self._draw() * backoff)
+        too_long = after is not None and after > policy.max_retry_after
+        self._ready[self._target] = math.inf if too_long else now + wait
+        following = self._next(now) if self._attempt < policy.attempts else None
+        paid = following is not None and self._budget.take(now)
+        if following is None or not paid:
+            if following is not None:
+                reason += "; the budget of retries is spent"
+            self._give_up(reason, NoAnswerError(reason, self._attempt, status, after))
+            return
+        wait = max(0.0, self._ready[following] - now)
+        self._out.append(Emit(Retrying(self._attempt + 1, reason, wait)))
+        if following != self._target:
+            self._trial = set()
+            self._out.append(Emit(FellBack(following)))
+            if not self._can_resume(following):
+                # the next attempt must not take them for its own
+                self._answer.ids_whole = False
+        self._target = following
+        if wait > 0:
+            self._state = _State.WAITING
+            self._until = now + wait
+        else:
+            self._open(now)
+
+    def _next(self, now: float) -> int | None:
+        """The target of the next attempt: the one after this that may be asked soon enough."""
+        count = len(self._targets)
+        for step in range(1, count + 1):
+            target = (self._target + step) % count
+            in_time = self._ready[target] < self._end
+            if in_time and (self._may_begin_again or self._can_resume(target)):
+                return target
+        return None
+
+    @property
+    def _max_tokens(self) -> float:
+        given = self._request.body
+        limit = given.get("max_completion_tokens") or given.get("max_tokens")
+        return limit if isinstance(limit, int) else math.inf
+
+    @property
+    def _may_begin_again(self) -> bool:
+        return self._policy.restart_allowed or not self._answer.told
+
+    def _give_up(self, reason: str, error: ClientError) -> None:
+        self._drop()
+        if self._answer.told:
+            error = StreamInterruptedError(reason, self._attempt, self._answer.text)
+        self._state = _State.OVER
+        self._out.append(Fail(error))
+
+    def _drop(self) -> None:
+        if self._state not in (_State.WAITING, _State.OVER):
+            self._out.append(Close())
+            # whatever else comes of it belongs to nobody
+            self._state = _State.WAITING
+
+    # ---------------------------------------------------------------- what happens
+
+    def _tick(self, now: float) -> None:
+        if now < self._until:
+            return
+        if self._state is _State.WAITING:
+            self._open(now)
+        elif self._state is _State.CONNECTING:
+            self._failed("no connection in time", now)
+        elif self._state is _State.REFUSED:
+            self._refused(now)
+        elif self._state is _State.ASKED or self._until == self._first_token_end:
+            self._failed("no first token in time", now)
+        else:
+            self._failed("no further token in time", now)
+
+    @property
+    def _first_token_end(self) -> float:
+        return self._opened + self._policy.first_token_timeout
+
+    def _head(self, head: Head, now: float) -> None:
+        if head.status != 200:
+            self._state = _State.REFUSED
+            self._refusal = head
+            self._refusal_body.clear()
+            self._until = now + _ERROR_SECONDS
+        elif "text/event-stream" not in head.headers.get("content-type", "").lower():
+            self._failed("the answer is no event stream", now)
+        elif "resume_output_ids" in head.headers.get("x-paceline-ignored-fields", ""):
+            self._not_resumed(now)
+        else:
+            self._left_out[self._target].update(self._trial)
+            self._state = _State.STREAMING
+
+    def _data(self, data: bytes, now: float) -> None:
+        if self._state is _State.REFUSED:
+            self._refusal_body += data
+            if len(self._refusal_body) > _MAX_ERROR_BYTES:
+                self._refused(now)
+            return
+        try:
+            found = self._parser.feed(data)
+        except SseError as error:
+            self._failed(str(error), now)
+            return
+        for text in found:
+            if self._state is not _State.STREAMING:
+                return
+            self._event(text, now)
+
+    def _closed(self, now: float) -> None:
+        if self._state is _State.REFUSED:
+            self._refused(now)
+        else:
+            self._failed("the stream ended early", now)
+
+    def _event(self, text: str, now: float) -> None:
+        if text == "[DONE]":
+            self._failed("the stream ended early", now)
+            return
+        try:
+            chunk = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            chunk = None
+        if not isinstance(chunk, dict):
+            self._failed("an event is no JSON object", now)
+            return
+        if chunk.get("error"):
+            self._error_event(chunk["error"], now)
+            return
+        if self._seam is not None and not self._prove(chunk, now):
+            return
+        if not self._started:
+            self._started = True
+            told = Started(self._target, str(chunk.get("id", "")), str(chunk.get("model", "")))
+            self._out.append(Emit(told))
+        events: list[Event] = []
+        num_ids = len(self._answer.ids)
+        fault = ""
+        try:
+            self._answer.read(chunk, events)
+        except ChunkError as error:
+            fault = str(error)
+        self._out.extend(Emit(event) for event in events)
+        if fault:
+            self._failed(fault, now)
+        elif events or len(self._answer.ids) > num_ids or self._answer.reason is not None:
+            self._until = now + self._policy.gap_timeout
+
+    def _prove(self, chunk: dict[str, Any], now: float) -> bool:
+        """Whether the attempt may go on: it has gone on behind the seam, or said nothing yet.
+
+        A server that does not know ``resume_output_ids`` begins again, and its text would come
+        twice. One that knows it counts the tokens before the seam too, and has the same prompt.
+        """
+        assert self._seam is not None
+        listed = chunk.get("choices")
+        choices = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+        for holder in (chunk, *choices):
+            prompt_ids = holder.get("prompt_token_ids")
+            if prompt_ids and self._answer.prompt_ids not in (None, prompt_ids):
+                self._not_resumed(now)
+                return False
+        if not any(map(_says_something, choices)):
+            return True
+        ids = [c.get("token_ids") for c in choices]
+        new = sum(len(some) for some in ids if isinstance(some, list))
+        usage = chunk.get("usage")
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if not isinstance(counted, int) or counted < self._seam + new:
+            self._not_resumed(now)
+            return False
+        self._out.append(Emit(Resumed(self._target, self._seam)))
+        self._seam = None
+        return True
+
+    def _not_resumed(self, now: float) -> None:
+        self._cannot_resume.add(self._target)
+        self._failed("the server does not go on behind tokens it is given", now)
+
+    # ---------------------------------------------------------------- refusals and ends
+
+    def _refused(self, now: float) -> None:
+        head = self._refusal
+        assert head is not None
+        text = bytes(self._refusal_body).decode(errors="replace")
+        status = head.status
+        own = {name for name in self._sent_own() if name in text}
+        if status in (400, 422) and own:
+            if "resume_output_ids" in own:
+                self._cannot_resume.add(self._target)
+                self._failed("the server refuses to resume", now, status=status)
+            else:
+                # nothing was computed: asking once more without them is no attempt
+                self._trial |= own
+                self._drop()
+                self._send(now)
+            return
+        should = head.headers.get("x-should-retry", "").lower()
+        if should == "true" or (status in RETRYABLE and should != "false"):
+            self._failed(f"status {status}", now, status=status, after=_retry_after(head))
+        else:
+            self._give_up(f"status {status}", RefusedError(status, _message(text)))
+
+    def _sent_own(self) -> set[str]:
+        given = self._request.body
+        sent = {name for name in _OWN_FIELDS if given.get(name) is None}
+        if self._seam is None:
+            sent.discard("resume_output_ids")
+        return sent - self._left_out[self._target] - self._trial
+
+    def _error_event(self, error: object, now: float) -> None:
+        code = error.get("code") if isinstance(error, dict) else None
+        message = error.get("message") if isinstance(error, dict) else error
+        words = str(message)[:2000]
+        if isinstance(code, int) and 400 <= code < 500 and code not in RETRYABLE:
+            self._give_up(words, RefusedError(200, words))
+        else:
+            self._failed(f"the server reports: {words}", now)
+
+    def _finish(self) -> None:
+        self._drop()
+        self._state = _State.OVER
+        finished = self._answer.finished(self._target)
+        if self._request.parse is not None and not finished.tool_calls:
+            try:
+                finished = replace(finished, parsed=self._request.parse(finished.text))
+            except ValueError as error:
+                why = str(error) if finished.reason == "stop" else f"it ended by {finished.reason}"
+                self._out.append(Fail(NotParsedError(why, finished.text)))
+                return
+        self._out.append(Emit(finished))
+
+
+def _says_something(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    content = delta if isinstance(delta, dict) else {}
+    return bool(
+        choice.get("token_ids")
+        or choice.get("finish_reason")
+        or choice.get("text")
+        or any(value for name, value in content.items() if name != "role")
+    )
+
+
+def _retry_after(head: Head) -> float | None:
+    """Seconds that the server asks to wait; None: it names none that can be read."""
+    text = head.headers.get("retry-after-ms", "")
+    try:
+        seconds = float(text) / 1000 if text else float(head.headers.get("retry-after", ""))
+    except ValueError:
+        try:
+            then = parsedate_to_datetime(head.headers.get("retry-after", "")).timestamp()
+        except (ValueError, TypeError, OverflowError):
+            return None
+        try:
+            # the server's own clock, where it says what it shows
+            sent = parsedate_to_datetime(head.headers.get("date", "")).timestamp()
+        except (ValueError, TypeError, OverflowError):
+            sent = head.wall
+        seconds = then - sent
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _message(body: str) -> str:
+    try:
+        error = msgspec.json.decode(body)["error"]
+        words = error["message"] if isinstance(error, dict) else error
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+        words = body
+    return str(words)[:2000]

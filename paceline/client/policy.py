@@ -1,0 +1,116 @@
+"""How often, how long and where a client tries. Pure: time is an argument."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+__all__ = ["DEFAULT_POLICY", "Policy", "RetryBudget", "Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and a model there. Raises ValueError for an address that is none."""
+
+    # such as http://127.0.0.1:8000/v1; a trailing /v1 may be left out
+    base_url: str
+    model: str
+    # sent as a bearer token; empty: none
+    api_key: str = ""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url must be http(s)://host..., got {self.base_url!r}")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("base_url has a user, a query or a fragment")
+        if any(ord(c) <= 32 or ord(c) > 126 for c in self.base_url + self.api_key):
+            raise ValueError("base_url and api_key are printable ASCII without spaces")
+
+    def __repr__(self) -> str:
+        # logs and tracebacks show no keys
+        return f"Target({self.base_url!r}, {self.model!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Limits of one call. Raises ValueError for a bad value."""
+
+    # requests in all, whichever targets they go to
+    attempts: int = 3
+    # seconds; each counts from the start of an attempt, but the total from that of the call
+    connect_timeout: float = 5.0
+    # until the first token: waiting in a queue and the prompt are in it
+    first_token_timeout: float = 120.0
+    # between two tokens; comments that keep a connection alive are none
+    gap_timeout: float = 30.0
+    total_timeout: float = 600.0
+    # the back-off before attempt n + 1 is drawn from 0 to base * 2 ** (n - 1), at most max
+    backoff_base: float = 0.5
+    backoff_max: float = 8.0
+    # a server that asks for a longer wait is not asked again
+    max_retry_after: float = 60.0
+    # an answer that broke and cannot be resumed may begin again, which voids what was told
+    restart_allowed: bool = False
+    # of one event, such as the first, which may hold the prompt's ids
+    max_event_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.max_event_bytes < 1024:
+            raise ValueError("attempts must be at least 1, max_event_bytes at least 1024")
+        for name in (
+            "connect_timeout",
+            "first_token_timeout",
+            "gap_timeout",
+            "total_timeout",
+            "backoff_base",
+            "backoff_max",
+            "max_retry_after",
+        ):
+            seconds = getattr(self, name)
+            low_enough = seconds >= 0 if name.startswith(("backoff", "max")) else seconds > 0
+            if not (math.isfinite(seconds) and low_enough):
+                raise ValueError(f"{name} must be a number of seconds, got {seconds}")
+
+
+DEFAULT_POLICY: Final = Policy()
+
+# tokens that calls without retries can save up
+_CAPACITY: Final = 100.0
+
+
+class RetryBudget:
+    """A token bucket over all calls of a client: retries cannot multiply a server's load.
+
+    A call puts ``ratio`` in, a retry takes 1 out. Up to ``minimum`` come back by themselves, one a
+    second, so that a client of few calls may retry too. Safe to share between threads.
+    """
+
+    def __init__(self, ratio: float = 0.1, minimum: float = 10.0) -> None:
+        if not (0 <= ratio <= 1 and 0 <= minimum <= _CAPACITY):
+            raise ValueError(f"ratio must be 0 to 1 and minimum 0 to {_CAPACITY:g}")
+        self._ratio = ratio
+        self._minimum = minimum
+        self._level = minimum
+        self._at = -math.inf
+        self._lock = threading.Lock()
+
+    def deposit(self) -> None:
+        """A call begins."""
+        with self._lock:
+            self._level = min(_CAPACITY, self._level + self._ratio)
+
+    def take(self, now: float) -> bool:
+        """Whether one more retry may be made; if so, it is paid."""
+        with self._lock:
+            if now > self._at:
+                if self._level < self._minimum and self._at > -math.inf:
+                    self._level = min(self._minimum, self._level + now - self._at)
+                self._at = now
+            if self._level < 1:
+                return False
+            self._level -= 1
+            return True
