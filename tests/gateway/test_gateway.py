@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -570,3 +571,34 @@ async def test_behind_text_where_that_is_wanted() -> None:
                 CHAT, json=asked | {"response_format": {"type": "json_object"}}
             )
             assert "error" in streamed(formed)[-2]
+
+
+async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
+    words = tuple(f" {number:0100d}" for number in range(20_000))
+    parts = chat_chunks(words, ids=False)
+    long = Step(parts=tuple(b"".join(parts[i : i + 50]) for i in range(0, len(parts), 50)))
+    async with scripted(long) as engine, gateway_over(configured(engine)) as (gateway, client):
+        connection = socket.socket()
+        # or the system would hold all of it for the caller
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        connection.connect(("127.0.0.1", client.base_url.port or 0))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 12)
+        body = json.dumps(chat(stream=True)).encode()
+        writer.write(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        await _until(lambda: bool(engine.bodies))
+        (leg,) = gateway.engines.by_name["e1"].running
+        held: list[int] = []
+        for _ in range(40):
+            await asyncio.sleep(0.02)
+            held.append(len(leg._owner._backlog))  # type: ignore[attr-defined]
+        # of more than 3 MB no more than a read or two beyond the bound is held
+        assert 0 < max(held) < 600_000 and held[-1] == held[-5]
+        got = b""
+        while data := await reader.read(1 << 16):
+            got += data
+        writer.close()
+        assert got.count(b"data: ") == len(parts) - 1 and b"[DONE]" in got
