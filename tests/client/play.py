@@ -76,7 +76,7 @@ class Play:
         inputs: Sequence[Input] = [Start()]
         while not self._machine.over:
             inputs = self._hand(inputs)
-            if not inputs:
+            if not inputs and not self._machine.over:
                 self.now = max(self.now, self._machine.deadline)
                 inputs = [Tick()]
         assert self._machine.handle(Data(b"data: late\n\n"), self.now) == []

@@ -15,6 +15,7 @@ from paceline.client import (
     FellBack,
     Finished,
     NoAnswerError,
+    Policy,
     RefusedError,
     Restarted,
     Resumed,
@@ -25,9 +26,22 @@ from paceline.client import (
     Target,
     TextDelta,
     ToolCall,
+    ToolCallDelta,
     Usage,
 )
-from paceline.client.steps import Broken, Connected, Data, Head, Input, Open
+from paceline.client.machine import Machine
+from paceline.client.steps import (
+    Broken,
+    Close,
+    Connected,
+    Data,
+    Head,
+    Input,
+    Open,
+    Request,
+    Start,
+    Tick,
+)
 from tests.client.play import (
     SSE_HEADERS,
     WALL,
@@ -239,8 +253,10 @@ def test_retry_after(headers: dict[str, str], wait: float) -> None:
 
 
 def test_too_long_a_wait() -> None:
-    alone = Play(in_turn(refusing(429, retry_after="3600")))
-    assert isinstance(alone.error, NoAnswerError) and alone.error.retry_after == 3600
+    # the second is longer than the call may take
+    for seconds, policy in ((61, {}), (50, {"total_timeout": 40})):
+        alone = Play(in_turn(refusing(429, retry_after=str(seconds))), **policy)
+        assert isinstance(alone.error, NoAnswerError) and alone.error.retry_after == seconds
     answers = iter((refusing(429, retry_after="3600"), None))
     play = Play(lambda action: next(answers) or whole(action), targets=TWO)
     assert play.events[:2] == [Retrying(2, "status 429", 0.0), FellBack(1)]
@@ -262,7 +278,7 @@ def test_the_budget() -> None:
     # 0.2 of two calls and 0.25 seconds of waiting are not one
     assert len(play.opened) == 1 and "budget" in str(play.error)
     for _ in range(20):
-        budget.deposit()
+        Play(whole, budget=budget)
     assert len(Play(lambda _: unreachable(), budget=budget).opened) == 3
 
 
@@ -272,6 +288,13 @@ def test_a_budget_comes_back_by_itself() -> None:
     assert budget.take(11.0) and not budget.take(11.0)
     # never more than the minimum
     assert budget.take(99.0) and not budget.take(99.0)
+
+
+def test_a_budget_is_no_hoard() -> None:
+    budget = RetryBudget(ratio=1, minimum=0)
+    for _ in range(1000):
+        budget.deposit()
+    assert [budget.take(1.0) for _ in range(101)] == [True] * 100 + [False]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +309,21 @@ def test_a_budget_comes_back_by_itself() -> None:
 def test_timeouts(inputs: list[Input], seconds: float, words: str) -> None:
     play = Play(lambda _: inputs, first_token_timeout=20, attempts=1)
     assert play.now == 1000 + seconds and words in str(play.error)
+
+
+def test_waking_up_early_does_nothing() -> None:
+    machine = Machine(
+        Request("/completions", {}, 0),
+        TWO,
+        Policy(),
+        RetryBudget(),
+        lambda: 0.5,
+        [set(), set()],
+    )
+    assert machine.handle(Start(), 0.0)
+    assert machine.handle(Tick(), 4.9) == [] and machine.deadline == 5.0
+    assert machine.handle(Tick(), 5.0)
+    assert machine.cancel() == [Close()] and machine.over
 
 
 def test_gaps_and_the_total() -> None:
@@ -347,9 +385,36 @@ def test_fields_that_a_server_refuses_are_left_out() -> None:
         body: dict[str, Any] = {**action.body, "stream_options": {}}
         return streaming(chat_stream(body))
 
-    play = Play(strict, attempts=1)
+    left_out: list[set[str]] = [set()]
+    play = Play(strict, attempts=1, left_out=left_out)
+    # later calls do not ask for them
+    assert left_out == [{"return_token_ids", "stream_options"}]
     assert without_trouble(play.events) == UNCUT
     assert play.opened[-1].body == {"messages": [], "model": "m", "stream": True, "seed": 7}
+
+
+def test_another_target_is_sent_all_fields() -> None:
+    first = (refusing(400, b"no return_token_ids"), refusing(503))
+    answers = iter((*first, None))
+    play = Play(lambda action: next(answers) or whole(action), targets=TWO)
+    assert ["return_token_ids" in o.body for o in play.opened] == [True, False, True]
+
+
+def test_a_refusal_is_not_read_for_ever() -> None:
+    play = Play(lambda _: [Connected(), Head(400, {}, WALL), Data(b"x" * 70_000)])
+    assert play.now == 1000 and isinstance(play.error, RefusedError)
+    assert len(play.error.message) == 2000
+
+
+def test_text_without_its_ids_is_not_gone_on_from() -> None:
+    """As where a server's parser of tool calls swallows some."""
+    parts = [
+        {"index": 0, "delta": {"content": "ab"}, "token_ids": [5, 6]},
+        {"index": 0, "delta": {"content": "c"}},
+        {"index": 0, "delta": {"content": "d"}, "token_ids": [8]},
+    ]
+    play = Play(in_turn(streaming(sse(*({"choices": [part]} for part in parts)))))
+    assert isinstance(play.error, StreamInterruptedError) and play.error.partial == "abcd"
 
 
 def test_fields_come_back_where_they_were_not_to_blame() -> None:
@@ -419,6 +484,11 @@ def test_tool_calls_go_on_too() -> None:
     assert isinstance(finished, Finished) and finished.reason == "tool_calls"
     assert finished.tool_calls == (ToolCall("c1", "look", '{"at": 5}'),)
     assert play.opened[1].body["resume_output_ids"] == [9, 9]
+    assert [e for e in play.events if isinstance(e, ToolCallDelta)] == [
+        ToolCallDelta(0, "c1", "look", ""),
+        ToolCallDelta(0, "", "", '{"at":'),
+        ToolCallDelta(0, "", "", " 5}"),
+    ]
 
 
 def test_a_lost_connection_is_named() -> None:

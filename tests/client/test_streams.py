@@ -169,6 +169,27 @@ def test_a_stream_moves_to_another_server(read: Read) -> None:
 
 
 @READERS
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply(cut=600), "the connection was closed"),
+        (Reply(raw=b"garbage\r\n\r\n", stall=True), "the answer is not HTTP"),
+        (Reply(raw=b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000, stall=True), "head has over 65536"),
+        # what comes behind the garbage is not taken for the next answer
+        (Reply(body=b"data: garbage\n\n"), "no JSON"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_reasons(read: Read, reply: Reply, reason: str) -> None:
+    with scripted_server(reply) as first, scripted_server() as second:
+        events, error = read([first.url, second.url])
+        assert error is None and text_of(events) == TEXT
+        (retrying,) = [event for event in events if isinstance(event, Retrying)]
+        assert reason in retrying.reason
+        assert len(first.bodies) == len(second.bodies) == 1
+
+
+@READERS
 def test_an_honest_end(read: Read) -> None:
     def without_ids(body: dict[str, Any]) -> bytes:
         return chat_stream(body, ids=False)

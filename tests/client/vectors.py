@@ -97,7 +97,7 @@ SCENARIOS: dict[str, Callable[[], Play]] = {
     "retry_after_date": lambda: Play(
         _then_whole(refusing(503, retry_after="Tue, 24 Nov 2026 00:00:11 GMT"))
     ),
-    "retry_after_too_long": lambda: Play(in_turn(refusing(429, retry_after="3600"))),
+    "retry_after_too_long": lambda: Play(in_turn(refusing(429, retry_after="61"))),
     "refused": lambda: Play(in_turn(refusing(400, b'{"error": {"message": "no"}}'))),
     "strict_server": lambda: Play(_strict),
     "unreachable": lambda: Play(lambda _: unreachable(), targets=TWO),

@@ -1,0 +1,407 @@
+/**
+ * One call as a value: what happened goes in, what to do comes out. No sockets, clocks or chance.
+ *
+ * Inputs and actions are plain objects with a `type`: those of paceline/client/steps.py, and
+ * tests/client/vectors holds both machines to the same answers. Times are seconds.
+ */
+
+import { Answer, ChunkError } from "./answer.js";
+import { NoAnswerError, RefusedError, StreamInterruptedError } from "./errors.js";
+import { SseError, SseParser } from "./sse.js";
+
+// statuses that another attempt may change
+export const RETRYABLE = new Set([408, 409, 429, 500, 502, 503, 504, 529]);
+const MAX_ERROR_BYTES = 64 * 1024;
+const ERROR_SECONDS = 2;
+const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output_ids"];
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const isClientError = (status) => Number.isInteger(status) && status >= 400 && status < 500;
+
+export class Machine {
+  #request;
+  #targets;
+  #policy;
+  #budget;
+  #draw;
+  #leftOut;
+  #state = "waiting";
+  #out = [];
+  #answer = new Answer();
+  #started = false;
+  #end = Infinity;
+  #until = Infinity;
+  #target = 0;
+  #attempt = 0;
+  #ready;
+  #cannotResume = new Set();
+  #trial = new Set();
+  #opened = 0;
+  #parser;
+  #seam = null;
+  #refusal = null;
+  #refusalBody = [];
+  #refusalBytes = 0;
+
+  /**
+   * @param {{path: string, body: object, seed: number}} request
+   * @param {{base_url: string, model: string, api_key?: string}[]} targets in order of preference
+   * @param {object} policy as DEFAULT_POLICY
+   * @param {import("./policy.js").RetryBudget} budget shared by all calls of a client
+   * @param {() => number} draw from 0 up to 1, for jitter
+   * @param {Set<string>[]} leftOut for each target the fields that its server refuses; added to
+   */
+  constructor(request, targets, policy, budget, draw, leftOut) {
+    this.#request = request;
+    this.#targets = targets;
+    this.#policy = policy;
+    this.#budget = budget;
+    this.#draw = draw;
+    this.#leftOut = leftOut;
+    this.#ready = targets.map(() => -Infinity);
+  }
+
+  get over() {
+    return this.#state === "over";
+  }
+
+  /** When a Tick is due, in the time of `handle`. */
+  get deadline() {
+    return Math.min(this.#until, this.#end);
+  }
+
+  /** What to do, in order. */
+  handle(event, now) {
+    this.#out = [];
+    if (this.over) return this.#out;
+    if (event.type === "Start") {
+      this.#budget.deposit();
+      this.#end = now + this.#policy.total_timeout;
+      this.#open(now);
+    } else if (now >= this.#end) {
+      const reason = "the call took too long";
+      this.#giveUp(reason, new NoAnswerError(reason, this.#attempt));
+    } else if (event.type === "Tick") this.#tick(now);
+    else if (this.#state === "waiting") return this.#out;
+    else if (event.type === "Broken") this.#failed(event.reason, now);
+    else if (event.type === "Connected") {
+      this.#state = "asked";
+      this.#until = this.#firstTokenEnd;
+    } else if (event.type === "Head") this.#head(event, now);
+    else if (event.type === "Data") this.#data(event.data, now);
+    else if (this.#state === "refused") this.#refused(now);
+    else this.#failed("the stream ended early", now);
+    return this.#out;
+  }
+
+  #open(now) {
+    this.#attempt += 1;
+    this.#send(now);
+  }
+
+  #send(now) {
+    this.#state = "connecting";
+    this.#opened = now;
+    this.#until = now + this.#policy.connect_timeout;
+    this.#parser = new SseParser(this.#policy.max_event_bytes);
+    this.#refusal = null;
+    this.#seam = null;
+    if (this.#canResume(this.#target)) this.#seam = this.#answer.ids.length;
+    else if (this.#attempt > 1) {
+      const { told } = this.#answer;
+      this.#answer = new Answer();
+      if (told) this.#emit({ type: "Restarted", target: this.#target });
+    }
+    const { path } = this.#request;
+    this.#out.push({ type: "Open", target: this.#target, path, body: this.#body() });
+  }
+
+  #body() {
+    const given = this.#request.body;
+    const options = { include_usage: true, ...given.stream_options };
+    const own = { return_token_ids: true, seed: this.#request.seed, stream_options: options };
+    if (this.#seam !== null) {
+      own.resume_output_ids = [...this.#answer.ids];
+      own.stream_options = { ...options, continuous_usage_stats: true };
+    }
+    for (const name of [...this.#leftOut[this.#target], ...this.#trial]) delete own[name];
+    if ((given.seed ?? null) !== null) delete own.seed;
+    return { ...given, ...own, model: this.#targets[this.#target].model, stream: true };
+  }
+
+  #canResume(target) {
+    // ids mean the same to the same model only
+    const same = this.#targets[target].model === this.#targets[this.#target].model;
+    const toldIds = !this.#leftOut[target].has("return_token_ids");
+    return this.#answer.resumable && same && toldIds && !this.#cannotResume.has(target);
+  }
+
+  get #mayBeginAgain() {
+    return this.#policy.restart_allowed || !this.#answer.told;
+  }
+
+  get #firstTokenEnd() {
+    return this.#opened + this.#policy.first_token_timeout;
+  }
+
+  #failed(reason, now, status = 0, after = null) {
+    const { body } = this.#request;
+    const most = body.max_completion_tokens || body.max_tokens || Infinity;
+    if (this.#answer.resumable && this.#answer.ids.length >= most) {
+      this.#answer.reason ||= "length";
+    }
+    if (this.#answer.reason !== null) {
+      this.#finish();
+      return;
+    }
+    this.#drop();
+    const policy = this.#policy;
+    const backoff = Math.min(
+      policy.backoff_max,
+      policy.backoff_base * 2 ** (this.#attempt - 1),
+    );
+    const pause = Math.max(after ?? 0, this.#draw() * backoff);
+    const tooLong = after !== null && after > policy.max_retry_after;
+    this.#ready[this.#target] = tooLong ? Infinity : now + pause;
+    const following = this.#attempt < policy.attempts ? this.#next() : null;
+    const paid = following !== null && this.#budget.take(now);
+    if (!paid) {
+      const why = following === null ? reason : `${reason}; the budget of retries is spent`;
+      this.#giveUp(why, new NoAnswerError(why, this.#attempt, status, after));
+      return;
+    }
+    const wait = Math.max(0, this.#ready[following] - now);
+    this.#emit({ type: "Retrying", attempt: this.#attempt + 1, reason, wait });
+    if (following !== this.#target) {
+      this.#trial = new Set();
+      this.#emit({ type: "FellBack", target: following });
+      if (!this.#canResume(following)) this.#answer.idsWhole = false;
+    }
+    this.#target = following;
+    if (wait > 0) {
+      this.#state = "waiting";
+      this.#until = now + wait;
+    } else this.#open(now);
+  }
+
+  #next() {
+    const count = this.#targets.length;
+    for (let step = 1; step <= count; step++) {
+      const target = (this.#target + step) % count;
+      const inTime = this.#ready[target] < this.#end;
+      if (inTime && (this.#mayBeginAgain || this.#canResume(target))) return target;
+    }
+    return null;
+  }
+
+  #giveUp(reason, error) {
+    this.#drop();
+    this.#state = "over";
+    const { told, text } = this.#answer;
+    const raised = told ? new StreamInterruptedError(reason, this.#attempt, text) : error;
+    this.#out.push({ type: "Fail", error: raised });
+  }
+
+  #emit(event) {
+    this.#out.push({ type: "Emit", event });
+  }
+
+  #drop() {
+    if (this.#state === "waiting" || this.#state === "over") return;
+    this.#out.push({ type: "Close" });
+    this.#state = "waiting";
+  }
+
+  #tick(now) {
+    if (now < this.#until) return;
+    if (this.#state === "waiting") this.#open(now);
+    else if (this.#state === "connecting") this.#failed("no connection in time", now);
+    else if (this.#state === "refused") this.#refused(now);
+    else if (this.#state === "asked" || this.#until === this.#firstTokenEnd) {
+      this.#failed("no first token in time", now);
+    } else this.#failed("no further token in time", now);
+  }
+
+  #head(head, now) {
+    if (head.status !== 200) {
+      this.#state = "refused";
+      this.#refusal = head;
+      this.#refusalBody = [];
+      this.#refusalBytes = 0;
+      this.#until = now + ERROR_SECONDS;
+    } else if (!(head.headers["content-type"] ?? "").toLowerCase().includes("text/event-stream")) {
+      this.#failed("the answer is no event stream", now);
+    } else if ((head.headers["x-paceline-ignored-fields"] ?? "").includes("resume_output_ids")) {
+      this.#notResumed(now);
+    } else {
+      for (const name of this.#trial) this.#leftOut[this.#target].add(name);
+      this.#state = "streaming";
+    }
+  }
+
+  #data(data, now) {
+    if (this.#state === "refused") {
+      this.#refusalBody.push(data);
+      this.#refusalBytes += data.length;
+      if (this.#refusalBytes > MAX_ERROR_BYTES) this.#refused(now);
+      return;
+    }
+    let found;
+    try {
+      found = this.#parser.feed(data);
+    } catch (error) {
+      if (!(error instanceof SseError)) throw error;
+      this.#failed(error.message, now);
+      return;
+    }
+    for (const text of found) {
+      if (this.#state !== "streaming") return;
+      this.#event(text, now);
+    }
+  }
+
+  #event(text, now) {
+    if (text === "[DONE]") {
+      this.#failed("the stream ended early", now);
+      return;
+    }
+    let chunk = null;
+    try {
+      chunk = JSON.parse(text);
+    } catch {
+      // said below
+    }
+    if (!isObject(chunk)) {
+      this.#failed("an event is no JSON object", now);
+      return;
+    }
+    if (chunk.error) {
+      this.#errorEvent(chunk.error, now);
+      return;
+    }
+    if (this.#seam !== null && !this.#prove(chunk, now)) return;
+    if (!this.#started) {
+      this.#started = true;
+      const [id, model] = [String(chunk.id ?? ""), String(chunk.model ?? "")];
+      this.#emit({ type: "Started", target: this.#target, id, model });
+    }
+    const events = [];
+    const before = this.#answer.ids.length;
+    let fault = "";
+    try {
+      this.#answer.read(chunk, events);
+    } catch (error) {
+      if (!(error instanceof ChunkError)) throw error;
+      fault = error.message;
+    }
+    for (const event of events) this.#emit(event);
+    if (fault) this.#failed(fault, now);
+    else if (events.length || this.#answer.ids.length > before || this.#answer.reason !== null) {
+      this.#until = now + this.#policy.gap_timeout;
+    }
+  }
+
+  /** Whether the attempt has gone on behind the seam, or said nothing yet. */
+  #prove(chunk, now) {
+    const choices = Array.isArray(chunk.choices) ? chunk.choices.filter(isObject) : [];
+    const asked = this.#answer.promptIds;
+    for (const { prompt_token_ids: ids } of [chunk, ...choices]) {
+      if (ids && asked !== null && JSON.stringify(ids) !== JSON.stringify(asked)) {
+        this.#notResumed(now);
+        return false;
+      }
+    }
+    if (!choices.some(saysSomething)) return true;
+    let added = 0;
+    for (const { token_ids: ids } of choices) added += Array.isArray(ids) ? ids.length : 0;
+    const counted = isObject(chunk.usage) ? chunk.usage.completion_tokens : null;
+    if (!Number.isInteger(counted) || counted < this.#seam + added) {
+      this.#notResumed(now);
+      return false;
+    }
+    this.#emit({ type: "Resumed", target: this.#target, position: this.#seam });
+    this.#seam = null;
+    return true;
+  }
+
+  #notResumed(now) {
+    this.#cannotResume.add(this.#target);
+    this.#failed("the server does not go on behind tokens it is given", now);
+  }
+
+  #refused(now) {
+    const { status, headers } = this.#refusal;
+    const decoder = new TextDecoder();
+    const parts = this.#refusalBody.map((part) => decoder.decode(part, { stream: true }));
+    const text = parts.join("") + decoder.decode();
+    const own = this.#sentOwn().filter((name) => text.includes(name));
+    if ((status === 400 || status === 422) && own.length) {
+      if (own.includes("resume_output_ids")) {
+        this.#cannotResume.add(this.#target);
+        this.#failed("the server refuses to resume", now, status);
+      } else {
+        // nothing was computed: asking once more without them is no attempt
+        for (const name of own) this.#trial.add(name);
+        this.#drop();
+        this.#send(now);
+      }
+      return;
+    }
+    const should = (headers["x-should-retry"] ?? "").toLowerCase();
+    if (should === "true" || (RETRYABLE.has(status) && should !== "false")) {
+      this.#failed(`status ${status}`, now, status, retryAfter(this.#refusal));
+    } else this.#giveUp(`status ${status}`, new RefusedError(status, messageOf(text)));
+  }
+
+  #sentOwn() {
+    return OWN_FIELDS.filter(
+      (name) =>
+        (this.#request.body[name] ?? null) === null &&
+        (name !== "resume_output_ids" || this.#seam !== null) &&
+        !this.#leftOut[this.#target].has(name) &&
+        !this.#trial.has(name),
+    );
+  }
+
+  #errorEvent(error, now) {
+    const words = String(isObject(error) ? error.message : error).slice(0, 2000);
+    if (isObject(error) && isClientError(error.code) && !RETRYABLE.has(error.code)) {
+      this.#giveUp(words, new RefusedError(200, words));
+    } else this.#failed(`the server reports: ${words}`, now);
+  }
+
+  #finish() {
+    this.#drop();
+    this.#state = "over";
+    this.#emit(this.#answer.finished(this.#target));
+  }
+}
+
+function saysSomething(choice) {
+  const delta = isObject(choice.delta) ? choice.delta : {};
+  const told = Object.entries(delta).some(([name, value]) => name !== "role" && value);
+  return Boolean(choice.token_ids?.length || choice.finish_reason || choice.text || told);
+}
+
+/** Seconds that the server asks to wait; null: it names none that can be read. */
+function retryAfter({ headers, wall }) {
+  const ms = headers["retry-after-ms"] ?? "";
+  const text = headers["retry-after"] ?? "";
+  let seconds = ms ? Number(ms) / 1000 : text ? Number(text) : NaN;
+  if (Number.isNaN(seconds)) {
+    const sent = Date.parse(headers.date ?? "") / 1000;
+    seconds = Date.parse(text) / 1000 - (Number.isNaN(sent) ? wall : sent);
+  }
+  return Number.isFinite(seconds) ? Math.max(0, seconds) : null;
+}
+
+function messageOf(body) {
+  let words = body;
+  try {
+    const { error } = JSON.parse(body);
+    words = (isObject(error) ? error.message : error) ?? body;
+  } catch {
+    // it is no JSON, and told as it is
+  }
+  return String(words).slice(0, 2000);
+}
