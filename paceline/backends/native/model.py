@@ -35,8 +35,29 @@ _TILE: Final = 16
 _MAX_HEAD_DIM: Final = 256
 
 
+# knobs of ModelConfig that the kernels know at these values alone, and what others are
+_ONLY: Final[tuple[tuple[str, object, str], ...]] = (
+    ("norms_before", True, "no norms before attention and MLP"),
+    ("norms_after", False, "norms after attention and MLP"),
+    ("norm_offset", 0.0, "norms that add to their weight"),
+    ("qk_norm_whole", False, "norms over all heads together"),
+    ("activation", "silu", "a gate other than SiLU"),
+    ("embedding_scale", 1.0, "scaled embeddings"),
+    ("residual_scale", 1.0, "scaled residuals"),
+    ("attention_scale", None, "another scale of attention"),
+    ("logits_divisor", 1.0, "scaled logits"),
+    ("attention_softcap", None, "soft-capped scores"),
+    ("logits_softcap", None, "soft-capped logits"),
+    ("unrotated_layers", (), "layers without rotary embedding"),
+    ("sliding_rope", None, "rotary embeddings that differ between layers"),
+)
+
+
 def unsupported_reason(config: ModelConfig, block_size: int) -> str | None:
     """Why a model of this shape cannot run natively, or None if it can."""
+    lacking = [what for name, value, what in _ONLY if getattr(config, name) != value]
+    if lacking:
+        return f"{config.model_type} has {', '.join(lacking)}, which the native kernels do not have"
     if config.head_dim % _TILE or config.head_dim > _MAX_HEAD_DIM:
         return (
             f"head_dim={config.head_dim} is not a multiple of {_TILE} up to {_MAX_HEAD_DIM}, "

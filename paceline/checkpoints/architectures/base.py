@@ -1,0 +1,55 @@
+"""What an architecture says of itself: how its files name things, and which knobs of ModelConfig
+its config sets. One module of this package describes one architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from paceline.checkpoints.hf_fields import Fields
+
+__all__ = ["Architecture"]
+
+_LAYER: Final = re.compile(r"(model\.layers\.[0-9]+\.)(.+?)(\.weight|\.bias)")
+
+
+def _no_knobs(fields: Fields) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A kind of decoder. What it leaves out is as in Llama."""
+
+    # model_type in config.json, and the class in its "architectures"
+    model_type: str
+    class_name: str
+    # the defaults of transformers' configuration class, for fields that a config leaves out
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # fields that change the arithmetic and that ``knobs`` reads; see ``hf_config.NEUTRAL``
+    reads: frozenset[str] = frozenset()
+    # arguments of ModelConfig, over those that all architectures share
+    knobs: Callable[[Fields], Mapping[str, Any]] = _no_knobs
+    # the field that names the gate's function, and what the function may be called
+    activation_field: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu", "swish")
+    # only the first dimensions of a head may be rotated (partial_rotary_factor)
+    partial_rotary: bool = False
+    # names of rope types that mean another one of ``config.ROPE_KINDS``
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    # a tensor's name in a layer of a Hugging Face folder -> ours (``shapes``)
+    renames: Mapping[str, str] = field(default_factory=dict)
+    # a matrix that holds several of ours, one below the other
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """Our names of what a folder's tensor holds; its own where it is called as we call it."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return (name,)
+        prefix, part, kind = match.groups()
+        names = self.fused.get(part) or (self.renames.get(part, part),)
+        return tuple(f"{prefix}{name}{kind}" for name in names)
