@@ -106,10 +106,10 @@ class Fields:
 
         ``aliases`` gives the name of a rope type that an architecture has under another one.
         """
-        rope = self.rope_parameters() if parameters is None else parameters
-        if any(isinstance(value, dict) for value in rope.values()):
+        given = self.rope_parameters() if parameters is None else parameters
+        if any(isinstance(value, dict) for value in given.values()):
             raise CheckpointError("rope parameters that differ between layers are not supported")
-        rope = {key: value for key, value in rope.items() if value is not None}
+        rope = {key: value for key, value in given.items() if value is not None}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if not isinstance(kind, str):
             raise CheckpointError(f"rope_type is {kind!r:.40}, must be a string")

@@ -75,7 +75,7 @@ class _Reader:
             if rows is None:
                 tensor = self._shards[path].get_tensor(stored)  # type: ignore[no-untyped-call]
             else:
-                tensor = self._shards[path].get_slice(stored)[rows]
+                tensor = self._shards[path].get_slice(stored)[rows]  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name}: {error}") from error
         order = row_order(self._source.config, name)
