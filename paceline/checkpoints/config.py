@@ -162,6 +162,14 @@ class ModelConfig:
     # attend to the last N positions only, in these layers; None: everywhere full
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    # experts of a layer's MLP, which of them a token goes to, and their width; 0: one MLP for all
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    # weights of a token's experts are divided by their sum
+    normalise_experts: bool = False
+    # layers with one MLP in a model with experts
+    dense_layers: tuple[int, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     # dtype of the stored weights, for "auto": "float32", "bfloat16", "float16", or a GGUF type
@@ -212,6 +220,10 @@ class ModelConfig:
             self.activation in ACTIVATIONS,
             f"activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}",
         )
+        if self.num_experts:
+            _require_count("num_experts", self.num_experts, 4096)
+            _require_count("experts_per_token", self.experts_per_token, self.num_experts)
+            _require_count("expert_intermediate_size", self.expert_intermediate_size, 1 << 22)
         for token_id in self.eos_token_ids:
             _require(
                 0 <= token_id < self.vocab_size,

@@ -27,6 +27,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor, read_gguf
 from paceline.checkpoints.shapes import check_shapes
@@ -37,7 +38,9 @@ __all__ = ["SUPPORTED_ARCHITECTURES", "GGUFCheckpoint"]
 _T = TypeVar("_T", bound=np.generic)
 
 # "llama" covers Llama 1 to 3.x, Mistral 7B, SmolLM and SmolLM2
-SUPPORTED_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+SUPPORTED_ARCHITECTURES: Final = tuple(
+    dict.fromkeys(item.gguf for item in ARCHITECTURES.values() if item.gguf is not None)
+)
 
 _NOT_WEIGHTS: Final = {
     GGMLQuantizationType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")

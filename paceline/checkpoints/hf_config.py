@@ -18,7 +18,7 @@ from paceline.checkpoints.hf_fields import Fields, token_ids
 from paceline.checkpoints.json_file import read_json_object
 from paceline.core.errors import CheckpointError
 
-__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "read_hf_config"]
+__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "read_hf_config"]
 
 SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
@@ -64,12 +64,19 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
         )
     generation = read_json_object(folder / "generation_config.json") or {}
     try:
-        return _read(raw, generation, stored_dtype)
+        return config_from(raw, generation, stored_dtype)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _read(raw: Mapping[str, Any], generation: Mapping[str, Any], stored_dtype: str) -> ModelConfig:
+def config_from(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], stored_dtype: str
+) -> ModelConfig:
+    """What ``raw``, a config.json, and ``generation``, a generation_config.json, say.
+
+    Raises:
+        CheckpointError: as ``read_hf_config``.
+    """
     architecture = _architecture(raw)
     fields = Fields(raw, architecture.defaults)
     if "quantization_config" in fields.raw:

@@ -118,7 +118,7 @@ class Fields:
         original = None
         if kind in ("llama3", "yarn", "longrope"):
             # a value beside the rope parameters wins (Phi-3 wrote it there)
-            places = {"original_max_position_embeddings": positions, **rope}
+            places: Mapping[str, Any] = {"original_max_position_embeddings": positions, **rope}
             if "original_max_position_embeddings" in self.raw:
                 places = self.raw
             original = _whole(places, "original_max_position_embeddings")

@@ -11,6 +11,8 @@ know one layout. In it, dimension ``i`` of a head is rotated against dimension `
     model.layers.N.attention_output_norm.weight [hidden], norms after
     model.layers.N.post_attention_layernorm.weight [hidden], before the MLP: norms before
     model.layers.N.mlp.{gate,up,down}_proj     .weight, .bias if the config says so
+    model.layers.N.mlp.router.weight           [experts, hidden], layers with experts, and of each
+    model.layers.N.mlp.experts.E.{gate,up,down}_proj  as above
     model.layers.N.mlp_output_norm.weight      [hidden], norms after
     model.norm.weight                          [hidden]
     lm_head.weight                             [vocab, hidden], absent when tied
@@ -48,6 +50,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 
+    def mlp(name: str, width: int) -> None:
+        linear(f"{name}.gate_proj", width, hidden, config.mlp_bias)
+        linear(f"{name}.up_proj", width, hidden, config.mlp_bias)
+        linear(f"{name}.down_proj", hidden, width, config.mlp_bias)
+
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         if config.norms_before:
@@ -65,9 +72,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.mlp_output_norm.weight"] = (hidden,)
         if config.norms_before:
             shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        linear(f"{prefix}.mlp.gate_proj", inner, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.up_proj", inner, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.down_proj", hidden, inner, config.mlp_bias)
+        if config.num_experts and layer not in config.dense_layers:
+            linear(f"{prefix}.mlp.router", config.num_experts, hidden, False)
+            for expert in range(config.num_experts):
+                mlp(f"{prefix}.mlp.experts.{expert}", config.expert_intermediate_size)
+        else:
+            mlp(f"{prefix}.mlp", inner)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)

@@ -3,6 +3,7 @@ from chunks, and greedy ids."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.native import unavailable_reason, unsupported_reason
+from paceline.backends.architectures import support_table
+from paceline.backends.native import unavailable_reason, unsupported_reason, variants
 from paceline.backends.native.step import NativeLoader
 from paceline.backends.steps import AttentionBatch, ModelLoader
 from paceline.backends.torch.load import TorchLoader
+from paceline.checkpoints.architectures import granite
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.core.errors import ConfigError
+from tests.backends.conftest import load
 from tests.backends.torch.models import ARCHITECTURES, VOCAB, save_model
 
 BLOCK = 16
@@ -34,6 +39,10 @@ def make_loader(checkpoint: Checkpoint, path: str) -> ModelLoader:
             max_model_len=LENGTH,
             threads=1,
         )
+    return make_native(checkpoint)
+
+
+def make_native(checkpoint: Checkpoint) -> NativeLoader:
     return NativeLoader(
         checkpoint=checkpoint,
         dtype="float32",
@@ -109,3 +118,48 @@ def test_logits_and_greedy_ids_are_those_of_transformers(
         row = sequence.feed(tokens[-1:])[0]
     theirs = expected(model, tokens[:-1])
     assert tokens[len(PROMPT) :] == theirs[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial"])
+@pytest.mark.parametrize("isa", variants())
+def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path, name)
+    checkpoint = open_checkpoint(tmp_path)
+    for threads in (1, 3):
+        loader = replace(make_native(checkpoint), isa=isa, threads=threads)
+        sequence = Sequence(loader)
+        # enough rows that members take rows of their own, and then few
+        ours = [sequence.feed(PROMPT[:35]), sequence.feed(PROMPT[35:])]
+        same(np.concatenate(ours), expected(model, PROMPT))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2"])
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.05), ("int8", 0.1), ("q4", 0.5)])
+def test_reduced_formats_are_close(name: str, dtype: str, most: float, tmp_path: Path) -> None:
+    """Far from the 1 and more that a lost norm or factor costs, as near as the rounding allows."""
+    if (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
+    model = save_model(tmp_path, name)
+    loader = replace(make_native(open_checkpoint(tmp_path)), dtype=dtype, kv_dtype="bfloat16")
+    ours, theirs = Sequence(loader).feed(PROMPT), expected(model, PROMPT)
+    error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    assert error < most
+
+
+def test_a_path_that_lacks_an_architecture_says_so(tmp_path: Path) -> None:
+    if (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
+    save_model(tmp_path, "gemma2")
+    with pytest.raises(ConfigError, match=r"gemma2 has soft-capped scores.*--compute torch serves"):
+        load(tmp_path, compute="native", block_size=16)
+    backend = load(tmp_path, compute="auto", block_size=16)
+    assert backend.info.name == "torch"
+    assert "gemma2 has soft-capped scores" in backend.info.choice
+    backend.close()
+
+
+def test_the_page_shows_what_loads() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    assert support_table() in page
+    module = Path(granite.__file__).read_text()
+    assert f"```python\n{module}```" in page

@@ -39,6 +39,7 @@ _MAX_HEAD_DIM: Final = 256
 _ONLY: Final[tuple[tuple[str, object, str], ...]] = (
     ("attention_softcap", None, "soft-capped scores"),
     ("logits_softcap", None, "soft-capped logits"),
+    ("num_experts", 0, "experts"),
 )
 
 

@@ -108,7 +108,9 @@ class NativeLoader:
             config,
             checkpoint_tensors(self.checkpoint),
             rotary_tables(config, self.max_model_len),
-            sliding_rope=sliding and rotary_tables(config, self.max_model_len, sliding),
+            sliding_rope=None
+            if sliding is None
+            else rotary_tables(config, self.max_model_len, sliding),
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             num_blocks=num_blocks + num_host_blocks,

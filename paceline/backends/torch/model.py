@@ -16,6 +16,7 @@ import torch
 
 from paceline.backends.torch.attention import AttentionBackend
 from paceline.backends.torch.linear import Linear
+from paceline.backends.torch.mlp import MLP
 from paceline.backends.torch.rope import RotaryTable
 from paceline.checkpoints.config import ModelConfig
 
@@ -57,10 +58,7 @@ class LayerWeights:
     # on what attention gives, before it is added to the sum
     attention_output_norm: RMSNorm | None
     mlp_norm: RMSNorm | None
-    # [hidden] -> [2 * intermediate]: gate, up
-    gate_up: Linear
-    # [intermediate] -> [hidden]
-    down: Linear
+    mlp: MLP
     # on what the MLP gives, before it is added to the sum
     mlp_output_norm: RMSNorm | None
 
@@ -104,7 +102,6 @@ class Decoder:
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = config.head_dim
-        self._intermediate = config.intermediate_size
 
     def forward(
         self,
@@ -139,7 +136,7 @@ class Decoder:
             if layer.attention_output_norm is not None:
                 attended = layer.attention_output_norm(attended)
             x.add_(attended, alpha=share)
-            inner = self._mlp(layer, self._normed(layer.mlp_norm, x))
+            inner = layer.mlp(self._normed(layer.mlp_norm, x))
             if layer.mlp_output_norm is not None:
                 inner = layer.mlp_output_norm(inner)
             x.add_(inner, alpha=share)
@@ -184,10 +181,3 @@ class Decoder:
                 query.copy_(layer.query_norm(query))
                 key.copy_(layer.key_norm(key))
         return qkv
-
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate_up = layer.gate_up(x)
-        gate, up = gate_up[:, : self._intermediate], gate_up[:, self._intermediate :]
-        if self._config.activation == "silu":
-            return layer.down(torch.nn.functional.silu(gate).mul_(up))
-        return layer.down(torch.nn.functional.gelu(gate, approximate="tanh").mul_(up))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from paceline.backends.torch.linear import Linear, make_linear
+from paceline.backends.torch.mlp import MLP, DenseMLP, SparseMLP
 from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf import HFCheckpoint
@@ -100,6 +101,15 @@ class _Reader:
     def maybe_norm(self, name: str) -> RMSNorm | None:
         return self.norm(name) if name in self._shapes else None
 
+    def mlp(self, name: str) -> MLP:
+        config = self._source.config
+        if f"{name}.router.weight" not in self._shapes:
+            gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
+            return DenseMLP(gate_up, self.linear(f"{name}.down_proj"), config.activation)
+        experts = [self.mlp(f"{name}.experts.{expert}") for expert in range(config.num_experts)]
+        router = self.get(f"{name}.router.weight")
+        return SparseMLP(router, experts, config.experts_per_token, config.normalise_experts)
+
     def layers(self) -> Iterator[LayerWeights]:
         for index in range(self._source.config.num_hidden_layers):
             attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -112,8 +122,7 @@ class _Reader:
                 output=self.linear(f"{attention}.o_proj"),
                 attention_output_norm=self.maybe_norm(f"{layer}.attention_output_norm.weight"),
                 mlp_norm=self.maybe_norm(f"{layer}.post_attention_layernorm.weight"),
-                gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                down=self.linear(f"{mlp}.down_proj"),
+                mlp=self.mlp(mlp),
                 mlp_output_norm=self.maybe_norm(f"{layer}.mlp_output_norm.weight"),
             )
 

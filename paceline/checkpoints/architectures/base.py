@@ -14,6 +14,7 @@ from paceline.checkpoints.hf_fields import Fields
 __all__ = ["Architecture"]
 
 _LAYER: Final = re.compile(r"(model\.layers\.[0-9]+\.)(.+?)(\.weight|\.bias)")
+_EXPERT: Final = re.compile(r"\.experts\.([0-9]+)\.")
 
 
 def _no_knobs(fields: Fields) -> Mapping[str, Any]:
@@ -27,6 +28,10 @@ class Architecture:
     # model_type in config.json, and the class in its "architectures"
     model_type: str
     class_name: str
+    # what people call it
+    title: str
+    # general.architecture of its GGUF files; None: these are not read
+    gguf: str | None = None
     # the defaults of transformers' configuration class, for fields that a config leaves out
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # fields that change the arithmetic and that ``knobs`` reads; see ``hf_config.NEUTRAL``
@@ -40,7 +45,8 @@ class Architecture:
     partial_rotary: bool = False
     # names of rope types that mean another one of ``config.ROPE_KINDS``
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    # a tensor's name in a layer of a Hugging Face folder -> ours (``shapes``)
+    # a tensor's name in a layer of a Hugging Face folder -> ours (``shapes``), with * for the
+    # number of an expert
     renames: Mapping[str, str] = field(default_factory=dict)
     # a matrix that holds several of ours, one below the other
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -51,5 +57,10 @@ class Architecture:
         if match is None:
             return (name,)
         prefix, part, kind = match.groups()
+        # an expert's number goes through as it is
+        expert = _EXPERT.search(part)
+        number = expert[1] if expert else ""
+        part = _EXPERT.sub(".experts.*.", part)
         names = self.fused.get(part) or (self.renames.get(part, part),)
+        names = tuple(name.replace("*", number) for name in names)
         return tuple(f"{prefix}{name}{kind}" for name in names)

@@ -50,6 +50,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
+    title="Gemma 2",
     defaults={
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,

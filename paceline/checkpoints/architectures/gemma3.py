@@ -49,6 +49,7 @@ def _rope_parameters(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
 ARCHITECTURE = Architecture(
     model_type="gemma3_text",
     class_name="Gemma3ForCausalLM",
+    title="Gemma 3, text alone",
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

@@ -27,6 +27,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="granite",
     class_name="GraniteForCausalLM",
+    title="Granite 3, dense",
     defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     reads=frozenset(
         {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}

@@ -19,6 +19,8 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
+    title="Llama 1 to 3.x, SmolLM, SmolLM2",
+    gguf="llama",
     defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     knobs=_knobs,
 )

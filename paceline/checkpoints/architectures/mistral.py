@@ -21,6 +21,8 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="mistral",
     class_name="MistralForCausalLM",
+    title="Mistral, text alone",
+    gguf="llama",
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,

@@ -26,6 +26,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
+    title="OLMo 2",
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
     knobs=_knobs,
     renames={

@@ -19,6 +19,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="phi3",
     class_name="Phi3ForCausalLM",
+    title="Phi-3, Phi-3.5, Phi-4, dense, text alone",
     defaults={
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

@@ -18,6 +18,8 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
+    title="Qwen2, Qwen2.5, dense",
+    gguf="qwen2",
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 32,

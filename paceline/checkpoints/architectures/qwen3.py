@@ -20,6 +20,8 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
+    title="Qwen3, dense",
+    gguf="qwen3",
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 32,

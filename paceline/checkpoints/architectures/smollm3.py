@@ -39,6 +39,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 ARCHITECTURE = Architecture(
     model_type="smollm3",
     class_name="SmolLM3ForCausalLM",
+    title="SmolLM3",
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,

@@ -42,6 +42,12 @@ _GEMMA: Final[dict[str, Any]] = {
     "pad_token_id": 0,
 }
 
+_EXPERTS: Final[dict[str, Any]] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+
 # name -> (class prefix, settings over _BASE)
 ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("Llama", {}),
@@ -147,6 +153,21 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
+    "qwen3-moe": ("Qwen3Moe", _EXPERTS),
+    "qwen3-moe-some-dense": (
+        "Qwen3Moe",
+        _EXPERTS
+        | {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-moe-sliding": ("Qwen3Moe", _EXPERTS | {"use_sliding_window": True, "sliding_window": 9}),
     "granite-biases": ("Granite", {"attention_bias": True, "mlp_bias": True}),
 }
 
