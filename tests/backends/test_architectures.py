@@ -21,7 +21,8 @@ from paceline.checkpoints.architectures import granite
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.core.errors import ConfigError
 from tests.backends.conftest import load
-from tests.backends.torch.models import ARCHITECTURES, VOCAB, save_model
+from tests.backends.gguf_files import FILES, write_gguf
+from tests.backends.torch.models import ARCHITECTURES, VOCAB, make_model, save_model
 
 BLOCK = 16
 LENGTH = 128
@@ -118,6 +119,21 @@ def test_logits_and_greedy_ids_are_those_of_transformers(
         row = sequence.feed(tokens[-1:])[0]
     theirs = expected(model, tokens[:-1])
     assert tokens[len(PROMPT) :] == theirs[len(PROMPT) - 1 :].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize("name", list(FILES))
+def test_gguf_files_give_the_logits_of_transformers(name: str, path: str, tmp_path: Path) -> None:
+    model = make_model(name, **FILES[name][2])
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", name, model))
+    if path == "native":
+        if (reason := unavailable_reason()) is not None:
+            pytest.skip(reason)
+        if (reason := unsupported_reason(checkpoint.config, BLOCK)) is not None:
+            pytest.skip(reason)
+    sequence = Sequence(make_loader(checkpoint, path))
+    ours = [sequence.feed(PROMPT[:19]), sequence.feed(PROMPT[19:])]
+    same(np.concatenate(ours), expected(model, PROMPT))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial"])

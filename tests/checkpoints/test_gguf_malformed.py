@@ -152,6 +152,8 @@ LIES: list[tuple[str, str, Lie]] = [
     ("architecture a number", "string", put("general.architecture", U32, scalar(U32, 1))),
     ("split", "gguf-split", put("split.count", U32, scalar(U32, 3))),
     ("experts", "experts", number("expert_count", U32, 8)),
+    ("soft caps", "attn_logit_softcapping=50.0", number("attn_logit_softcapping", F32, 50.0)),
+    ("scaled logits", "logit_scale=2.0", number("logit_scale", F32, 2.0)),
     ("no layers key", "missing", drop("llama.block_count")),
     ("0 layers", "num_hidden_layers", number("block_count", U32, 0)),
     ("-1 layers", "-1", number("block_count", I32, -1)),

@@ -7,17 +7,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from paceline.checkpoints.hf_fields import Fields
 
-__all__ = ["Architecture"]
+__all__ = ["Architecture", "GGUFFields"]
 
 _LAYER: Final = re.compile(r"(model\.layers\.[0-9]+\.)(.+?)(\.weight|\.bias)")
 _EXPERT: Final = re.compile(r"\.experts\.([0-9]+)\.")
 
 
 def _no_knobs(fields: Fields) -> Mapping[str, Any]:
+    return {}
+
+
+class GGUFFields(Protocol):
+    """Typed access to a GGUF file's metadata; keys go without the architecture. Readers raise
+    CheckpointError naming the key."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def value(self, key: str, default: float | None = None) -> float:
+        """A number."""
+        ...
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number, not below 0."""
+        ...
+
+
+def _no_gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
     return {}
 
 
@@ -32,6 +52,14 @@ class Architecture:
     title: str
     # general.architecture of its GGUF files; None: these are not read
     gguf: str | None = None
+    # llama.cpp rotates neighbouring rows, so its converter interleaved those of queries and keys
+    gguf_interleaved: bool = False
+    # a tensor's name in a layer of a GGUF file -> in a Hugging Face folder, or ours
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf.NEUTRAL``
+    gguf_reads: frozenset[str] = frozenset()
+    # arguments of ModelConfig, over those that all GGUF files share
+    gguf_knobs: Callable[[GGUFFields], Mapping[str, Any]] = _no_gguf_knobs
     # the defaults of transformers' configuration class, for fields that a config leaves out
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # fields that change the arithmetic and that ``knobs`` reads; see ``hf_config.NEUTRAL``

@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.checkpoints.architectures.base import Architecture
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
 from paceline.core.errors import CheckpointError
 
-__all__ = ["ARCHITECTURE", "RENAMES", "gemma_knobs"]
+__all__ = ["ARCHITECTURE", "GGUF_NAMES", "RENAMES", "gemma_gguf_knobs", "gemma_knobs"]
 
+GGUF_NAMES: Final = {
+    "post_attention_norm": "attention_output_norm",
+    "post_ffw_norm": "mlp_output_norm",
+}
 RENAMES: Final = {
     "post_attention_layernorm": "attention_output_norm",
     "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -47,10 +51,40 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     return {**gemma_knobs(fields), **fields.sliding(kinds)}
 
 
+def gemma_gguf_knobs(fields: GGUFFields, large: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common; ``large`` is the number of layers of the 27B.
+
+    Files hold norms' weights with the 1 added. They do not say what scores are multiplied by: it is
+    a head's dimensions ** -0.5 in all published models but the 27B, which have the width over the
+    heads instead.
+    """
+    hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
+    return {
+        "norms_after": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": math.sqrt(hidden),
+        "attention_scale": (hidden // heads) ** -0.5 if fields.layers == large else None,
+    }
+
+
+def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+    return {
+        **gemma_gguf_knobs(fields, 46),
+        "attention_softcap": fields.value("attn_logit_softcapping", 50.0) or None,
+        "logits_softcap": fields.value("final_logit_softcapping", 30.0) or None,
+        "sliding_window": fields.count("attention.sliding_window"),
+        "sliding_layers": tuple(range(0, fields.layers, 2)),
+    }
+
+
 ARCHITECTURE = Architecture(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
     title="Gemma 2",
+    gguf="gemma2",
+    gguf_names=GGUF_NAMES,
+    gguf_reads=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+    gguf_knobs=_gguf_knobs,
     defaults={
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,

@@ -6,8 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture
-from paceline.checkpoints.architectures.gemma2 import RENAMES, gemma_knobs
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields
+from paceline.checkpoints.architectures.gemma2 import (
+    GGUF_NAMES,
+    RENAMES,
+    gemma_gguf_knobs,
+    gemma_knobs,
+)
+from paceline.checkpoints.config import RopeConfig
 from paceline.checkpoints.hf_fields import Fields
 from paceline.core.errors import CheckpointError
 
@@ -46,10 +52,26 @@ def _rope_parameters(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"rope_theta": theta, **found}, {"rope_theta": local_theta}
 
 
+def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+    local = fields.value("rope.freq_base_swa", _LOCAL_THETA)
+    return {
+        **gemma_gguf_knobs(fields, 62),
+        "qk_norm": True,
+        "logits_softcap": fields.value("final_logit_softcapping", 0.0) or None,
+        "sliding_window": fields.count("attention.sliding_window"),
+        "sliding_layers": tuple(i for i in range(fields.layers) if (i + 1) % 6),
+        "sliding_rope": RopeConfig(theta=local),
+    }
+
+
 ARCHITECTURE = Architecture(
     model_type="gemma3_text",
     class_name="Gemma3ForCausalLM",
     title="Gemma 3, text alone",
+    gguf="gemma3",
+    gguf_names=GGUF_NAMES,
+    gguf_reads=frozenset({"final_logit_softcapping"}),
+    gguf_knobs=_gguf_knobs,
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
 
 __all__ = ["ARCHITECTURE"]
@@ -24,10 +24,24 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+    # 0 is llama.cpp's word for none
+    return {
+        "embedding_scale": fields.value("embedding_scale", 0.0) or 1.0,
+        "residual_scale": fields.value("residual_scale", 0.0) or 1.0,
+        "attention_scale": fields.value("attention.scale", 0.0) or None,
+        "logits_divisor": fields.value("logit_scale", 0.0) or 1.0,
+    }
+
+
 ARCHITECTURE = Architecture(
     model_type="granite",
     class_name="GraniteForCausalLM",
     title="Granite 3, dense",
+    gguf="granite",
+    gguf_interleaved=True,
+    gguf_reads=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+    gguf_knobs=_gguf_knobs,
     defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     reads=frozenset(
         {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}

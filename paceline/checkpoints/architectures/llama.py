@@ -21,6 +21,7 @@ ARCHITECTURE = Architecture(
     class_name="LlamaForCausalLM",
     title="Llama 1 to 3.x, SmolLM, SmolLM2",
     gguf="llama",
+    gguf_interleaved=True,
     defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     knobs=_knobs,
 )

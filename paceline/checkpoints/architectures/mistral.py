@@ -23,6 +23,7 @@ ARCHITECTURE = Architecture(
     class_name="MistralForCausalLM",
     title="Mistral, text alone",
     gguf="llama",
+    gguf_interleaved=True,
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,

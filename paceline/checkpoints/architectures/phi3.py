@@ -20,6 +20,8 @@ ARCHITECTURE = Architecture(
     model_type="phi3",
     class_name="Phi3ForCausalLM",
     title="Phi-3, Phi-3.5, Phi-4, dense, text alone",
+    gguf="phi3",
+    gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     defaults={
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

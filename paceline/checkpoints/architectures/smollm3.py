@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
 from paceline.core.errors import CheckpointError
 
@@ -36,10 +36,18 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+    # the file does not say which; every fourth is what there is, and what llama.cpp takes
+    return {"unrotated_layers": tuple(range(3, fields.layers, 4))}
+
+
 ARCHITECTURE = Architecture(
     model_type="smollm3",
     class_name="SmolLM3ForCausalLM",
     title="SmolLM3",
+    gguf="smollm3",
+    gguf_interleaved=True,
+    gguf_knobs=_gguf_knobs,
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,
