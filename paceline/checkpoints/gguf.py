@@ -18,7 +18,7 @@ import math
 import mmap
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -56,7 +56,8 @@ NEUTRAL: Final[Mapping[str, Any]] = MappingProxyType(
         "attention.temperature_scale": 0.0,
         "attn_logit_softcapping": 0.0,
         "embedding_scale": 0.0,
-        "expert_count": 0,
+        "expert_gating_func": 1,
+        "expert_weights_scale": 1.0,
         "final_logit_softcapping": 0.0,
         "logit_scale": 0.0,
         "residual_scale": 0.0,
@@ -85,6 +86,11 @@ _IN_LAYER: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router",
+    # of all experts, one behind the other
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 _LAYER_NAME: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 _PLAIN_NAME: Final = re.compile(r"([a-z_]+)\.(weight|bias)")
@@ -97,9 +103,16 @@ _ROPE_TENSORS: Final = (
 
 
 def _find_architecture(metadata: Mapping[str, Any]) -> Architecture | None:
+    """By name and by whether there are experts; None for what no architecture has."""
     name = metadata.get("general.architecture")
-    # llama stands for all that share its files
-    return next((item for item in ARCHITECTURES.values() if item.gguf and item.gguf == name), None)
+    if not isinstance(name, str):
+        return None
+    experts = metadata.get(f"{name}.expert_count", 0)
+    sparse = isinstance(experts, int) and experts > 0
+    # llama stands for Mistral too, whose files are alike
+    found = [item for item in ARCHITECTURES.values() if item.gguf == name]
+    fitting = [item for item in found if item.gguf_experts == sparse]
+    return next(iter(fitting or found), None)
 
 
 def _our_name(name: str, parts: Mapping[str, str]) -> str:
@@ -201,28 +214,34 @@ class GGUFCheckpoint:
         return names
 
     def _split_fused(self) -> None:
-        """Give the parts of fused matrices their names; one of other rows stays, and is refused."""
+        """Give the parts of fused matrices, and each of the experts that lie one behind the other,
+        their names. What has another size than its parts stays, and is refused."""
         expected = expected_shapes(self._config)
         architecture = ARCHITECTURES[self._config.model_type]
         for name, tensor in list(self._tensors.items()):
-            parts = architecture.parts_of(name)
-            if len(parts) == 1 or any(part not in expected for part in parts):
+            experts = range(self._config.num_experts)
+            parts: Sequence[str] = architecture.parts_of(name)
+            if "*" in name:
+                parts = [name.replace("*", str(expert)) for expert in experts]
+            if len(parts) < 2 and "*" not in name:
                 continue
-            if tensor.shape[0] != sum(expected[part][0] for part in parts):
+            shapes = [expected[part] for part in parts if part in expected]
+            rows = [shape[0] for shape in shapes]
+            whole = (sum(rows),) if "*" not in name else (len(parts), *rows[:1])
+            if len(shapes) < len(parts) or tensor.shape[:-1] != whole:
                 continue
             del self._tensors[name]
-            start, row_bytes = tensor.start, tensor.num_bytes // tensor.shape[0]
-            for part in parts:
-                rows = expected[part][0]
+            start, row_bytes = tensor.start, tensor.num_bytes // sum(rows)
+            for part, count in zip(parts, rows, strict=True):
                 if part in self._tensors:
                     raise CheckpointError(f"{self.path}: two tensors are both {part}")
                 self._tensors[part] = replace(
                     tensor,
-                    shape=(rows, *tensor.shape[1:]),
+                    shape=(count, tensor.shape[-1]),
                     start=start,
-                    num_bytes=rows * row_bytes,
+                    num_bytes=count * row_bytes,
                 )
-                start += rows * row_bytes
+                start += count * row_bytes
 
     def _find(self, name: str) -> GGUFTensor:
         try:
@@ -295,7 +314,8 @@ class _ConfigReader:
                 f"this is one of {parts} parts of a split model; join them first with "
                 "llama.cpp's `gguf-split --merge`"
             )
-        if (experts := self.whole(f"{self.arch}.expert_count", 0)) > 0:
+        experts = self.whole(f"{self.arch}.expert_count", 0)
+        if experts > 0 and not architecture.gguf_experts:
             raise CheckpointError(f"a mixture of {experts} experts is not supported")
 
         for key, neutral in NEUTRAL.items():
@@ -450,7 +470,7 @@ class _ConfigReader:
         """The type that holds most bytes of the layers' matrices."""
         sizes: Counter[str] = Counter()
         for name, tensor in self.tensors.items():
-            if len(tensor.shape) == 2 and name.startswith("model.layers."):
+            if len(tensor.shape) > 1 and name.startswith("model.layers."):
                 sizes[tensor.type.name] += tensor.num_bytes
         if not sizes:
             raise CheckpointError("there are no layers")

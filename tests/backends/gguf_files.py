@@ -23,6 +23,8 @@ FILES: Final[dict[str, tuple[str, bool, dict[str, Any]]]] = {
     "phi3-sliding": ("phi3", False, {}),
     "phi3-partial": ("phi3", False, {}),
     "phi3-longrope": ("phi3", False, {}),
+    "mixtral": ("llama", True, {}),
+    "qwen3-moe": ("qwen3moe", False, {"norm_topk_prob": True}),
     "granite": ("granite", True, {}),
     "smollm3": ("smollm3", True, {}),
     "olmo2": ("olmo2", False, {}),
@@ -54,6 +56,15 @@ def write_gguf(path: Path, name: str, model: Any) -> Path:
         ):  # fmt: skip
             if interleaved and part in key:
                 values = _interleaved(values, heads)
+        if "mlp.experts." in key:
+            prefix = f"blk.{key.split('.')[2]}.ffn"
+            if key.endswith("gate_up_proj"):
+                gate, up = np.split(values, 2, axis=1)
+                writer.add_tensor(f"{prefix}_gate_exps.weight", np.ascontiguousarray(gate))
+                writer.add_tensor(f"{prefix}_up_exps.weight", np.ascontiguousarray(up))
+            else:
+                writer.add_tensor(f"{prefix}_down_exps.weight", values)
+            continue
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         writer.add_tensor(stored, np.ascontiguousarray(values))
@@ -96,6 +107,11 @@ def _metadata(config: Any, arch: str) -> dict[str, int | float]:
         factor = config.max_position_embeddings / original
         keys["rope.scaling.original_context_length"] = original
         keys["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(factor) / np.log(original)))
+    if (experts := getattr(config, "num_local_experts", 0)) > 0:
+        keys["expert_count"] = experts
+        keys["expert_used_count"] = config.num_experts_per_tok
+        if arch == "qwen3moe":
+            keys["expert_feed_forward_length"] = config.moe_intermediate_size
     if arch == "granite":
         keys["attention.scale"] = config.attention_multiplier
         keys["embedding_scale"] = config.embedding_multiplier

@@ -151,7 +151,7 @@ LIES: list[tuple[str, str, Lie]] = [
     ("architecture", "these are", put("general.architecture", STRING, text("mamba"))),
     ("architecture a number", "string", put("general.architecture", U32, scalar(U32, 1))),
     ("split", "gguf-split", put("split.count", U32, scalar(U32, 3))),
-    ("experts", "experts", number("expert_count", U32, 8)),
+    ("experts", "expert_used_count is missing", number("expert_count", U32, 8)),
     ("soft caps", "attn_logit_softcapping=50.0", number("attn_logit_softcapping", F32, 50.0)),
     ("scaled logits", "logit_scale=2.0", number("logit_scale", F32, 2.0)),
     ("no layers key", "missing", drop("llama.block_count")),

@@ -52,6 +52,8 @@ class Architecture:
     title: str
     # general.architecture of its GGUF files; None: these are not read
     gguf: str | None = None
+    # these have experts; a name may stand for files with and without
+    gguf_experts: bool = False
     # llama.cpp rotates neighbouring rows, so its converter interleaved those of queries and keys
     gguf_interleaved: bool = False
     # a tensor's name in a layer of a GGUF file -> in a Hugging Face folder, or ours

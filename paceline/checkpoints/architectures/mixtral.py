@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
 
 __all__ = ["ARCHITECTURE"]
@@ -21,10 +21,23 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+    return {
+        "num_experts": fields.count("expert_count"),
+        "experts_per_token": fields.count("expert_used_count"),
+        "expert_intermediate_size": fields.count("feed_forward_length"),
+        "normalise_experts": True,
+    }
+
+
 ARCHITECTURE = Architecture(
     model_type="mixtral",
     class_name="MixtralForCausalLM",
     title="Mixtral",
+    gguf="llama",
+    gguf_experts=True,
+    gguf_interleaved=True,
+    gguf_knobs=_gguf_knobs,
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,

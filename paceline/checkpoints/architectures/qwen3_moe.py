@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.checkpoints.architectures.base import Architecture
+from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
 from paceline.core.errors import CheckpointError
 
@@ -35,10 +35,24 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
+    # as llama.cpp: files hold models with experts in every layer, and weights that sum to 1
+    return {
+        "qk_norm": True,
+        "num_experts": fields.count("expert_count"),
+        "experts_per_token": fields.count("expert_used_count"),
+        "expert_intermediate_size": fields.count("expert_feed_forward_length"),
+        "normalise_experts": True,
+    }
+
+
 ARCHITECTURE = Architecture(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     title="Qwen3, mixture of experts",
+    gguf="qwen3moe",
+    gguf_experts=True,
+    gguf_knobs=_gguf_knobs,
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,
