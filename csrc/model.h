@@ -1,4 +1,4 @@
-// A Llama-shaped decoder with its paged KV cache, run one whole step at a time.
+// A decoder with its paged KV cache, run one whole step at a time.
 #pragma once
 #include <array>
 #include <atomic>
