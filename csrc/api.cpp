@@ -114,8 +114,8 @@ int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, con
   return guarded([&] { model->model.load(PacelineTensor(tensor), int(layer), Source(type), data, rows, columns); });
 }
 
-int paceline_set_rope(PacelineModel* model, const float* cos, const float* sin) {
-  return guarded([&] { model->model.set_rope(cos, sin); });
+int paceline_set_rope(PacelineModel* model, int table, const float* cos, const float* sin) {
+  return guarded([&] { model->model.set_rope(table, cos, sin); });
 }
 
 int paceline_ready(PacelineModel* model) {

@@ -25,8 +25,8 @@ PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, 
   }
   for (int r = 0; r < rows; ++r) {
     const vf y0 = add(tile[2 * r], bias0), y1 = add(tile[2 * r + 1], bias1);
-    if (g.epilogue == Epilogue::kSilu) {
-      const vf y = mul(silu(y0), y1);
+    if (g.epilogue >= Epilogue::kSilu) {
+      const vf y = mul(g.epilogue == Epilogue::kSilu ? silu(y0) : gelu(y0), y1);
       const int64_t at = (row + r) * g.out_stride + panel * 16;
       if (g.out_bf16)
         store_bf16(static_cast<uint16_t*>(g.out) + at, y);
@@ -53,7 +53,7 @@ PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, 
 
 // Ask for the lines that ``finish`` will write: by the time the products are done they are here.
 PL_INLINE void expect(const GemmArgs& g, int rows, int64_t row, int64_t panel) {
-  const bool gated = g.epilogue == Epilogue::kSilu;
+  const bool gated = g.epilogue >= Epilogue::kSilu;
   const int64_t column = panel * (gated ? 16 : kPanel), bytes = gated && g.out_bf16 ? 2 : 4;
   for (int r = 0; r < rows; ++r) {
     const uint8_t* out = static_cast<const uint8_t*>(g.out) + ((row + r) * g.out_stride + column) * bytes;

@@ -80,6 +80,7 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
   qkv_.reserve(n * size_t(pad_to(qkv_rows_, 16)) * 4);
   queries_.reserve(n * size_t(attended) * 4);
   query_scales_.reserve(n * size_t(c.heads) * 4);
+  if (c.norms & 2) given_.reserve(n * size_t(hidden_pad_) * 4);
   attended_.reserve(n * size_t(attended) * 4);
   inner_.reserve(n * size_t(pad_to(inner_pad_, 32)) * 4);
   rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest, 16)) * 4);
@@ -217,8 +218,12 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
   float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
   each_row(member, share, [&](int64_t r) {
     before(r);
-    kernels_->rms_norm(x + r * hidden_pad_, weight.data(), n, config_.eps, scratch);
-    kernels_->encode(scratch, n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
+    const float* from = x + r * hidden_pad_;
+    if (!weight.empty()) {
+      kernels_->rms_norm(from, weight.data(), n, config_.sum_eps, scratch);
+      from = scratch;
+    }
+    kernels_->encode(from, n, padded, shape.acts, share.acts + r * shape.bytes, share.scales + r * shape.scales);
   });
 }
 
@@ -264,6 +269,18 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
   team_.each(member, panels * blocks, grain, compute);
 }
 
+void Model::multiply_into(int member, const Share& share, const Linear& linear, const uint8_t* acts,
+                          int64_t acts_stride, const std::vector<float>& norm, float* x) {
+  if (norm.empty()) return multiply(member, share, linear, acts, acts_stride, Epilogue::kAdd, x, hidden_pad_, false);
+  float* given = reinterpret_cast<float*>(given_.data()) + share.begin * hidden_pad_;
+  multiply(member, share, linear, acts, acts_stride, Epilogue::kStore, given, hidden_pad_, false);
+  each_row(member, share, [&](int64_t r) {
+    float *from = given + r * hidden_pad_, *into = x + r * hidden_pad_;
+    kernels_->rms_norm(from, norm.data(), config_.hidden, config_.eps, from);
+    for (int64_t i = 0; i < config_.hidden; ++i) into[i] += from[i];
+  });
+}
+
 uint8_t* Model::tile_of(const PacelineStep& step, int64_t token, int64_t layer_index) {
   const int64_t position = step.positions[token], slot = position % config_.block_size;
   const int32_t* table = step.tables + int64_t(sequence_of_[size_t(token)]) * step.table_width;
@@ -283,25 +300,34 @@ void Model::rope_and_store(int member, const Share& share, const PacelineStep& s
   const PacelineConfig& c = config_;
   const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
   const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
-  const float factor = kLog2e / std::sqrt(float(d));
+  const float factor = c.attention_scale > 0 ? kLog2e * c.attention_scale : kLog2e / std::sqrt(float(d));
+  const bool each_normed = !layer.q_norm.empty() && !c.qk_norm_whole;
   float* query_scales = reinterpret_cast<float*>(query_scales_.data());
   each_row(member, share, [&](int64_t r) {
     const int64_t t = share.begin + r;
     float* row = qkv + t * stride;
     const int64_t position = step.positions[t], slot = position % c.block_size;
     uint8_t* tile = tile_of(step, t, layer_index);
-    const float *cos = cos_.data() + position * (d / 2), *sin = sin_.data() + position * (d / 2);
+    const float *cos = nullptr, *sin = nullptr;
+    if (layer.rope >= 0) {
+      cos = cos_[size_t(layer.rope)].data() + position * (d / 2);
+      sin = sin_[size_t(layer.rope)].data() + position * (d / 2);
+    }
+    if (c.qk_norm_whole && !layer.q_norm.empty()) {
+      kernels_->rms_norm(row, layer.q_norm.data(), c.heads * d, c.eps, row);
+      kernels_->rms_norm(row + c.heads * d, layer.k_norm.data(), c.kv_heads * d, c.eps, row + c.heads * d);
+    }
     for (int64_t h = 0; h < c.heads; ++h) {
       float* q = row + h * d;
-      if (!layer.q_norm.empty()) kernels_->rms_norm(q, layer.q_norm.data(), d, c.eps, q);
-      kernels_->rope(q, cos, sin, int(d));
+      if (each_normed) kernels_->rms_norm(q, layer.q_norm.data(), d, c.eps, q);
+      if (cos) kernels_->rope(q, cos, sin, int(d));
       const int64_t at = (h / group_ * n + t) * group_ + h % group_;
       kernels_->encode_query(q, int(d), factor, kv_, queries_.data() + at * query_bytes, query_scales + at);
     }
     for (int64_t h = 0; h < c.kv_heads; ++h) {
       float *k = row + (c.heads + h) * d, *v = row + (c.heads + c.kv_heads + h) * d;
-      if (!layer.k_norm.empty()) kernels_->rms_norm(k, layer.k_norm.data(), d, c.eps, k);
-      kernels_->rope(k, cos, sin, int(d));
+      if (each_normed) kernels_->rms_norm(k, layer.k_norm.data(), d, c.eps, k);
+      if (cos) kernels_->rope(k, cos, sin, int(d));
       kernels_->store_kv(k, v, int(d), int(slot % kTile), kv_, tile + h * head_bytes_);
     }
   });
@@ -405,7 +431,10 @@ void Model::run_step(const PacelineStep& step, int member) {
 
   const Matrix& table = c.tied ? head_.main : embedding_.main;
   each_row(member, share, [&](int64_t r) {
-    table.unpack_row(step.token_ids[share.begin + r], x + (share.begin + r) * hidden_pad_);
+    float* row = x + (share.begin + r) * hidden_pad_;
+    table.unpack_row(step.token_ids[share.begin + r], row);
+    if (c.embedding_scale != 1)
+      for (int64_t i = 0; i < c.hidden; ++i) row[i] *= c.embedding_scale;
   });
   mark(member, kEmbed);
 
@@ -438,21 +467,22 @@ void Model::run_step(const PacelineStep& step, int member) {
     float* own = x + share.begin * hidden_pad_;
     encode_rows(member, share, attended, last ? step.sample_rows : nullptr, width, width, layer.out);
     mark(member, kEncode);
-    multiply(member, share, layer.out, nullptr, 0, Epilogue::kAdd, own, hidden_pad_, false);
+    multiply_into(member, share, layer.out, nullptr, 0, layer.attention_out_norm, own);
     mark(member, kOut);
     norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, [](int64_t) {});
     mark(member, kNorm);
     const Acts acts = shape_of(layer.down, share.total).acts;
     const bool bf16 = acts == Acts::kBF16;
     uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
-    multiply(member, share, layer.gate_up, nullptr, 0, Epilogue::kSilu, inner, inner_stride, bf16);
+    multiply(member, share, layer.gate_up, nullptr, 0, c.gelu ? Epilogue::kGelu : Epilogue::kSilu, inner, inner_stride,
+             bf16);
     mark(member, kGateUp);
     if (bf16 || acts == Acts::kF32) {
-      multiply(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), Epilogue::kAdd, own, hidden_pad_, false);
+      multiply_into(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), layer.mlp_out_norm, own);
     } else {
       encode_rows(member, share, reinterpret_cast<const float*>(inner_.data()), nullptr, c.inner, inner_stride, layer.down);
       mark(member, kEncode);
-      multiply(member, share, layer.down, nullptr, 0, Epilogue::kAdd, own, hidden_pad_, false);
+      multiply_into(member, share, layer.down, nullptr, 0, layer.mlp_out_norm, own);
     }
     mark(member, kDown);
   }

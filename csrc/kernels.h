@@ -40,7 +40,7 @@ enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3 };
 // rows of activations
 enum class Acts : int { kF32 = 0, kBF16 = 1, kI8 = 2, kI8ForQ4 = 3 };
 enum class Kv : int { kF32 = 0, kBF16 = 1, kI8 = 2 };
-enum class Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2 };
+enum class Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2, kGelu = 3 };
 
 struct Panels {
   const uint8_t* data = nullptr;
@@ -61,10 +61,10 @@ struct GemmArgs {
   Panels w;
   const float* bias = nullptr;
   Epilogue epilogue = Epilogue::kStore;
-  // kSilu stores columns [16p, 16p + 16) of panel p; rows hold whole multiples of 16
+  // kSilu and kGelu store columns [16p, 16p + 16) of panel p; rows hold whole multiples of 16
   void* out = nullptr;
   int64_t out_stride = 0;  // elements
-  bool out_bf16 = false;   // kSilu only
+  bool out_bf16 = false;   // kSilu and kGelu only
 };
 
 struct AttendArgs {

@@ -15,7 +15,7 @@ const char* const kNames[PL_TENSORS] = {
     "embed_tokens", "norm",      "lm_head",   "input_layernorm", "post_attention_layernorm", "q_norm",
     "k_norm",       "q_proj",    "k_proj",    "v_proj",          "o_proj",                   "gate_proj",
     "up_proj",      "down_proj", "q_proj.bias", "k_proj.bias",   "v_proj.bias",              "o_proj.bias",
-    "gate_proj.bias", "up_proj.bias", "down_proj.bias"};
+    "gate_proj.bias", "up_proj.bias", "down_proj.bias", "attention_output_norm", "mlp_output_norm"};
 
 int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -69,15 +69,24 @@ Model::Model(const PacelineConfig& config)
     // gate and up interleaved by 16, so that a panel holds both halves of 16 products
     make_linear(layer.gate_up, 2 * inner_pad_, c.hidden, c.mlp_bias);
     make_linear(layer.down, c.hidden, c.inner, c.mlp_bias);
-    layer.attention_norm.resize(size_t(c.hidden));
-    layer.mlp_norm.resize(size_t(c.hidden));
-    if (c.qk_norm) {
-      layer.q_norm.resize(size_t(c.head_dim));
-      layer.k_norm.resize(size_t(c.head_dim));
+    if (c.norms & 1) {
+      layer.attention_norm.resize(size_t(c.hidden));
+      layer.mlp_norm.resize(size_t(c.hidden));
     }
+    if (c.norms & 2) {
+      layer.attention_out_norm.resize(size_t(c.hidden));
+      layer.mlp_out_norm.resize(size_t(c.hidden));
+    }
+    if (c.qk_norm) {
+      layer.q_norm.resize(size_t(c.head_dim * (c.qk_norm_whole ? c.heads : 1)));
+      layer.k_norm.resize(size_t(c.head_dim * (c.qk_norm_whole ? c.kv_heads : 1)));
+    }
+    layer.rope = c.ropes ? int(c.ropes[i]) - 1 : 0;
+    require(layer.rope < int(cos_.size()), "there are two rotary tables");
     layer.sliding = c.sliding_window > 0 && c.sliding && c.sliding[i];
   }
   config_.sliding = nullptr;
+  config_.ropes = nullptr;
   config_.isa = nullptr;
   const Weights table = weights_ == Weights::kQ4 ? Weights::kI8 : weights_;
   head_.main = Matrix(table, c.vocab, c.hidden, arena_);
@@ -117,7 +126,8 @@ void Model::expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) con
     case PL_O: want[0] = c.hidden; want[1] = q; break;
     case PL_GATE: case PL_UP: want[0] = c.inner; break;
     case PL_DOWN: want[0] = c.hidden; want[1] = c.inner; break;
-    case PL_Q_NORM: case PL_K_NORM: want[1] = c.head_dim; break;
+    case PL_Q_NORM: want[1] = c.qk_norm_whole ? q : c.head_dim; break;
+    case PL_K_NORM: want[1] = c.qk_norm_whole ? k : c.head_dim; break;
     case PL_Q_BIAS: want[1] = q; break;
     case PL_K_BIAS: case PL_V_BIAS: want[1] = k; break;
     case PL_GATE_BIAS: case PL_UP_BIAS: want[1] = c.inner; break;
@@ -191,6 +201,8 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
     case PL_FINAL_NORM: vector(final_norm_); break;
     case PL_ATTENTION_NORM: vector(layer.attention_norm); break;
     case PL_MLP_NORM: vector(layer.mlp_norm); break;
+    case PL_ATTENTION_OUT_NORM: vector(layer.attention_out_norm); break;
+    case PL_MLP_OUT_NORM: vector(layer.mlp_out_norm); break;
     case PL_Q_NORM: vector(layer.q_norm); break;
     case PL_K_NORM: vector(layer.k_norm); break;
     case PL_Q: pack(layer.qkv, type, data, rows, 0, 0, 0); break;
@@ -212,10 +224,11 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
   loaded_[size_t(layer_index) * PL_TENSORS + size_t(kind)] = 1;
 }
 
-void Model::set_rope(const float* cos, const float* sin) {
+void Model::set_rope(int table, const float* cos, const float* sin) {
+  require(table >= 0 && table < int(cos_.size()), "there are two rotary tables");
   const size_t n = size_t(config_.max_positions * config_.head_dim / 2);
-  cos_.assign(cos, cos + n);
-  sin_.assign(sin, sin + n);
+  cos_[size_t(table)].assign(cos, cos + n);
+  sin_[size_t(table)].assign(sin, sin + n);
 }
 
 void Model::check_loaded() const {
@@ -223,6 +236,8 @@ void Model::check_loaded() const {
   for (int64_t layer = 0; layer < c.layers; ++layer) {
     for (int kind = 0; kind < PL_TENSORS; ++kind) {
       if (kind <= PL_HEAD && (layer > 0 || (kind == PL_HEAD && c.tied))) continue;
+      if ((kind == PL_ATTENTION_NORM || kind == PL_MLP_NORM) && !(c.norms & 1)) continue;
+      if ((kind == PL_ATTENTION_OUT_NORM || kind == PL_MLP_OUT_NORM) && !(c.norms & 2)) continue;
       if ((kind == PL_Q_NORM || kind == PL_K_NORM) && !c.qk_norm) continue;
       if ((kind == PL_Q_BIAS || kind == PL_K_BIAS || kind == PL_V_BIAS) && !c.qkv_bias) continue;
       if (kind == PL_O_BIAS && !c.o_bias) continue;
@@ -231,7 +246,8 @@ void Model::check_loaded() const {
         refuse(std::string(kNames[kind]) + " of layer " + std::to_string(layer) + " was not loaded");
     }
   }
-  require(!cos_.empty(), "the rotary tables were not set");
+  for (const Layer& layer : layers_)
+    require(layer.rope < 0 || !cos_[size_t(layer.rope)].empty(), "the rotary tables were not set");
 }
 
 }  // namespace paceline

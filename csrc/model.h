@@ -1,4 +1,4 @@
-// A Llama-shaped decoder with its paged KV cache, run one whole step at a time.
+// A decoder with its paged KV cache, run one whole step at a time.
 #pragma once
 #include <array>
 #include <atomic>
@@ -29,9 +29,11 @@ struct Linear {
 };
 
 struct Layer {
-  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
+  // empty where the model has none
+  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm, attention_out_norm, mlp_out_norm;
   Linear qkv, out, gate_up, down;
   bool sliding = false;
+  int rope = 0;  // its tables; -1: not rotated
 };
 
 // Up to kMaxRows (token, query head) pairs of one sequence and KV head; row f of the pair numbering
@@ -71,7 +73,7 @@ class Model {
 
   void load(PacelineTensor kind, int layer, Source type, const void* data, int64_t rows, int64_t columns);
   // cos and sin: [max_positions, head_dim / 2]
-  void set_rope(const float* cos, const float* sin);
+  void set_rope(int table, const float* cos, const float* sin);
   // throws std::invalid_argument naming a tensor that is missing
   void check_loaded() const;
   // throws std::invalid_argument; then nothing has run
@@ -145,6 +147,9 @@ class Model {
   template <class F>
   void norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight, const Linear& next,
                  F&& before);
+  // x, the share's rows, plus what half a layer gave, normed first where it has a norm for that
+  void multiply_into(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
+                     const std::vector<float>& norm, float* x);
   // where a token's keys and values go in a layer: the first head's tile
   uint8_t* tile_of(const PacelineStep& step, int64_t token, int64_t layer_index);
   // asks for the lines that a row of the share will be written to
@@ -179,7 +184,7 @@ class Model {
   // FLT_MAX where that says nothing [panels * kPanel]
   std::vector<float> doubts_;
   std::vector<float> final_norm_;
-  std::vector<float> cos_, sin_;
+  std::array<std::vector<float>, 2> cos_, sin_;
   std::vector<uint8_t> loaded_;
 
   // block after block, of each all layers: the pages that are touched are those of the blocks in use
@@ -196,7 +201,7 @@ class Model {
   std::vector<int32_t> sequence_of_;
   std::vector<int32_t> sampled_before_;
   AttendPlan plan_, sliding_plan_;
-  Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, inner_, parts_, rows_;
+  Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, given_, inner_, parts_, rows_;
   Sampler sampler_;
   // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], of each member
   // what the logits of a panel can be at most and panels to compute, and whether screening settled a row

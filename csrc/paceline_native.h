@@ -9,13 +9,14 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 10
+#define PACELINE_ABI 11
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
   PL_ATTENTION_NORM, PL_MLP_NORM, PL_Q_NORM, PL_K_NORM,
   PL_Q, PL_K, PL_V, PL_O, PL_GATE, PL_UP, PL_DOWN,
   PL_Q_BIAS, PL_K_BIAS, PL_V_BIAS, PL_O_BIAS, PL_GATE_BIAS, PL_UP_BIAS, PL_DOWN_BIAS,
+  PL_ATTENTION_OUT_NORM, PL_MLP_OUT_NORM,
   PL_TENSORS
 } PacelineTensor;
 
@@ -28,7 +29,14 @@ typedef struct {
   int32_t kv;      /* 0 float32, 1 bfloat16, 2 int8 */
   int32_t threads;
   int32_t screens; /* nonzero: the likeliest tokens of one or two rows may be found by screening (screen.cpp) */
+  int32_t norms;         /* bits: 1 before attention and MLP, 2 on what they give */
+  int32_t qk_norm_whole; /* nonzero: over all heads together */
+  int32_t gelu;          /* nonzero: the gate's function is GELU by tanh, else SiLU */
   float eps;
+  float sum_eps;         /* of norms of the sum of all layers */
+  float embedding_scale;
+  float attention_scale; /* 0: 1 / sqrt(head_dim) */
+  const uint8_t* ropes;   /* [layers] 0 not rotated, else 1 and the number of the layer's tables */
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
   const char* isa;        /* null: the best that works here */
 } PacelineConfig;
@@ -88,7 +96,8 @@ void paceline_destroy(PacelineModel* model);
 /* data: [rows, columns] as `type` (GGUF numbers: 0 f32, 1 f16, 2 q4_0, 3 q4_1, 8 q8_0, 30 bf16) */
 int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, const void* data,
                   int64_t rows, int64_t columns);
-int paceline_set_rope(PacelineModel* model, const float* cos, const float* sin);
+/* tables 0 or 1, each [max_positions, head_dim / 2] */
+int paceline_set_rope(PacelineModel* model, int table, const float* cos, const float* sin);
 int paceline_ready(PacelineModel* model);
 int paceline_forward(PacelineModel* model, const PacelineStep* step);
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count);

@@ -91,6 +91,12 @@ PL_INLINE vf silu(vf x) {
   return div(x, add(set1(1.0f), exp2v(mul(x, set1(-1.4426950408889634f)))));
 }
 
+// GELU by tanh: x (1 + tanh(z)) / 2 is x / (1 + e^(-2z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
+PL_INLINE vf gelu(vf x) {
+  const vf z = mul(x, add(set1(1.0f), mul(set1(0.044715f), mul(x, x))));
+  return div(x, add(set1(1.0f), exp2v(mul(z, set1(-2.3022081985f)))));
+}
+
 // Products of one 32-bit unit: one float, two bf16, or four bytes against a packed weight vector.
 // `Weight` and `Value` hold whatever is worth preparing once per register load.
 

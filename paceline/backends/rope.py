@@ -46,32 +46,42 @@ def _power(base: float, exponents: Floats) -> Floats:
     return _rounded(np.float64(np.float32(base)) ** exponents.astype(np.float64))
 
 
-def rotary_tables(config: ModelConfig, length: int) -> tuple[Floats, Floats]:
+def rotary_tables(
+    config: ModelConfig, length: int, rope: RopeConfig | None = None
+) -> tuple[Floats, Floats]:
     """Cosines and sines of positions ``[0, length)``, each [length, head_dim / 2], with the factor
-    that long contexts put on both.
+    that long contexts put on both. Pairs that are not rotated (``shapes.row_order``) have cosine 1
+    and sine 0.
+
+    ``rope`` is the embedding of some layers; None: ``config.rope``.
 
     Angles are rounded to float32 like Hugging Face's; what follows is rounded once, see
     ``_power``.
     """
-    frequencies, factor = inverse_frequencies(config, length)
+    frequencies, factor = inverse_frequencies(config, length, rope)
     scale = np.float32(factor)
-    cos, sin = np.empty((2, length, len(frequencies)), dtype=np.float32)
+    rotated = len(frequencies)
+    cos, sin = np.empty((2, length, config.head_dim // 2), dtype=np.float32)
+    cos[:, rotated:], sin[:, rotated:] = 1.0, 0.0
     # a part at a time: angles in float64 take as much as both tables
     for begin in range(0, length, _PART):
         part = slice(begin, min(begin + _PART, length))
         positions = np.arange(part.start, part.stop, dtype=np.float32)
         angles = (positions[:, None] * frequencies).astype(np.float64)
-        cos[part] = _rounded(np.cos(angles)) * scale
-        sin[part] = _rounded(np.sin(angles)) * scale
+        cos[part, :rotated] = _rounded(np.cos(angles)) * scale
+        sin[part, :rotated] = _rounded(np.sin(angles)) * scale
     return cos, sin
 
 
-def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float]:
-    """Radians per position for each of ``head_dim / 2`` pairs, and the factor on cosine and sine.
+def inverse_frequencies(
+    config: ModelConfig, length: int, rope: RopeConfig | None = None
+) -> tuple[Floats, float]:
+    """Radians per position for each pair that is rotated, half as many as ``config.rotated``, and
+    the factor on cosine and sine.
 
-    ``length`` is the longest sequence served.
+    ``length`` is the longest sequence served; ``rope`` as for ``rotary_tables``.
     """
-    rope, dim = config.rope, config.head_dim
+    rope, dim = rope or config.rope, config.rotated
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     frequencies: Floats = np.float32(1.0) / _power(rope.theta, exponents)
     attention_factor = 1.0
@@ -85,7 +95,7 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Floats, float
     elif rope.kind == "llama3":
         frequencies = _llama3(rope, frequencies)
     elif rope.kind == "yarn":
-        frequencies, attention_factor = _yarn(config, frequencies)
+        frequencies, attention_factor = _yarn(config, rope, frequencies)
     elif rope.kind == "longrope":
         original = rope.original_max_position or config.max_position_embeddings
         factors = rope.long_factor if length > original else rope.short_factor
@@ -108,9 +118,9 @@ def _llama3(rope: RopeConfig, frequencies: Floats) -> Floats:
     return frequencies * keep + frequencies / rope.factor * (1 - keep)
 
 
-def _yarn(config: ModelConfig, frequencies: Floats) -> tuple[Floats, float]:
+def _yarn(config: ModelConfig, rope: RopeConfig, frequencies: Floats) -> tuple[Floats, float]:
     """As llama3, but the ramp is linear in the dimension, between two numbers of rotations."""
-    rope, dim = config.rope, config.head_dim
+    dim = config.rotated
     original = rope.original_max_position or config.max_position_embeddings
 
     def dimension(rotations: float) -> float:

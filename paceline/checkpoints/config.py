@@ -12,9 +12,10 @@ from typing import Final
 
 from paceline.core.errors import CheckpointError
 
-__all__ = ["ROPE_KINDS", "ModelConfig", "RopeConfig"]
+__all__ = ["ACTIVATIONS", "ROPE_KINDS", "ModelConfig", "RopeConfig"]
 
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ACTIVATIONS: Final = ("silu", "gelu_tanh")
 _MOST_POSITIONS: Final = 2**31
 
 
@@ -54,7 +55,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    # longrope: per-dimension factors, head_dim / 2 of each
+    # longrope: per-dimension factors, half as many of each as dimensions are rotated
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     # explicit per-dimension divisors from a GGUF's rope_freqs.weight; empty: none
@@ -112,9 +113,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-shaped decoder: RMSNorm, rotary GQA attention, gated SiLU MLP."""
+    """A decoder: RMSNorm, rotary GQA attention, gated MLP. The defaults are Llama's."""
 
-    # Hugging Face model_type: "llama", "mistral", "qwen2", "qwen3"
+    # Hugging Face model_type, a key of ``architectures.ARCHITECTURES``, or a GGUF's architecture
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -133,9 +134,42 @@ class ModelConfig:
     mlp_bias: bool = False
     # RMSNorm over head_dim on queries and keys (Qwen3)
     qk_norm: bool = False
+    # one norm over the queries, and one over the keys, of all heads together instead (OLMo 2)
+    qk_norm_whole: bool = False
+    # norms before attention and MLP, and on what these give before it is added to the sum; Llama
+    # has the first, OLMo 2 the second, Gemma both
+    norms_before: bool = True
+    norms_after: bool = False
+    # norms multiply by their weight and this; 1 where files hold the weight less one (Gemma)
+    norm_offset: float = 0.0
+    # the gate's function, "silu" or "gelu_tanh"
+    activation: str = "silu"
+    # factors on embeddings, on what a layer's halves add to the sum, and on scores (None:
+    # head_dim ** -0.5), and what logits are divided by (Granite)
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    logits_divisor: float = 1.0
+    # values x of scores and of logits become cap * tanh(x / cap) (Gemma 2)
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    # dimensions of a head, from the first on, that are rotated; None: all (Phi-4-mini has fewer)
+    rotary_dim: int | None = None
+    # layers whose queries and keys are not rotated (SmolLM3)
+    unrotated_layers: tuple[int, ...] = ()
+    # rotary embedding of layers with a sliding window; None: ``rope`` (Gemma 3)
+    sliding_rope: RopeConfig | None = None
     # attend to the last N positions only, in these layers; None: everywhere full
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    # experts of a layer's MLP, which of them a token goes to, and their width; 0: one MLP for all
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    # weights of a token's experts are divided by their sum
+    normalise_experts: bool = False
+    # layers with one MLP in a model with experts
+    dense_layers: tuple[int, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     # dtype of the stored weights, for "auto": "float32", "bfloat16", "float16", or a GGUF type
@@ -158,33 +192,68 @@ class ModelConfig:
         _require(
             self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd; rotary embedding needs pairs"
         )
-        _require(
-            self.rope.kind != "dynamic" or self.head_dim > 2,
-            f"head_dim={self.head_dim} is too small for rope type dynamic",
-        )
         _require_positive("rms_norm_eps", self.rms_norm_eps)
         _require(self.rms_norm_eps < 1, f"rms_norm_eps is {self.rms_norm_eps!r}, must be below 1")
-        for name in ("short_factor", "long_factor", "freq_factors"):
-            factors = getattr(self.rope, name)
-            _require(
-                len(factors) in (0, self.head_dim // 2),
-                f"rope {name} has {len(factors)} entries for head_dim={self.head_dim}; "
-                f"must be {self.head_dim // 2}",
-            )
-        if self.rope.kind == "longrope":
-            _require(
-                bool(self.rope.short_factor and self.rope.long_factor),
-                "rope type longrope needs short_factor and long_factor",
-            )
+        _require(
+            self.rotary_dim is None
+            or (self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim),
+            f"rotary_dim={self.rotary_dim} must be even and 2 to head_dim={self.head_dim}",
+        )
+        for rope in filter(None, (self.rope, self.sliding_rope)):
+            self._check_rope(rope)
         if self.sliding_window is not None:
             _require_count("sliding_window", self.sliding_window, _MOST_POSITIONS)
-        for layer in self.sliding_layers:
-            _require(
-                0 <= layer < self.num_hidden_layers,
-                f"sliding layer {layer} of a model with {self.num_hidden_layers} layers",
-            )
+        for what, layers in (
+            ("sliding", self.sliding_layers), ("unrotated", self.unrotated_layers),
+        ):  # fmt: skip
+            for layer in layers:
+                _require(
+                    0 <= layer < self.num_hidden_layers,
+                    f"{what} layer {layer} of a model with {self.num_hidden_layers} layers",
+                )
+        for name in ("embedding_scale", "residual_scale", "logits_divisor"):
+            _require_positive(name, getattr(self, name))
+        for name in ("attention_scale", "attention_softcap", "logits_softcap"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        _require(
+            self.activation in ACTIVATIONS,
+            f"activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}",
+        )
+        if self.num_experts:
+            _require_count("num_experts", self.num_experts, 4096)
+            _require_count("experts_per_token", self.experts_per_token, self.num_experts)
+            _require_count("expert_intermediate_size", self.expert_intermediate_size, 1 << 22)
         for token_id in self.eos_token_ids:
             _require(
                 0 <= token_id < self.vocab_size,
                 f"end-of-sequence id {token_id} of a vocabulary of {self.vocab_size}",
+            )
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor on scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def _check_rope(self, rope: RopeConfig) -> None:
+        _require(
+            rope.kind != "dynamic" or self.rotated > 2,
+            f"head_dim={self.head_dim} is too small for rope type dynamic",
+        )
+        for name in ("short_factor", "long_factor", "freq_factors"):
+            factors = getattr(rope, name)
+            _require(
+                len(factors) in (0, self.rotated // 2),
+                f"rope {name} has {len(factors)} entries for head_dim={self.head_dim}; "
+                f"must be {self.rotated // 2}",
+            )
+        if rope.kind == "longrope":
+            _require(
+                bool(rope.short_factor and rope.long_factor),
+                "rope type longrope needs short_factor and long_factor",
             )

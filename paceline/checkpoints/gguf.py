@@ -1,13 +1,14 @@
 """A GGUF file as a checkpoint: keys to ModelConfig, names and row order to Hugging Face's.
 
-The one transformation beside renaming: llama.cpp rotates neighbouring pairs of a head's dimensions
-for the ``llama`` architecture, so its converter interleaves the rows of q and k. Hugging Face (and
-our torch side) rotate first half against second half, so the interleaving is undone here::
+The one transformation beside renaming and splitting: llama.cpp rotates neighbouring pairs of a
+head's dimensions for ``llama`` and some others (``Architecture.gguf_interleaved``), so its
+converter interleaves the rows of q and k. Hugging Face (and who computes here) rotates first half
+against second half, so the interleaving is undone here::
 
     GGUF rows of one head:   a0 b0 a1 b1 a2 b2 ...     (pair i = rows 2i, 2i+1)
     returned rows:           a0 a1 a2 ... b0 b1 b2 ... (pair i = rows i, i + head_dim/2)
 
-``qwen2`` and ``qwen3`` are stored half-split already. Quantisation runs along a row, so moving
+The other architectures are stored half-split already. Quantisation runs along a row, so moving
 whole rows is exact for quantised tensors too.
 """
 
@@ -17,7 +18,8 @@ import math
 import mmap
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -27,17 +29,41 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor, read_gguf
-from paceline.checkpoints.shapes import check_shapes
+from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "GGUFCheckpoint"]
+__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "GGUFCheckpoint"]
 
 _T = TypeVar("_T", bound=np.generic)
 
 # "llama" covers Llama 1 to 3.x, Mistral 7B, SmolLM and SmolLM2
-SUPPORTED_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
+SUPPORTED_ARCHITECTURES: Final = tuple(
+    dict.fromkeys(item.gguf for item in ARCHITECTURES.values() if item.gguf is not None)
+)
+
+# keys that change the arithmetic, without their architecture, and the value at which they do not:
+# see ``hf_config.NEUTRAL``
+NEUTRAL: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "attention.causal": True,
+        "attention.clamp_kqv": 0.0,
+        "attention.max_alibi_bias": 0.0,
+        "attention.scale": 0.0,
+        "attention.sliding_window_pattern": None,
+        "attention.temperature_scale": 0.0,
+        "attn_logit_softcapping": 0.0,
+        "embedding_scale": 0.0,
+        "expert_gating_func": 1,
+        "expert_weights_scale": 1.0,
+        "final_logit_softcapping": 0.0,
+        "logit_scale": 0.0,
+        "residual_scale": 0.0,
+        "use_parallel_residual": False,
+    }
+)
 
 _NOT_WEIGHTS: Final = {
     GGMLQuantizationType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
@@ -60,6 +86,11 @@ _IN_LAYER: Final = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router",
+    # of all experts, one behind the other
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 _LAYER_NAME: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 _PLAIN_NAME: Final = re.compile(r"([a-z_]+)\.(weight|bias)")
@@ -71,12 +102,25 @@ _ROPE_TENSORS: Final = (
 )
 
 
-def _hugging_face_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; an unknown name is returned as it is."""
+def _find_architecture(metadata: Mapping[str, Any]) -> Architecture | None:
+    """By name and by whether there are experts; None for what no architecture has."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        return None
+    experts = metadata.get(f"{name}.expert_count", 0)
+    sparse = isinstance(experts, int) and experts > 0
+    # llama stands for Mistral too, whose files are alike
+    found = [item for item in ARCHITECTURES.values() if item.gguf == name]
+    fitting = [item for item in found if item.gguf_experts == sparse]
+    return next(iter(fitting or found), None)
+
+
+def _our_name(name: str, parts: Mapping[str, str]) -> str:
+    """Our name of a GGUF tensor, by the names of a layer's; an unknown one is returned as it is."""
     if match := _LAYER_NAME.fullmatch(name):
         layer, part, kind = match.groups()
-        if part in _IN_LAYER:
-            return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
+        if part in parts:
+            return f"model.layers.{layer}.{parts[part]}.{kind}"
     elif (match := _PLAIN_NAME.fullmatch(name)) and match[1] in _PLAIN:
         return f"{_PLAIN[match[1]]}.{match[2]}"
     return name
@@ -96,18 +140,23 @@ class GGUFCheckpoint:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._data = np.frombuffer(self._map, dtype=np.uint8)
         self._tensors: dict[str, GGUFTensor] = {}
+        architecture = _find_architecture(self._file.metadata)
+        names = {**_IN_LAYER, **(architecture.gguf_names if architecture else {})}
+        self._interleaved = architecture is not None and architecture.gguf_interleaved
         for tensor in self._file.tensors.values():
-            name = _hugging_face_name(tensor.name)
+            name = _our_name(tensor.name, names)
             if name in self._tensors:
                 raise CheckpointError(f"{path}: two tensors are both {name}")
             self._tensors[name] = tensor
         try:
-            self._config = _ConfigReader(self._file, self._tensors, self._values).read()
+            reader = _ConfigReader(self._file, self._tensors, self._values, architecture)
+            self._config = reader.read()
         except CheckpointError as error:
             text = str(error)
             raise CheckpointError(
                 text if text.startswith(str(path)) else f"{path}: {text}"
             ) from None
+        self._split_fused()
         self._names = self.check_shapes()
 
     @property
@@ -164,6 +213,36 @@ class GGUFCheckpoint:
                 )
         return names
 
+    def _split_fused(self) -> None:
+        """Give the parts of fused matrices, and each of the experts that lie one behind the other,
+        their names. What has another size than its parts stays, and is refused."""
+        expected = expected_shapes(self._config)
+        architecture = ARCHITECTURES[self._config.model_type]
+        for name, tensor in list(self._tensors.items()):
+            experts = range(self._config.num_experts)
+            parts: Sequence[str] = architecture.parts_of(name)
+            if "*" in name:
+                parts = [name.replace("*", str(expert)) for expert in experts]
+            if len(parts) < 2 and "*" not in name:
+                continue
+            shapes = [expected[part] for part in parts if part in expected]
+            rows = [shape[0] for shape in shapes]
+            whole = (sum(rows),) if "*" not in name else (len(parts), *rows[:1])
+            if len(shapes) < len(parts) or tensor.shape[:-1] != whole:
+                continue
+            del self._tensors[name]
+            start, row_bytes = tensor.start, tensor.num_bytes // sum(rows)
+            for part, count in zip(parts, rows, strict=True):
+                if part in self._tensors:
+                    raise CheckpointError(f"{self.path}: two tensors are both {part}")
+                self._tensors[part] = replace(
+                    tensor,
+                    shape=(count, tensor.shape[-1]),
+                    start=start,
+                    num_bytes=count * row_bytes,
+                )
+                start += count * row_bytes
+
     def _find(self, name: str) -> GGUFTensor:
         try:
             return self._tensors[name]
@@ -189,7 +268,10 @@ class GGUFCheckpoint:
         )
 
     def _reorder(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
-        if self._config.model_type != "llama":
+        order = row_order(self._config, name)
+        if order is not None:
+            return rows[order]
+        if not self._interleaved:
             return rows
         if ".self_attn.q_proj." in name:
             heads = self._config.num_attention_heads
@@ -205,15 +287,24 @@ class GGUFCheckpoint:
 class _ConfigReader:
     """Metadata to ModelConfig, with every value's type checked where it is read."""
 
-    def __init__(self, file: GGUFFile, tensors: Mapping[str, GGUFTensor], values: Any) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        tensors: Mapping[str, GGUFTensor],
+        values: Any,
+        architecture: Architecture | None,
+    ) -> None:
+        self.architecture = architecture
         self.metadata = file.metadata
         self.tensors = tensors
         self.values = values
         self.arch = ""
+        self.layers = 0
 
     def read(self) -> ModelConfig:
         self.arch = self.text("general.architecture", "")
-        if self.arch not in SUPPORTED_ARCHITECTURES:
+        architecture = self.architecture
+        if architecture is None:
             raise CheckpointError(
                 f"architecture {self.arch!r} is not supported; "
                 f"these are: {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -223,8 +314,14 @@ class _ConfigReader:
                 f"this is one of {parts} parts of a split model; join them first with "
                 "llama.cpp's `gguf-split --merge`"
             )
-        if (experts := self.whole(f"{self.arch}.expert_count", 0)) > 0:
+        experts = self.whole(f"{self.arch}.expert_count", 0)
+        if experts > 0 and not architecture.gguf_experts:
             raise CheckpointError(f"a mixture of {experts} experts is not supported")
+
+        for key, neutral in NEUTRAL.items():
+            value = self.metadata.get(f"{self.arch}.{key}", neutral)
+            if value != neutral and key not in architecture.gguf_reads:
+                raise CheckpointError(f"{self.arch}.{key}={value!r:.40} is not supported")
 
         heads = self.whole_of_layers("attention.head_count")
         hidden = self.whole(f"{self.arch}.embedding_length")
@@ -235,29 +332,31 @@ class _ConfigReader:
         context = self.whole(f"{self.arch}.context_length")
         vocab = self.vocab_size()
         window = self.whole(f"{self.arch}.attention.sliding_window", 0)
-        return ModelConfig(
-            model_type=self.arch,
-            vocab_size=vocab,
-            hidden_size=hidden,
-            intermediate_size=self.whole_of_layers("feed_forward_length"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=self.whole_of_layers("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_position_embeddings=context,
-            rms_norm_eps=self.number(f"{self.arch}.attention.layer_norm_rms_epsilon"),
-            rope=self.rope(context),
-            tie_word_embeddings="lm_head.weight" not in self.tensors,
-            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self.tensors,
-            o_bias="model.layers.0.self_attn.o_proj.bias" in self.tensors,
-            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self.tensors,
-            qk_norm=self.arch == "qwen3",
-            sliding_window=window or None,
-            sliding_layers=tuple(range(layers)) if window and layers <= 1024 else (),
-            eos_token_ids=self.eos_token_ids(vocab),
-            bos_token_id=self.optional_id("bos", vocab),
-            stored_dtype=self.stored_dtype(),
-        )
+        self.layers = layers if layers <= 1024 else 0
+        shared: dict[str, Any] = {
+            "model_type": architecture.model_type,
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": self.whole_of_layers("feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.whole_of_layers("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rotary_dim": self.rotary_dim(head_dim, architecture.partial_rotary),
+            "max_position_embeddings": context,
+            "rms_norm_eps": self.number(f"{self.arch}.attention.layer_norm_rms_epsilon"),
+            "rope": self.rope(context),
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "qkv_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
+            "o_bias": "model.layers.0.self_attn.o_proj.bias" in self.tensors,
+            "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.tensors,
+            "sliding_window": window or None,
+            "sliding_layers": tuple(range(layers)) if window and layers <= 1024 else (),
+            "eos_token_ids": self.eos_token_ids(vocab),
+            "bos_token_id": self.optional_id("bos", vocab),
+            "stored_dtype": self.stored_dtype(),
+        }
+        return ModelConfig(**(shared | dict(architecture.gguf_knobs(self))))
 
     def head_dim(self, hidden: int, heads: int) -> int:
         if heads < 1:
@@ -269,14 +368,30 @@ class _ConfigReader:
                 "no attention.key_length"
             )
         head_dim = key_length or hidden // heads
-        for key in ("attention.value_length", "rope.dimension_count"):
-            value = self.whole(f"{self.arch}.{key}", head_dim)
-            if value != head_dim:
-                raise CheckpointError(
-                    f"{self.arch}.{key} is {value}, but heads have {head_dim} dimensions; "
-                    "other values are not supported"
-                )
+        self.check_dimensions("attention.value_length", head_dim)
         return head_dim
+
+    def check_dimensions(self, key: str, head_dim: int) -> None:
+        value = self.whole(f"{self.arch}.{key}", head_dim)
+        if value != head_dim:
+            raise CheckpointError(
+                f"{self.arch}.{key} is {value}, but heads have {head_dim} dimensions; "
+                "other values are not supported"
+            )
+
+    def rotary_dim(self, head_dim: int, partial: bool) -> int | None:
+        """Dimensions that are rotated; None: all."""
+        if not partial:
+            self.check_dimensions("rope.dimension_count", head_dim)
+            return None
+        dimensions = self.count("rope.dimension_count", head_dim)
+        return None if dimensions == head_dim else dimensions
+
+    def value(self, key: str, default: float | None = None) -> float:
+        return self.number(f"{self.arch}.{key}", default)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        return self.whole(f"{self.arch}.{key}", default)
 
     def vocab_size(self) -> int:
         embedding = self.tensors.get("model.embed_tokens.weight")
@@ -302,6 +417,12 @@ class _ConfigReader:
         factor = self.number(f"{prefix}.scaling.factor", 1.0)
         if (linear := self.number(f"{prefix}.scale_linear", 0.0)) and kind == "none":
             kind, factor = "linear", linear
+        short, long = (
+            self.rope_factors(f"rope_factors_{name}.weight") for name in ("short", "long")
+        )
+        if kind == "none" and (short or long):
+            # Phi-3's files leave it at that
+            kind = "longrope"
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise CheckpointError(f"{prefix}.scaling.type {kind!r} is not supported")
         attention_factor = None
@@ -320,8 +441,8 @@ class _ConfigReader:
             beta_fast=self.number(f"{prefix}.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.number(f"{prefix}.scaling.yarn_beta_slow", 1.0),
             freq_factors=self.rope_factors("rope_freqs.weight"),
-            short_factor=self.rope_factors("rope_factors_short.weight"),
-            long_factor=self.rope_factors("rope_factors_long.weight"),
+            short_factor=short,
+            long_factor=long,
         )
 
     def rope_factors(self, name: str) -> tuple[float, ...]:
@@ -349,7 +470,7 @@ class _ConfigReader:
         """The type that holds most bytes of the layers' matrices."""
         sizes: Counter[str] = Counter()
         for name, tensor in self.tensors.items():
-            if len(tensor.shape) == 2 and name.startswith("model.layers."):
+            if len(tensor.shape) > 1 and name.startswith("model.layers."):
                 sizes[tensor.type.name] += tensor.num_bytes
         if not sizes:
             raise CheckpointError("there are no layers")

@@ -6,20 +6,25 @@ Only JSON and safetensors are read. Pickled weights (.bin, .pt) and Python files
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf_config import read_hf_config
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safetensors_header
-from paceline.checkpoints.shapes import check_shapes
+from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
 __all__ = ["HFCheckpoint"]
+
+_T = TypeVar("_T", bound=np.generic)
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -46,6 +51,7 @@ class HFCheckpoint:
             sizes[entry.dtype] += entry.num_bytes
         main_dtype = sizes.most_common(1)[0][0]
         self._config = read_hf_config(folder, _DTYPES.get(main_dtype, main_dtype))
+        self._parts = _parts_of(folder, self._entries, self._config)
         self._names = self.check_shapes()
 
     @property
@@ -66,6 +72,12 @@ class HFCheckpoint:
         """The safetensors file that holds ``name``, already checked."""
         return self._find(name).path
 
+    def stored_part(self, name: str) -> tuple[str, slice | None]:
+        """The stored tensor that holds ``name``, and which of its rows; None: it is the whole."""
+        self._find(name)
+        part = self._parts[name]
+        return part.stored_name, part.rows
+
     def tensor(self, name: str) -> NDArray[np.float32]:
         entry = self._find(name)
         data = _read(entry)
@@ -76,13 +88,14 @@ class HFCheckpoint:
         else:
             code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
             values = np.frombuffer(data, dtype=code).astype(np.float32)
-        return values.reshape(entry.shape)
+        return self._ordered(name, values.reshape(entry.shape))
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
         entry = self._find(name)
         if len(entry.shape) != 2:
             raise CheckpointError(f"{name} has shape {list(entry.shape)}; only matrices have rows")
-        return np.frombuffer(_read(entry), dtype=np.uint8).reshape(entry.shape[0], -1), entry.dtype
+        rows = np.frombuffer(_read(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
+        return self._ordered(name, rows), entry.dtype
 
     def release(self) -> None:
         """Nothing to do: what was read belongs to whoever asked for it."""
@@ -93,10 +106,10 @@ class HFCheckpoint:
         Raises CheckpointError if any is missing, of another shape than the config implies, or
         stored in a type other than F64, F32, F16 and BF16.
         """
-        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        shapes = {name: part.entry.shape for name, part in self._parts.items()}
         names = check_shapes(self._folder, self._config, shapes)
         for name in names:
-            if (dtype := self._entries[name].dtype) not in _DTYPES:
+            if (dtype := self._parts[name].entry.dtype) not in _DTYPES:
                 raise CheckpointError(
                     f"{self._folder}: tensor {name} is stored as {dtype}; "
                     f"supported are {', '.join(_DTYPES)}"
@@ -105,9 +118,65 @@ class HFCheckpoint:
 
     def _find(self, name: str) -> SafetensorsEntry:
         try:
-            return self._entries[name]
+            return self._parts[name].entry
         except KeyError:
             raise CheckpointError(f"{self._folder} has no tensor {name}") from None
+
+    def _ordered(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
+        order = row_order(self._config, name)
+        return rows if order is None else rows[order]
+
+
+class _Part(NamedTuple):
+    """A tensor of ours within the stored one that holds it."""
+
+    entry: SafetensorsEntry
+    stored_name: str
+    rows: slice | None
+
+
+def _parts_of(
+    folder: Path, entries: Mapping[str, SafetensorsEntry], config: ModelConfig
+) -> dict[str, _Part]:
+    """What is stored, under our names. Raises CheckpointError where a fused matrix has other rows
+    than its parts, or two tensors have one name."""
+    architecture = ARCHITECTURES[config.model_type]
+    expected = expected_shapes(config)
+    parts: dict[str, _Part] = {}
+    for stored, entry in entries.items():
+        names = architecture.parts_of(stored)
+        if len(names) > 1 and all(name in expected for name in names):
+            found = _split(folder, stored, entry, [expected[name][0] for name in names])
+        else:
+            # a fused matrix of no layer of the model keeps its name, and is refused by it
+            names = names if len(names) == 1 else (stored,)
+            found = [_Part(entry, stored, None)]
+        for name, part in zip(names, found, strict=True):
+            if name in parts:
+                raise CheckpointError(f"{folder}: two tensors are both {name}")
+            parts[name] = part
+    return parts
+
+
+def _split(folder: Path, name: str, entry: SafetensorsEntry, counts: list[int]) -> list[_Part]:
+    """Parts of a fused matrix, one below the other."""
+    rows = entry.shape[0] if entry.shape else 0
+    if rows != sum(counts):
+        raise CheckpointError(
+            f"{folder}: tensor {name} has {rows} rows, its config implies {sum(counts)}"
+        )
+    parts, first = [], 0
+    for count in counts:
+        row_bytes = entry.num_bytes // rows
+        part = replace(
+            entry,
+            shape=(count, *entry.shape[1:]),
+            start=entry.start + first * row_bytes,
+            num_bytes=count * row_bytes,
+        )
+        parts.append(_Part(part, name, slice(first, first + count)))
+        first += count
+    return parts
 
 
 def _read(entry: SafetensorsEntry) -> bytes:

@@ -1,14 +1,19 @@
 """The tensors that a model has, by its config.
 
-Tensors go by their Hugging Face names and row order in every format, so the torch side knows one
-layout::
+Tensors go by one set of names in every format, those of Hugging Face's Llama, so those who compute
+know one layout. In it, dimension ``i`` of a head is rotated against dimension ``i + head_dim / 2``;
+``row_order`` says how rows get there. ::
 
     model.embed_tokens.weight                  [vocab, hidden]
-    model.layers.N.input_layernorm.weight      [hidden]
+    model.layers.N.input_layernorm.weight      [hidden], norms before
     model.layers.N.self_attn.{q,k,v,o}_proj    .weight, .bias if the config says so
-    model.layers.N.self_attn.{q,k}_norm.weight [head_dim], Qwen3 only
-    model.layers.N.post_attention_layernorm.weight
+    model.layers.N.self_attn.{q,k}_norm.weight [head_dim], or of all heads together, if any
+    model.layers.N.attention_output_norm.weight [hidden], norms after
+    model.layers.N.post_attention_layernorm.weight [hidden], before the MLP: norms before
     model.layers.N.mlp.{gate,up,down}_proj     .weight, .bias if the config says so
+    model.layers.N.mlp.router.weight           [experts, hidden], layers with experts, and of each
+    model.layers.N.mlp.experts.E.{gate,up,down}_proj  as above
+    model.layers.N.mlp_output_norm.weight      [hidden], norms after
     model.norm.weight                          [hidden]
     lm_head.weight                             [vocab, hidden], absent when tied
 """
@@ -20,11 +25,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import CheckpointError
 
-__all__ = ["check_shapes", "expected_shapes"]
+__all__ = ["check_shapes", "expected_shapes", "row_order"]
 
+_ROTATED: Final = re.compile(r"\.self_attn\.(q_proj|k_proj|q_norm|k_norm)\.")
 # written by some converters, carrying nothing that the config does not
 _IGNORED: Final = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|^rope_")
 
@@ -41,24 +50,65 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
 
+    def mlp(name: str, width: int) -> None:
+        linear(f"{name}.gate_proj", width, hidden, config.mlp_bias)
+        linear(f"{name}.up_proj", width, hidden, config.mlp_bias)
+        linear(f"{name}.down_proj", hidden, width, config.mlp_bias)
+
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        if config.norms_before:
+            shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         linear(f"{prefix}.self_attn.q_proj", queries, hidden, config.qkv_bias)
         linear(f"{prefix}.self_attn.k_proj", keys, hidden, config.qkv_bias)
         linear(f"{prefix}.self_attn.v_proj", keys, hidden, config.qkv_bias)
         linear(f"{prefix}.self_attn.o_proj", hidden, queries, config.o_bias)
         if config.qk_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        linear(f"{prefix}.mlp.gate_proj", inner, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.up_proj", inner, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.down_proj", hidden, inner, config.mlp_bias)
+            whole = config.qk_norm_whole
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (queries if whole else config.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (keys if whole else config.head_dim,)
+        if config.norms_after:
+            shapes[f"{prefix}.attention_output_norm.weight"] = (hidden,)
+            shapes[f"{prefix}.mlp_output_norm.weight"] = (hidden,)
+        if config.norms_before:
+            shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config.num_experts and layer not in config.dense_layers:
+            linear(f"{prefix}.mlp.router", config.num_experts, hidden, False)
+            for expert in range(config.num_experts):
+                mlp(f"{prefix}.mlp.experts.{expert}", config.expert_intermediate_size)
+        else:
+            mlp(f"{prefix}.mlp", inner)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def row_order(config: ModelConfig, name: str) -> NDArray[np.int64] | None:
+    """Which stored row each row of a tensor is, where only a head's first dimensions are rotated.
+
+    Files then pair dimension ``i`` with ``i + rotary_dim / 2``. Queries and keys are moved alike,
+    so their products stay what they were, to where the pairs of a full rotation are::
+
+        stored rows of a head:   a0 .. a(r-1) b0 .. b(r-1) rest               r = rotary_dim / 2
+        returned rows:           a0 .. a(r-1) half of rest b0 .. b(r-1) other half
+
+    None: rows are as they are stored.
+    """
+    match = _ROTATED.search(name)
+    if config.rotary_dim is None or match is None:
+        return None
+    dim, pairs, half = config.head_dim, config.rotary_dim // 2, config.head_dim // 2
+    rest = np.arange(2 * pairs, dim)
+    middle = half - pairs
+    one = np.concatenate(
+        (np.arange(pairs), rest[:middle], np.arange(pairs, 2 * pairs), rest[middle:])
+    )
+    if match[1] == "q_norm" or match[1] == "k_norm":
+        return one
+    heads = config.num_attention_heads if match[1] == "q_proj" else config.num_key_value_heads
+    order: NDArray[np.int64] = (np.arange(heads)[:, None] * dim + one).reshape(-1)
+    return order
 
 
 def check_shapes(

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 10
+ABI: Final = 11
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -63,7 +63,14 @@ class Config(ctypes.Structure):
         ("kv", c_int32),
         ("threads", c_int32),
         ("screens", c_int32),
+        ("norms", c_int32),
+        ("qk_norm_whole", c_int32),
+        ("gelu", c_int32),
         ("eps", c_float),
+        ("sum_eps", c_float),
+        ("embedding_scale", c_float),
+        ("attention_scale", c_float),
+        ("ropes", c_char_p),
         ("sliding", c_char_p),
         ("isa", c_char_p),
     )
@@ -128,7 +135,7 @@ _SIGNATURES: Final = {
     "paceline_create": (c_void_p, (POINTER(Config),)),
     "paceline_destroy": (None, (c_void_p,)),
     "paceline_load": (c_int, (c_void_p, c_int, c_int64, c_int, c_void_p, c_int64, c_int64)),
-    "paceline_set_rope": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "paceline_set_rope": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "paceline_ready": (c_int, (c_void_p,)),
     "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
     "paceline_copy_blocks": (c_int, (c_void_p, c_void_p, c_void_p, c_int64)),

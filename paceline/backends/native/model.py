@@ -35,8 +35,21 @@ _TILE: Final = 16
 _MAX_HEAD_DIM: Final = 256
 
 
+# knobs of ModelConfig that the kernels know at these values alone, and what others are
+_ONLY: Final[tuple[tuple[str, object, str], ...]] = (
+    ("attention_softcap", None, "soft-capped scores"),
+    ("logits_softcap", None, "soft-capped logits"),
+    ("num_experts", 0, "experts"),
+)
+
+
 def unsupported_reason(config: ModelConfig, block_size: int) -> str | None:
     """Why a model of this shape cannot run natively, or None if it can."""
+    lacking = [what for name, value, what in _ONLY if getattr(config, name) != value]
+    if lacking:
+        return f"{config.model_type} has {', '.join(lacking)}, which the native kernels do not have"
+    if config.residual_scale != 1.0 and not config.norms_before:
+        return f"{config.model_type} scales what it adds to a sum that is not normed"
     if config.head_dim % _TILE or config.head_dim > _MAX_HEAD_DIM:
         return (
             f"head_dim={config.head_dim} is not a multiple of {_TILE} up to {_MAX_HEAD_DIM}, "
@@ -45,6 +58,18 @@ def unsupported_reason(config: ModelConfig, block_size: int) -> str | None:
     if block_size < 1 or block_size % _TILE:
         return f"block_size={block_size} is not a multiple of {_TILE}, the native cache's tile"
     return None
+
+
+def _checked_tables(
+    config: ModelConfig, *tables: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    cos, sin = (np.ascontiguousarray(table, dtype=np.float32) for table in tables)
+    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[1] != config.head_dim // 2:
+        raise ConfigError(
+            f"rotary tables have shapes {list(cos.shape)} and {list(sin.shape)}, "
+            f"expected [positions, {config.head_dim // 2}]"
+        )
+    return cos, sin
 
 
 class NativeModel:
@@ -58,6 +83,7 @@ class NativeModel:
             before the next is taken.
         rope: cosines and sines, each float32 [positions, head_dim / 2], scaling factors included;
             their length bounds the positions a step may have.
+        sliding_rope: the same for layers with a window, where the config has one for these.
         dtype: a key of ``DTYPES``.
         kv_dtype: a key of ``KV_DTYPES``; None: float32 for float32 weights, else bfloat16.
         threads: None: as ``machine.choose_threads`` says.
@@ -82,6 +108,7 @@ class NativeModel:
         threads: int | None = None,
         isa: str | None = None,
         screen_head: bool = False,
+        sliding_rope: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
     ) -> None:
         self._handle: int | None = None
         self._library = library()
@@ -94,12 +121,14 @@ class NativeModel:
         reason = unsupported_reason(config, block_size)
         if reason is not None:
             raise ConfigError(reason)
-        cos, sin = (np.ascontiguousarray(table, dtype=np.float32) for table in rope)
-        if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[1] != config.head_dim // 2:
-            raise ConfigError(
-                f"rotary tables have shapes {list(cos.shape)} and {list(sin.shape)}, "
-                f"expected [positions, {config.head_dim // 2}]"
-            )
+        tables = [_checked_tables(config, *rope)]
+        if config.sliding_rope is not None:
+            if sliding_rope is None:
+                raise ConfigError("layers with a window have rotary tables of their own")
+            tables.append(_checked_tables(config, *sliding_rope))
+        positions = tables[0][0].shape[0]
+        if any(cos.shape[0] != positions for cos, _ in tables):
+            raise ConfigError("rotary tables are for different numbers of positions")
         # query heads, KV heads and dimensions of a head
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self._vocab = config.vocab_size
@@ -110,6 +139,12 @@ class NativeModel:
         self.likeliest = self._most_likely
         window = config.sliding_window if config.sliding_layers else None
         sliding = bytes(layer in config.sliding_layers for layer in range(config.num_hidden_layers))
+        ropes = [1] * config.num_hidden_layers
+        if config.sliding_rope is not None:
+            for layer in config.sliding_layers:
+                ropes[layer] = 2
+        for layer in config.unrotated_layers:
+            ropes[layer] = 0
         values = Config(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -118,7 +153,7 @@ class NativeModel:
             head_dim=config.head_dim,
             inner=config.intermediate_size,
             vocab=config.vocab_size,
-            max_positions=cos.shape[0],
+            max_positions=positions,
             # what 64 bits do not hold is refused for its size, not taken for another number
             num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
@@ -132,7 +167,16 @@ class NativeModel:
             kv=KV_DTYPES[kv_dtype],
             threads=choose_threads(threads),
             screens=screen_head,
+            norms=1 * config.norms_before + 2 * config.norms_after,
+            qk_norm_whole=config.qk_norm_whole,
+            gelu=config.activation == "gelu_tanh",
             eps=config.rms_norm_eps,
+            # The sum of all layers is kept divided by the factor on what is added to it. A norm of
+            # it is the same with this epsilon, and nothing else reads it.
+            sum_eps=config.rms_norm_eps / config.residual_scale**2,
+            embedding_scale=config.embedding_scale / config.residual_scale,
+            attention_scale=config.attention_scale or 0.0,
+            ropes=bytes(ropes),
             sliding=sliding,
             isa=None if isa is None else isa.encode(),
         )
@@ -142,7 +186,12 @@ class NativeModel:
         try:
             for name, tensor in tensors:
                 self._load(name, tensor)
-            check(self._library.paceline_set_rope(self._handle, cos.ctypes.data, sin.ctypes.data))
+            for index, (cos, sin) in enumerate(tables):
+                check(
+                    self._library.paceline_set_rope(
+                        self._handle, index, cos.ctypes.data, sin.ctypes.data
+                    )
+                )
             check(self._library.paceline_ready(self._handle))
         except BaseException:
             self.close()

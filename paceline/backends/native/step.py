@@ -102,10 +102,15 @@ class NativeLoader:
         return available_memory(), CPU_SHARE
 
     def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
+        config = self.checkpoint.config
+        sliding = config.sliding_rope
         model = NativeModel(
-            self.checkpoint.config,
+            config,
             checkpoint_tensors(self.checkpoint),
-            rotary_tables(self.checkpoint.config, self.max_model_len),
+            rotary_tables(config, self.max_model_len),
+            sliding_rope=None
+            if sliding is None
+            else rotary_tables(config, self.max_model_len, sliding),
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             num_blocks=num_blocks + num_host_blocks,

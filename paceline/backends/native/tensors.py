@@ -44,6 +44,8 @@ KINDS: Final = {
     "mlp.gate_proj.bias": 18,
     "mlp.up_proj.bias": 19,
     "mlp.down_proj.bias": 20,
+    "attention_output_norm.weight": 21,
+    "mlp_output_norm.weight": 22,
 }
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -71,9 +73,19 @@ def locate(name: str) -> tuple[int, int]:
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is."""
+    """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is.
+
+    Norms come as what the kernels multiply by: with what the model adds to the weight, and the last
+    one with the factor on logits.
+    """
+    config = checkpoint.config
     for name in checkpoint.tensor_names():
-        yield name, _read(checkpoint, name)
+        tensor = _read(checkpoint, name)
+        if name.endswith("norm.weight") and not isinstance(tensor, RawTensor):
+            tensor = tensor + np.float32(config.norm_offset)
+            if name == "model.norm.weight":
+                tensor = tensor / np.float32(config.logits_divisor)
+        yield name, tensor
         # or the pages of the whole file would pile up beside what was made of them
         checkpoint.release()
 

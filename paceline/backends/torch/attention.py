@@ -170,7 +170,7 @@ class TorchAttention:
     ) -> None:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim, self._block_size = config.head_dim, block_size
-        self._scale = config.head_dim**-0.5
+        self._scale, self._softcap = config.scale, config.attention_softcap
         self._null_block = num_blocks
         self._device, self._dtype = device, dtype
         sliding = frozenset(config.sliding_layers) if config.sliding_window else frozenset()
@@ -349,6 +349,8 @@ class TorchAttention:
             scaled = scaled.view(size, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
         scaled = scaled.reshape(size * kv_heads, shared * queries, head_dim)
         scores = torch.bmm(scaled, key.transpose(1, 2))
+        if self._softcap is not None:
+            scores.div_(self._softcap).tanh_().mul_(self._softcap)
         mask = group.window_mask if self._slides[layer] else group.mask
         if mask is not None:
             scores.view(size, kv_heads * shared, queries, keys).add_(mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -65,7 +66,9 @@ class TorchLoader:
         dtype = choose_dtype(self.dtype, self.device)
         with torch.inference_mode():
             weights = load_weights(self.checkpoint, dtype=dtype, device=device)
-            rotary = RotaryTable(config, self.max_model_len, dtype=dtype, device=device)
+            table = partial(RotaryTable, config, self.max_model_len, dtype=dtype, device=device)
+            sliding = None if config.sliding_rope is None else table(rope=config.sliding_rope)
+            decoder = Decoder(config, weights, table(), sliding)
             attention = TorchAttention(
                 config,
                 num_blocks=num_blocks,
@@ -74,7 +77,7 @@ class TorchLoader:
                 device=device,
                 num_host_blocks=num_host_blocks,
             )
-        step = TorchStep(Decoder(config, weights, rotary), attention, device)
+        step = TorchStep(decoder, attention, device)
 
         def move(count: int) -> None:
             # half of them there, half back

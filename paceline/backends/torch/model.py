@@ -1,9 +1,8 @@
-"""A Llama-shaped decoder on a flat ragged batch.
+"""A decoder on a flat ragged batch.
 
 All tokens of a step, whichever request they belong to, are rows of the same matrices; only the
-attention backend knows requests. Covers Llama 2 and 3, SmolLM2, Mistral and dense Qwen2, 2.5 and 3,
-which differ in biases, in norms on queries and keys, in sliding windows and in the scaling of
-rotary frequencies.
+attention backend knows requests. Architectures differ in what ModelConfig says of them; what one
+does not have is None, or a factor of 1 that is not multiplied by.
 
 This module does not know files, blocks, requests or sampling.
 """
@@ -17,6 +16,7 @@ import torch
 
 from paceline.backends.torch.attention import AttentionBackend
 from paceline.backends.torch.linear import Linear
+from paceline.backends.torch.mlp import MLP
 from paceline.backends.torch.rope import RotaryTable
 from paceline.checkpoints.config import ModelConfig
 
@@ -27,11 +27,12 @@ __all__ = ["Decoder", "DecoderWeights", "LayerWeights", "RMSNorm"]
 
 
 class RMSNorm:
-    """``x / rms(x) * weight`` over the last dimension, computed in float32, in weight's dtype."""
+    """``x / rms(x) * (weight + offset)`` over the last dimension, computed in float32, in weight's
+    dtype."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    def __init__(self, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> None:
         self._dtype = weight.dtype
-        self._weight = weight.float()
+        self._weight = weight.float() + offset
         self._epsilon = epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,19 +46,21 @@ class RMSNorm:
 class LayerWeights:
     """One layer, ready to compute with."""
 
-    input_norm: RMSNorm
+    # each norm is None where the architecture has none there
+    input_norm: RMSNorm | None
     # [hidden] -> [(heads + 2 * kv_heads) * head_dim]: queries, keys, values
     qkv: Linear
-    # over head_dim, before rotation; None where the architecture has none
+    # over head_dim, or over all heads together, before rotation
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     # [heads * head_dim] -> [hidden]
     output: Linear
-    mlp_norm: RMSNorm
-    # [hidden] -> [2 * intermediate]: gate, up
-    gate_up: Linear
-    # [intermediate] -> [hidden]
-    down: Linear
+    # on what attention gives, before it is added to the sum
+    attention_output_norm: RMSNorm | None
+    mlp_norm: RMSNorm | None
+    mlp: MLP
+    # on what the MLP gives, before it is added to the sum
+    mlp_output_norm: RMSNorm | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +80,28 @@ class DecoderWeights:
 class Decoder:
     """Token ids to logits. Holds no state of requests; ``attention`` does."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, rotary: RotaryTable) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        rotary: RotaryTable,
+        sliding_rotary: RotaryTable | None = None,
+    ) -> None:
         self._weights = weights
-        self._rotary = rotary
+        # of the layers' tables each once, and which of them a layer has; None: it is not rotated
+        self._tables = [rotary] if sliding_rotary is None else [rotary, sliding_rotary]
+        self._table_of: list[int | None] = [0] * config.num_hidden_layers
+        if sliding_rotary is not None:
+            for layer in config.sliding_layers:
+                self._table_of[layer] = 1
+        for layer in config.unrotated_layers:
+            self._table_of[layer] = None
+        self._config = config
+        self._dtype = weights.embedding.dtype
         self._vocab_size = config.vocab_size
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = config.head_dim
-        self._intermediate = config.intermediate_size
 
     def forward(
         self,
@@ -105,15 +122,36 @@ class Decoder:
         """
         # the sum of all layers stays in float32: in bfloat16 its rounding decides near ties
         x = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
-        rotation = self._rotary.rows(positions)
+        if self._config.embedding_scale != 1.0:
+            x *= self._config.embedding_scale
+        share = self._config.residual_scale
+        rotations = [table.rows(positions) for table in self._tables]
         for index, layer in enumerate(self._weights.layers):
-            qkv = self._qkv(layer, layer.input_norm(x), rotation)
-            x += layer.output(attention.attend(index, qkv))
-            x += self._mlp(layer, layer.mlp_norm(x))
+            table = self._table_of[index]
+            qkv = self._qkv(layer, self._normed(layer.input_norm, x))
+            if table is not None:
+                heads = qkv[:, : self._heads + self._kv_heads]
+                self._tables[table].rotate_(heads, rotations[table])
+            attended = layer.output(attention.attend(index, qkv))
+            if layer.attention_output_norm is not None:
+                attended = layer.attention_output_norm(attended)
+            x.add_(attended, alpha=share)
+            inner = layer.mlp(self._normed(layer.mlp_norm, x))
+            if layer.mlp_output_norm is not None:
+                inner = layer.mlp_output_norm(inner)
+            x.add_(inner, alpha=share)
         if len(sampled) == 0:
             return x.new_empty(0, self._vocab_size)
         # the head is the largest product: only for the rows that sample
-        return self._logits(self._weights.norm(x[sampled]))
+        logits = self._logits(self._weights.norm(x[sampled]))
+        if self._config.logits_divisor != 1.0:
+            logits /= self._config.logits_divisor
+        if (cap := self._config.logits_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def _normed(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self._dtype) if norm is None else norm(x)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """The head's product, with the likeliest tokens' logits exact.
@@ -130,22 +168,16 @@ class Decoder:
         exact = torch.einsum("sh,skh->sk", x.float(), rows)
         return logits.scatter_(1, best, exact)
 
-    def _qkv(
-        self,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def _qkv(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        """Queries and keys, not yet rotated, and values: [T, heads + 2 * kv_heads, head_dim]."""
         heads = self._heads + self._kv_heads
         qkv = layer.qkv(x).view(-1, heads + self._kv_heads, self._head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = qkv[:, : self._heads], qkv[:, self._heads : heads]
-            query.copy_(layer.query_norm(query))
-            key.copy_(layer.key_norm(key))
-        self._rotary.rotate_(qkv[:, :heads], rotation)
+            if self._config.qk_norm_whole:
+                query.copy_(layer.query_norm(query.flatten(1)).view_as(query))
+                key.copy_(layer.key_norm(key.flatten(1)).view_as(key))
+            else:
+                query.copy_(layer.query_norm(query))
+                key.copy_(layer.key_norm(key))
         return qkv
-
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate_up = layer.gate_up(x)
-        gate, up = gate_up[:, : self._intermediate], gate_up[:, self._intermediate :]
-        return layer.down(torch.nn.functional.silu(gate).mul_(up))

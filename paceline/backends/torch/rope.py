@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.backends.rope import rotary_tables
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.config import ModelConfig, RopeConfig
 
 __all__ = ["RotaryTable"]
 
@@ -18,13 +18,20 @@ class RotaryTable:
     """Cosines and sines of positions ``[0, length)``, in the model's dtype.
 
     A row of ``cos`` is [c, c] and of ``sin`` [-s, s], so that with the halves of x swapped the
-    rotation is ``x * cos + swap(x) * sin``. Computed in float32, then cast.
+    rotation is ``x * cos + swap(x) * sin``. Computed in float32, then cast. ``rope`` is that of
+    some layers; None: ``config.rope``.
     """
 
     def __init__(
-        self, config: ModelConfig, length: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        length: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rope: RopeConfig | None = None,
     ) -> None:
-        cos, sin = (torch.from_numpy(table) for table in rotary_tables(config, length))
+        cos, sin = (torch.from_numpy(table) for table in rotary_tables(config, length, rope))
         self._cos = torch.cat((cos, cos), dim=-1)[:, None].to(device=device, dtype=dtype)
         self._sin = torch.cat((-sin, sin), dim=-1)[:, None].to(device=device, dtype=dtype)
         self._half = config.head_dim // 2

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from paceline.backends.torch.linear import Linear, make_linear
+from paceline.backends.torch.mlp import MLP, DenseMLP, SparseMLP
 from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf import HFCheckpoint
-from paceline.checkpoints.shapes import expected_shapes
+from paceline.checkpoints.shapes import expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
 __all__ = ["TensorSource", "load_weights"]
@@ -70,10 +71,16 @@ class _Reader:
         try:
             if path not in self._shards:
                 self._shards[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            tensor: torch.Tensor = self._shards[path].get_tensor(name)  # type: ignore[no-untyped-call]
+            stored, rows = self._source.stored_part(name)
+            tensor: torch.Tensor
+            if rows is None:
+                tensor = self._shards[path].get_tensor(stored)  # type: ignore[no-untyped-call]
+            else:
+                tensor = self._shards[path].get_slice(stored)[rows]  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: cannot read tensor {name}: {error}") from error
-        return tensor
+        order = row_order(self._source.config, name)
+        return tensor if order is None else tensor[torch.from_numpy(order)]
 
     def maybe(self, name: str) -> torch.Tensor | None:
         return self.get(name) if name in self._shapes else None
@@ -88,23 +95,35 @@ class _Reader:
         )
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.get(name), self._source.config.rms_norm_eps)
+        config = self._source.config
+        return RMSNorm(self.get(name), config.rms_norm_eps, config.norm_offset)
 
     def maybe_norm(self, name: str) -> RMSNorm | None:
         return self.norm(name) if name in self._shapes else None
 
+    def mlp(self, name: str) -> MLP:
+        config = self._source.config
+        if f"{name}.router.weight" not in self._shapes:
+            gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
+            return DenseMLP(gate_up, self.linear(f"{name}.down_proj"), config.activation)
+        experts = [self.mlp(f"{name}.experts.{expert}") for expert in range(config.num_experts)]
+        router = self.get(f"{name}.router.weight")
+        return SparseMLP(router, experts, config.experts_per_token, config.normalise_experts)
+
     def layers(self) -> Iterator[LayerWeights]:
         for index in range(self._source.config.num_hidden_layers):
             attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+            layer = f"model.layers.{index}"
             yield LayerWeights(
-                input_norm=self.norm(f"model.layers.{index}.input_layernorm.weight"),
+                input_norm=self.maybe_norm(f"{layer}.input_layernorm.weight"),
                 qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
                 query_norm=self.maybe_norm(f"{attention}.q_norm.weight"),
                 key_norm=self.maybe_norm(f"{attention}.k_norm.weight"),
                 output=self.linear(f"{attention}.o_proj"),
-                mlp_norm=self.norm(f"model.layers.{index}.post_attention_layernorm.weight"),
-                gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                down=self.linear(f"{mlp}.down_proj"),
+                attention_output_norm=self.maybe_norm(f"{layer}.attention_output_norm.weight"),
+                mlp_norm=self.maybe_norm(f"{layer}.post_attention_layernorm.weight"),
+                mlp=self.mlp(mlp),
+                mlp_output_norm=self.maybe_norm(f"{layer}.mlp_output_norm.weight"),
             )
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from paceline.checkpoints.gguf_format import read_gguf
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer
-from paceline.checkpoints.hf_config import token_ids
+from paceline.checkpoints.hf_fields import token_ids
 from paceline.checkpoints.json_file import read_json_object
 from paceline.core.errors import CheckpointError, InvalidRequestError
 from paceline.engine.text.chat_template import ChatTemplate

@@ -30,6 +30,18 @@ CONFIGS = {
     "llama": tiny_config(max_position_embeddings=1024),
     # a window that begins inside a part, a chunk and a tile
     "sliding": tiny_config(max_position_embeddings=1024, sliding_window=300, sliding_layers=(0,)),
+    # what Llama has not: norms of what is added, GELU, layers that are not rotated, factors
+    "others": tiny_config(
+        norms_after=True,
+        qk_norm=True,
+        qk_norm_whole=True,
+        activation="gelu_tanh",
+        unrotated_layers=(1,),
+        embedding_scale=3.0,
+        residual_scale=0.5,
+        attention_scale=0.1,
+        max_position_embeddings=1024,
+    ),
     "heads": tiny_config(num_attention_heads=2, num_key_value_heads=2, head_dim=48, hidden_size=96),
 }
 FORMATS = list(

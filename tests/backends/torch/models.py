@@ -32,6 +32,22 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
+# transformers derives the dimensions of Phi-3's heads from its width
+_PHI: Final[dict[str, Any]] = {"head_dim": None, "hidden_size": 96, "pad_token_id": 0}
+
+# transformers ties Gemma's embeddings unless told otherwise; 23 is no head's number of dimensions
+_GEMMA: Final[dict[str, Any]] = {
+    "query_pre_attn_scalar": 23,
+    "sliding_window": 7,
+    "pad_token_id": 0,
+}
+
+_EXPERTS: Final[dict[str, Any]] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+
 # name -> (class prefix, settings over _BASE)
 ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("Llama", {}),
@@ -88,6 +104,71 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
     "qwen3": ("Qwen3", {}),
+    "phi3": ("Phi3", _PHI),
+    "phi3-sliding": ("Phi3", _PHI | {"sliding_window": 9}),
+    "phi3-partial": ("Phi3", _PHI | _rope("default", partial_rotary_factor=0.75)),
+    "phi3-longrope": (
+        "Phi3",
+        _PHI
+        | {"original_max_position_embeddings": 128}
+        | _rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0 + 0.1 * i for i in range(6)],
+            long_factor=[1.5 + 0.5 * i for i in range(6)],
+        ),
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.11,
+            "logits_scaling": 0.7,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "smollm3-windows": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"hidden_size": 96, "head_dim": None, "pad_token_id": 0}),
+    "gemma2": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma2-biases": ("Gemma2", _GEMMA | {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3Text", _GEMMA | {"num_hidden_layers": 7}),
+    "gemma3-scaled": (
+        "Gemma3Text",
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 9}),
+    "qwen3-moe": ("Qwen3Moe", _EXPERTS),
+    "qwen3-moe-some-dense": (
+        "Qwen3Moe",
+        _EXPERTS
+        | {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-moe-sliding": ("Qwen3Moe", _EXPERTS | {"use_sliding_window": True, "sliding_window": 9}),
+    "granite-biases": ("Granite", {"attention_bias": True, "mlp_bias": True}),
 }
 
 
@@ -102,13 +183,15 @@ def make_model(name: str, **changes: Any) -> Any:
         config.sliding_window = None
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # transformers starts biases at 0 and norms at 1, which would hide a missing one
             if parameter.ndim == 1:
                 noise = torch.randn(parameter.shape) * 0.3
-                parameter.copy_(noise if key.endswith("bias") else 1.0 + noise)
+                # Gemma stores norms' weights less one
+                around = 0.0 if key.endswith("bias") or prefix.startswith("Gemma") else 1.0
+                parameter.copy_(around + noise)
     return model
 
 

@@ -1,0 +1,53 @@
+"""What loads: architecture by file format and compute path, as a table for docs/models.md.
+
+``python -m paceline.backends.architectures`` prints it.
+"""
+
+from __future__ import annotations
+
+from paceline.backends.native import unsupported_reason
+from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
+from paceline.checkpoints.hf_config import config_from
+
+__all__ = ["main", "support_table"]
+
+# head_dim and block_size that the native path takes; it is the architecture that is asked about
+_SIZES = {
+    "vocab_size": 1 << 18,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+_BLOCK_SIZE = 16
+
+
+def support_table() -> str:
+    """A row for each architecture, in Markdown."""
+    head = ("architecture", "`model_type`", "Hugging Face folder", "GGUF", "torch", "native")
+    rows = [head, ("---",) * len(head)]
+    rows += [_row(architecture) for architecture in ARCHITECTURES.values()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(architecture: Architecture) -> tuple[str, ...]:
+    config = config_from({"architectures": [architecture.class_name], **_SIZES}, {}, "float32")
+    reason = unsupported_reason(config, _BLOCK_SIZE)
+    return (
+        architecture.title,
+        f"`{architecture.model_type}`",
+        f"`{architecture.class_name}`",
+        "no" if architecture.gguf is None else f"`{architecture.gguf}`",
+        "yes",
+        "yes" if reason is None else f"no: {reason}",
+    )
+
+
+def main() -> None:
+    print(support_table(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The second half of a layer: a gated MLP, or a mixture of such experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from paceline.backends.torch.linear import Linear
+
+__all__ = ["MLP", "DenseMLP", "SparseMLP"]
+
+
+class MLP(Protocol):
+    """[rows, hidden] to [rows, hidden], in x's dtype, a fresh tensor."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class DenseMLP:
+    """``down(activation(gate(x)) * up(x))``.
+
+    Args:
+        gate_up: [hidden] -> [2 * intermediate]: gate, up.
+        down: [intermediate] -> [hidden].
+        activation: "silu" or "gelu_tanh".
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._gelu = activation == "gelu_tanh"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        if self._gelu:
+            return self._down(torch.nn.functional.gelu(gate, approximate="tanh").mul_(up))
+        return self._down(torch.nn.functional.silu(gate).mul_(up))
+
+
+class SparseMLP:
+    """The ``chosen`` experts that the router likes best for a row, weighed by its softmax.
+
+    The router is computed in float32: in bfloat16 its rounding would choose other experts.
+
+    Args:
+        router: [experts, hidden].
+        normalise: weights of the chosen experts are divided by their sum.
+    """
+
+    def __init__(
+        self, router: torch.Tensor, experts: Sequence[MLP], chosen: int, normalise: bool
+    ) -> None:
+        self._router = router.float()
+        self._experts = experts
+        self._chosen, self._normalise = chosen, normalise
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.nn.functional.linear(x.float(), self._router)
+        weights, experts = scores.softmax(-1).topk(self._chosen, dim=-1)
+        if self._normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        # each expert once, for all rows that chose it
+        for expert in sorted(set(experts.flatten().tolist())):
+            rows, places = (experts == expert).nonzero(as_tuple=True)
+            given = self._experts[expert](x[rows]).float() * weights[rows, places, None]
+            out.index_add_(0, rows, given)
+        return out.to(x.dtype)
