@@ -31,6 +31,7 @@
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
+#   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE)
 #   make bench-gaps       how long streams stop when a long prompt comes
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
@@ -77,7 +78,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway
+	bench-gateway bench-speculation
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -159,6 +160,9 @@ bench-background: $(READY) model
 
 bench-gaps: $(READY) model
 	@$(BIN)/python -m benchmarks.gaps
+
+bench-speculation: $(READY) model
+	@PROMPTS=$(PROMPTS) $(BIN)/python -m benchmarks.speculation
 
 bench-faults: $(READY) model
 	@$(BIN)/python -m benchmarks.faults

@@ -17,6 +17,7 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
+from paceline.core.step.drafts import DrafterMaker
 from paceline.core.tier import tier_of
 
 
@@ -79,6 +80,7 @@ class Driver:
         swap_block_seconds: float = 0.0,
         backend: ModelBackend | None = None,
         seconds: Callable[[StepShape], float] | None = None,
+        drafter: DrafterMaker | None = None,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -99,7 +101,7 @@ class Driver:
             num_host_blocks=num_host_blocks,
             swap_block_seconds=swap_block_seconds,
         )
-        self.scheduler = Scheduler(self.config, self.cache)
+        self.scheduler = Scheduler(self.config, self.cache, drafter=drafter)
         self.backend = backend or NullBackend(
             vocab_size=vocab_size,
             num_blocks=num_blocks,

@@ -135,13 +135,18 @@ class NullBackend:
         for copy in plan.block_copies:
             self._cache[copy.dst] = list(self._cache[copy.src])
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
-        for row in plan.rows:
-            if not self._states[row.request_id].failed:
+        guessed = dict(plan.drafts)
+        for index, row in enumerate(plan.rows):
+            state = self._states[row.request_id]
+            if not state.failed:
+                known = len(state.tokens)
+                state.tokens += guessed.get(index, ())
                 self._write(row)
+                del state.tokens[known:]
         sampled: list[tuple[int, ...]] = []
         logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         errors: list[tuple[str, str]] = []
-        for row in plan.rows:
+        for index, row in enumerate(plan.rows):
             state = self._states[row.request_id]
             if self._poison_token in state.tokens[row.start : row.start + row.num_tokens]:
                 state.failed = True
@@ -151,19 +156,20 @@ class NullBackend:
                 logprobs.append(None)
                 continue
             try:
-                token = self._sample(row, state) if row.samples else None
+                tokens = self._draw(row, state, guessed.get(index, ())) if row.samples else ()
             except PacelineError as error:
                 state.failed = True
                 errors.append((row.request_id, str(error)))
-                token = None
-            sampled.append(() if token is None else (token,))
-            if token is not None:
-                state.tokens.append(token)
+                tokens = ()
+            sampled.append(tokens)
             wanted = state.sampling.logprobs
             logprobs.append(
                 None
-                if token is None or wanted is None
-                else (TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()),)
+                if not tokens or wanted is None
+                else tuple(
+                    TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ())
+                    for token in tokens
+                )
             )
         prompts = tuple(
             (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
@@ -195,9 +201,21 @@ class NullBackend:
             block = self._cache[state.block_ids[position // size]]
             block[position % size] = state.tokens[position] * (position + 1)
 
-    def _sample(self, row: ScheduledRow, state: _State) -> int:
+    def _draw(self, row: ScheduledRow, state: _State, guesses: Sequence[int]) -> tuple[int, ...]:
+        """Append the row's tokens: one, and one more for each guess that is right."""
+        drawn: list[int] = []
+        end = row.start + row.num_tokens
+        for length in range(end - len(guesses), end + 1):
+            token = self._sample(length, state)
+            drawn.append(token)
+            state.tokens.append(token)
+            if length == end or token != guesses[length - end] or token == self._poison_token:
+                # what follows poison is for the next step to fail on
+                break
+        return tuple(drawn)
+
+    def _sample(self, length: int, state: _State) -> int:
         size = self._info.block_size
-        length = row.start + row.num_tokens
         full, rest = divmod(length, size)
         total = sum(sum(self._cache[block_id]) for block_id in state.block_ids[:full])
         if rest:

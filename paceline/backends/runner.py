@@ -11,7 +11,7 @@ logits are in.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Final, TypeAlias
 
@@ -126,7 +126,7 @@ class ModelRunner:
             self._model.swap_blocks(plan.swaps)
         started = time.monotonic()
         self._apply(plan)
-        sampled, logprobs, errors = self._execute(plan.rows)
+        sampled, logprobs, errors = self._execute(plan.rows, dict(plan.drafts))
         prompt_logprobs = self._take_prompt_logprobs(plan.rows)
         return StepResult(
             step_id=plan.step_id,
@@ -180,7 +180,7 @@ class ModelRunner:
         self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
 
     def _execute(
-        self, rows: Sequence[ScheduledRow]
+        self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Sequence[int]]
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
         if not rows:
             return [], [], []
@@ -190,6 +190,13 @@ class ModelRunner:
         starts = np.array([row.start for row in rows])
         counts = np.array([row.num_tokens for row in rows])
         ends = np.cumsum(counts)
+        for r, guesses in drafts.items():
+            row = rows[r]
+            end = row.start + row.num_tokens
+            # a guess that is no token is verified as another: it is as wrong as any
+            self._tokens[index[r], end - len(guesses) : end] = [
+                guess if 0 <= guess < self._vocab_size else 0 for guess in guesses
+            ]
         # flat tokens ends[r] - counts[r] ... ends[r] - 1 are positions starts[r] ... of row r
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
         token_ids = self._tokens[np.repeat(index, counts), positions]
@@ -197,7 +204,10 @@ class ModelRunner:
         tables = self._tables[index, :width].astype(np.int64)
         sampling = [r for r, row in enumerate(rows) if row.samples]
         masks = self._start_masks(rows, slots, sampling)
-        chosen = ends[sampling] - 1
+        places = [(r, 0) for r in sampling]
+        if drafts:
+            places = [(r, -i) for r in sampling for i in range(len(drafts.get(r, ())), -1, -1)]
+        chosen = np.array([ends[r] - 1 + i for r, i in places], dtype=np.int64)
         # flat tokens of prompts whose log-probabilities are wanted, row by row
         asked = {
             r: wanted
@@ -226,11 +236,11 @@ class ModelRunner:
             targets = gatherer.targets(wanted)
             gatherer.add(self._score(of_row, targets, [gatherer.count] * len(targets)))
         if asked:
-            places = np.searchsorted(needed, chosen)
-            logits = logits[places]
-            likeliest = None if likeliest is None else likeliest[places]
+            own = np.searchsorted(needed, chosen)
+            logits = logits[own]
+            likeliest = None if likeliest is None else likeliest[own]
         forbidden = masks.result() if masks else {}
-        return self._sample(rows, slots, sampling, logits, likeliest, forbidden)
+        return self._sample(rows, slots, places, logits, likeliest, forbidden)
 
     def _start_masks(
         self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot], sampling: Sequence[int]
@@ -296,7 +306,7 @@ class ModelRunner:
         self,
         rows: Sequence[ScheduledRow],
         slots: Sequence[_Slot],
-        sampling: Sequence[int],
+        places: Sequence[tuple[int, int]],
         logits: Logits,
         likeliest: Likeliest,
         masks: Masks,
@@ -311,29 +321,37 @@ class ModelRunner:
             for row, slot in zip(rows, slots, strict=True)
             if slot.error is not None
         ]
-        if not sampling:
+        if not places:
             return sampled, logprobs, errors
         sample_rows = []
-        for r in sampling:
-            slot, length = slots[r], rows[r].start + rows[r].num_tokens
+        for r, guess in places:
+            slot, length = slots[r], rows[r].start + rows[r].num_tokens + guess
             tokens = self._tokens[slot.index, :length]
             mask = masks.get(r)
             forbidden = None if isinstance(mask, str) else mask
             sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
         samples = self._sampler.sample(logits, sample_rows, likeliest)
-        for i, r in enumerate(sampling):
+        # rows whose guesses are no longer right
+        settled: set[int] = set()
+        for i, (r, guess) in enumerate(places):
             slot = slots[r]
-            if slot.error is not None:
+            if slot.error is not None or r in settled:
                 continue
             if not samples.finite[i]:
+                settled.add(r)
                 errors.append((rows[r].request_id, NAN_LOGITS))
                 continue
             token_id = samples.token_ids[i]
             if token_id < 0:
+                settled.add(r)
                 errors.append((rows[r].request_id, _NOTHING_LEFT))
                 continue
-            self._tokens[slot.index, rows[r].start + rows[r].num_tokens] = token_id
-            sampled[r] = (token_id,)
+            position = rows[r].start + rows[r].num_tokens + guess
+            if guess and self._tokens[slot.index, position] != token_id:
+                settled.add(r)
+            self._tokens[slot.index, position] = token_id
+            sampled[r] += (token_id,)
             entry = samples.logprobs[i]
-            logprobs[r] = None if entry is None else (entry,)
+            if entry is not None:
+                logprobs[r] = (*(logprobs[r] or ()), entry)
         return sampled, logprobs, errors

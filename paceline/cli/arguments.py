@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
-__all__ = ["Parser", "bounded_float", "bounded_int", "byte_count", "weights_by_name"]
+__all__ = [
+    "Parser",
+    "bounded_float",
+    "bounded_int",
+    "byte_count",
+    "json_object",
+    "weights_by_name",
+]
 
 _UNITS = {
     "": 1,
@@ -150,6 +158,17 @@ def weights_by_name(text: str) -> dict[str, float]:
             raise argparse.ArgumentTypeError(f"{name!r} has two weights")
         weights[name] = weight
     return weights
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def byte_count(text: str) -> int:

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.cli.arguments import bounded_float, bounded_int, byte_count, weights_by_name
+from paceline.cli.arguments import (
+    bounded_float,
+    bounded_int,
+    byte_count,
+    json_object,
+    weights_by_name,
+)
 from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import PREEMPTION_MODES
@@ -223,6 +229,15 @@ SCHEDULING: Final = (
         field="max_bypasses",
         parse=bounded_int(0),
         help="how often one head may be passed before all wait for it",
+    ),
+    Flag(
+        name="--speculative-config",
+        field="speculative_config",
+        parse=json_object,
+        metavar="JSON",
+        help="guess next tokens and verify several in one step, for as long as few requests run: "
+        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
+        '"prompt_lookup_min": 2}. Answers stay the same',
     ),
     Flag(
         name="--pipeline-depth",

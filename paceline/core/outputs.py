@@ -21,6 +21,7 @@ from paceline.core.sampling_params import SamplingParams
 __all__ = [
     "BlockCopy",
     "BlockSwap",
+    "Draft",
     "NewRequest",
     "RequestUpdate",
     "ScheduledRow",
@@ -68,6 +69,21 @@ class BlockSwap(NamedTuple):
     to_host: bool
 
 
+class Draft(NamedTuple):
+    """Guesses of a row's next tokens: the last ``len(token_ids)`` of its positions hold these, and
+    the one before them the last known token.
+
+    A token is chosen after each of these positions, from the first on, as it would be without
+    guesses (by its own position among the request's tokens, with the guesses before it as
+    history), for as long as the one before it was guessed right. So a row brings 1 to
+    ``len(token_ids)`` + 1 tokens, the same that as many steps would have brought.
+    """
+
+    # index in ``SchedulerOutput.rows``; the row samples, and its request has no grammar
+    row: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request the backend holds no state for: seen first, or resumed after preemption."""
@@ -101,6 +117,8 @@ class SchedulerOutput:
     num_tokens: int
     # in this order, before anything of this step is written
     swaps: tuple[BlockSwap, ...] = ()
+    # by row; most rows have none
+    drafts: tuple[Draft, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -119,7 +137,8 @@ class StepResult:
     """What one step produced, row for row of ``plan.rows``."""
 
     step_id: int
-    # sampled token ids; () for rows with samples=False and for rows that failed
+    # sampled token ids; () for rows with samples=False and for rows that failed; several for rows
+    # with drafts
     sampled: tuple[tuple[int, ...], ...]
     # per row, one entry per sampled token; None where the row asked for none. () when no row asked
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()

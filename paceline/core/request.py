@@ -16,11 +16,14 @@ import enum
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
+
+if TYPE_CHECKING:
+    from paceline.core.speculation.guesser import Guesser
 
 __all__ = [
     "FinishReason",
@@ -173,6 +176,11 @@ class Request:
     num_computed_tokens: int = 0
     # tokens that planned steps will sample, ids not known yet
     num_pending_tokens: int = 0
+    # of num_computed_tokens, guesses of a step whose result is not in; until it is, nothing more is
+    # planned for the request
+    num_draft_tokens: int = 0
+    # None: it was never considered for guesses
+    guesser: Guesser | None = None
 
     # memory: position p lives in block_ids[p // block_size]
     block_ids: list[int] = field(default_factory=list)

@@ -37,6 +37,7 @@ from paceline.core.stats import ClassUse, SchedulerStats, take_census
 from paceline.core.step.admission import Admission
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
+from paceline.core.step.drafts import DrafterMaker, Drafts, settle
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
@@ -54,10 +55,16 @@ class Scheduler:
         config: budgets, order and limits.
         cache: size of the KV cache.
         policy: overrides ``config.policy``.
+        drafter: makes what guesses a request's tokens; None: as configured.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None = None
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        policy: SchedulingPolicy | None = None,
+        *,
+        drafter: DrafterMaker | None = None,
     ) -> None:
         self.config, self.cache = config, cache
         self.state = state = make_state(config, cache, policy)
@@ -78,6 +85,10 @@ class Scheduler:
         self._paced = Paced(state, displacement, self._tenants)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
+        # nothing that exists for guesses is called where there are none
+        self._drafts = Drafts(state, drafter) if config.speculative_config else None
+        # rows with guesses, guesses, and those that were right
+        self._num_drafts = (0, 0, 0)
         self._requests: dict[str, Request] = {}
         # requests dropped before they were started, until they are asked for
         self._expired: list[Expired] = []
@@ -163,6 +174,11 @@ class Scheduler:
         which arrive until then are in it, yet before that one ends. Minus infinity: at once."""
         return self._steps.plan_at
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """The next step is best planned once all tokens are known: then they can be guessed on."""
+        return self._drafts is not None and self._drafts.awaits_tokens
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step and move the counters as if it had run.
 
@@ -187,6 +203,7 @@ class Scheduler:
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
+        drafts = self._drafts.add(step) if self._drafts is not None else ()
         plan = SchedulerOutput(
             self._num_steps,
             tuple(step.rows),
@@ -195,6 +212,7 @@ class Scheduler:
             self._running.take_released(),
             step.num_tokens,
             self.kv.take_swaps(),
+            drafts,
         )
         self._num_steps += 1
         shape = step.shape
@@ -217,6 +235,11 @@ class Scheduler:
         """
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
+        if plan.drafts:
+            rows, guesses, right = self._num_drafts
+            rows, guesses = rows + len(plan.drafts), guesses + sum(len(d[1]) for d in plan.drafts)
+            right += settle(plan.drafts, requests, result.sampled)
+            self._num_drafts = rows, guesses, right
         updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
         if self._running.num_ended:
             self._running.prune()
@@ -274,6 +297,7 @@ class Scheduler:
             num_relegated=self._paced.feasibility.num_demoted,
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._door.refused.items()),
+            drafts=self._num_drafts,
         )
 
     def census(self) -> tuple[ClassUse, ...]:

@@ -33,6 +33,10 @@ class SchedulerStats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_preemptions: int = _counter()
+    # rows with guesses, the guesses, and those that were right
+    num_drafts: int = _counter()
+    num_draft_tokens: int = _counter()
+    num_accepted_tokens: int = _counter()
     prefix_cache_queries: int = _counter()
     prefix_cache_hits: int = _counter()
     num_recomputed_tokens: int = _counter()

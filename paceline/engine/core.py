@@ -144,6 +144,8 @@ class EngineCore:
             EngineDeadError: the backend broke; the engine cannot go on.
         """
         while len(self._in_flight) < self._depth:
+            if self._in_flight and self.scheduler.awaits_tokens:
+                break
             if self._in_flight and self._depth == 2 and take_arrivals is not None:
                 self._await_planning()
                 take_arrivals()

@@ -106,6 +106,11 @@ def test_weights_refuse(text: str) -> None:
         (["--bypass-window", "0"], "bypass_window", 0),
         (["--max-bypasses", "2"], "max_bypasses", 2),
         (["--pipeline-depth", "1"], "pipeline_depth", 1),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+            "speculative_config",
+            {"method": "ngram", "num_speculative_tokens": 3},
+        ),
         (["--best-effort-step-ms", "20"], "best_effort_step_s", 0.02),
         (["--max-token-gap-ms", "100"], "max_token_gap_s", 0.1),
         (["--max-token-gap-ms", "0"], "max_token_gap_s", None),

@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue_timeout_s=st.sampled_from([None, 6.0]),
         background_share=st.sampled_from([None, 0.1, 1.0]),
         best_effort_delay_s=st.sampled_from([0.0, 10.0]),
+        num_speculative_tokens=st.sampled_from([0, 1, 5]),
     )
     def start(
         self,
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue_timeout_s: float | None,
         background_share: float | None,
         best_effort_delay_s: float,
+        num_speculative_tokens: int,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -85,6 +87,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             coalesce_window_s=3.0,
             coalesce_size=3,
             best_effort_delay_s=best_effort_delay_s,
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": num_speculative_tokens,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 4,
+            }
+            if num_speculative_tokens
+            else None,
             future_memory_check=future_memory_check,
             num_host_blocks=num_host_blocks,
             preemption=preemption,

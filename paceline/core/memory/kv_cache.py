@@ -311,7 +311,7 @@ class KVCacheManager:
         """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
         self.pool.release(request.block_ids, forget=forget)
         request.block_ids = []
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_draft_tokens = 0
         request.num_hashed_blocks = 0
         request.shares_tail = False
 

@@ -71,6 +71,9 @@ class Preemption:
 
     def release(self, request: Request) -> None:
         """Take all blocks; keep a copy in host memory if that is worth it."""
+        # what is not known to be right is not kept
+        request.num_computed_tokens -= request.num_draft_tokens
+        request.num_draft_tokens = 0
         request.history.num_lost_tokens = request.num_computed_tokens
         if self._worth_swapping(request):
             self._kv.swap_out(request)

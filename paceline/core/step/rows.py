@@ -91,8 +91,8 @@ class Rows:
         """Tokens of the row of ``running[index]``; 0: it gets none. See ``extend``."""
         request = running[index]
         behind = request.num_uncomputed_tokens
-        if behind == 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
-            # nothing left to compute, or only to wait for the last token
+        if behind <= 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
+            # nothing left to compute, or only to wait for the last token, or for what guesses bring
             return 0
         if not self._mixes:
             takes = step.narrow if behind == 1 else step.wide

@@ -112,6 +112,7 @@ def take_stats(
     num_relegated: int,
     num_discarded_tokens: int,
     refused: tuple[tuple[str, int], ...],
+    drafts: tuple[int, int, int],
 ) -> SchedulerStats:
     """A snapshot of the parts, with what others have counted."""
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
@@ -123,6 +124,9 @@ def take_stats(
         num_blocks=kv.pool.num_blocks,
         num_free_blocks=kv.pool.num_free,
         num_preemptions=state.running.num_preemptions,
+        num_drafts=drafts[0],
+        num_draft_tokens=drafts[1],
+        num_accepted_tokens=drafts[2],
         prefix_cache_queries=kv.num_queried_tokens,
         prefix_cache_hits=kv.num_hit_tokens,
         num_recomputed_tokens=num_recomputed_tokens,
@@ -158,7 +162,8 @@ def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
     assert len(running) <= state.config.max_num_seqs, "too many requests run"
     for request in running:
         assert request.status is RequestStatus.RUNNING
-        assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens
+        most = request.num_tokens + request.num_pending_tokens + request.num_draft_tokens
+        assert request.num_computed_tokens <= most
     for request in waiting:
         assert request.status is RequestStatus.WAITING
         assert not request.block_ids or request.asked.fork_of or request.num_swapped_tokens
@@ -166,6 +171,7 @@ def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
         flying = state.steps.num_rows(request)
         assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
         assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
+        assert not request.num_draft_tokens or flying, "guesses of no step"
     for fork in forks:
         assert fork.asked.fork_of in live, "a fork waits for no request"
     state.running.check_integrity()

@@ -110,6 +110,8 @@ class Updates:
                 updates.append(update_of(request, (), None, failed[row.request_id]))
             elif row[samples_at]:
                 token_ids = self._append(request, token_ids, now)
+                if row_logprobs is not None:
+                    row_logprobs = row_logprobs[: len(token_ids)]
                 counted += [request] * len(token_ids)
                 self._tell(updates, request, token_ids, row_logprobs, tell_all)
         if counts:

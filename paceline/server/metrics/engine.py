@@ -73,6 +73,24 @@ class EngineMetrics:
         )
         one(
             counter,
+            "vllm:spec_decode_num_drafts",
+            "Rows in which guessed tokens were verified.",
+            "num_drafts",
+        )
+        one(
+            counter,
+            "vllm:spec_decode_num_draft_tokens",
+            "Guessed tokens that were verified.",
+            "num_draft_tokens",
+        )
+        one(
+            counter,
+            "vllm:spec_decode_num_accepted_tokens",
+            "Guessed tokens that were right.",
+            "num_accepted_tokens",
+        )
+        one(
+            counter,
             "vllm:prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
             "prefix_cache_queries",

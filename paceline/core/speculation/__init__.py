@@ -1,0 +1,1 @@
+"""Guessing what a request's next tokens will be."""

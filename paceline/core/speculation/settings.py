@@ -1,0 +1,55 @@
+"""What ``speculative_config`` says, with vLLM's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["MOST_TOKENS", "NgramSettings"]
+
+# guesses of one row at most
+MOST_TOKENS: Final = 32
+_MOST_LOOKUP: Final = 32
+_NAME: Final = "speculative_config"
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSettings:
+    """Of the method "ngram"."""
+
+    # guesses of one row at most
+    num_tokens: int
+    # they are what followed the last time that so many of the latest tokens occurred
+    lookup_min: int
+    lookup_max: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> NgramSettings:
+        """Raises ConfigError for a key or value that is not known, or one that is missing."""
+        known = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
+        for key in config:
+            if key not in known:
+                raise ConfigError(f"{_NAME}: {key!r} is not one of {', '.join(sorted(known))}")
+        if config.get("method") != "ngram":
+            raise ConfigError(f'{_NAME}: method must be "ngram", got {config.get("method")!r}')
+        num_tokens = _number(config, "num_speculative_tokens", None, MOST_TOKENS)
+        # as in vLLM, one stands for both, and 5 for none
+        least = config.get("prompt_lookup_min", config.get("prompt_lookup_max", 5))
+        lookup_min = _number(config, "prompt_lookup_min", least, _MOST_LOOKUP)
+        lookup_max = _number(config, "prompt_lookup_max", lookup_min, _MOST_LOOKUP)
+        if lookup_min > lookup_max:
+            raise ConfigError(
+                f"{_NAME}: prompt_lookup_min={lookup_min} must not be above "
+                f"prompt_lookup_max={lookup_max}"
+            )
+        return cls(num_tokens, lookup_min, lookup_max)
+
+
+def _number(config: Mapping[str, Any], key: str, default: Any, most: int) -> int:
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(f"{_NAME}: {key} must be a whole number from 1 to {most}, got {value!r}")
+    return value

@@ -1,0 +1,197 @@
+"""Guesses of next tokens, added to a step whose rows are settled.
+
+A row of one token becomes one of 1 + k: the last k are guesses, and the backend says which of them
+the request's own choice of tokens would have made. Guesses come last of all: they take tokens and
+blocks that nobody else wants, in steps of few rows in which no prompt is computed and while nobody
+waits. One is added while it is likelier to be right than its share of the step's time.
+
+This module does not know where guesses come from, or what becomes of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from paceline.core.outputs import Draft, ScheduledRow
+from paceline.core.predict.chunk import LATE_QUANTILE
+from paceline.core.request import Request
+from paceline.core.speculation.guesser import Guesser
+from paceline.core.speculation.ngram import Drafter, NgramDrafter
+from paceline.core.speculation.settings import NgramSettings
+from paceline.core.step.builder import StepBuilder
+from paceline.core.step.state import SchedulerState
+
+__all__ = ["DrafterMaker", "Drafts", "settle"]
+
+DrafterMaker = Callable[[Request], Drafter]
+
+# running requests beyond which none is given guesses
+_MOST_ROWS: Final = 8
+# a guess is verified from so likely on, while it is not known what it costs
+_LIKELY: Final = 0.3
+# a guess that is less likely is never verified: what little it brings may not cover what it costs
+# besides the step's time
+_UNLIKELY: Final = 0.1
+# one step in so many tries a guess that likely whatever it is thought to cost, or it would not be
+# known any more
+_TRY: Final = 32
+# steps with guesses before which it is not known what they cost: where one request runs, all others
+# have one row, and rows cannot be told from the fixed part of a step
+_UNPRICED: Final = 16
+
+
+class Drafts:
+    """Adds guesses to steps.
+
+    Args:
+        make: a drafter for a request; None: by the configuration.
+    """
+
+    def __init__(self, state: SchedulerState, make: DrafterMaker | None) -> None:
+        assert state.config.speculative_config is not None
+        settings = NgramSettings.of(state.config.speculative_config)
+        self._make: DrafterMaker = make or (
+            lambda _: NgramDrafter(settings.lookup_min, settings.lookup_max)
+        )
+        self._most = settings.num_tokens
+        self._waiting = state.waiting
+        self._running = state.running
+        self._forks = state.forks
+        self._kv = state.kv
+        self._step_time = state.step_time
+        self._num_steps = self._num_lengthened = 0
+        # a request of the last step had guesses that are worth verifying: the next step is best
+        # planned when that one's tokens are known
+        self.awaits_tokens = False
+
+    def add(self, step: StepBuilder) -> tuple[Draft, ...]:
+        """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
+        self.awaits_tokens = False
+        requests = step.requests
+        if (
+            not requests
+            or len(self._running.requests) > _MOST_ROWS
+            or step.wide_tokens
+            or len(self._waiting)
+            or self._forks.by_parent
+            or any(request.best_effort for request in requests)
+        ):
+            return ()
+        guesses = [self._guesses(request) for request in requests]
+        counts = self._choose(step, guesses) if any(guesses) else None
+        if counts is None:
+            return ()
+        drafts = []
+        for index, count in enumerate(counts):
+            if not count:
+                continue
+            self.awaits_tokens = True
+            # where an earlier step's token is not known yet, what follows it cannot be guessed
+            if requests[index].num_pending_tokens == 1:
+                count = self._lengthen(step, index, count)
+                if count:
+                    drafts.append(Draft(index, tuple(guesses[index][:count])))
+        self._num_lengthened += bool(drafts)
+        return tuple(drafts)
+
+    def _guesses(self, request: Request) -> tuple[int, ...]:
+        # the last token that a request can get is never computed
+        room = request.max_total_tokens - request.num_tokens - request.num_pending_tokens
+        most = min(self._most, room)
+        if most <= 0 or request.shares_tail or request.asked.sampling.grammar is not None:
+            return ()
+        guesser = request.guesser
+        if guesser is None:
+            prompt = request.asked.prompt_token_ids
+            guesser = request.guesser = Guesser(self._make(request), prompt)
+        return tuple(guesser.guess(request.num_prompt_tokens, request.output_token_ids, most))
+
+    def _choose(self, step: StepBuilder, guesses: list[tuple[int, ...]]) -> list[int] | None:
+        """How many guesses of each row are worth it; None: of none.
+
+        They are taken by falling likelihood, so first guesses of a row come before later ones, and
+        the first that does not bring more tokens in its time than the step does without it ends
+        the choice.
+        """
+        model, requests = self._step_time, step.requests
+        likely: list[tuple[float, int]] = []
+        for index, (request, ids) in enumerate(zip(requests, guesses, strict=True)):
+            if ids:
+                assert request.guesser is not None
+                each = survival = request.guesser.acceptance
+                for _ in ids:
+                    likely.append((survival, index))
+                    survival *= each
+        likely.sort(key=lambda entry: -entry[0])
+        targets = [r.targets.tpot for r in requests if r.targets.tpot is not None]
+        tokens, seconds, each_row, longest = float(len(requests)), 0.0, 0.0, 0.0
+        if model.ready:
+            seconds, each_row = model.predict(step.shape), model.row_seconds(0)
+            if targets:
+                longest = min(targets) / max(1.0, model.quantile(LATE_QUANTILE))
+        elif targets:
+            return None
+        self._num_steps += 1
+        tries = self._num_steps % _TRY == 0
+        counts = [0] * len(requests)
+        left = step.budget
+        for survival, index in likely:
+            known = model.ready and self._num_lengthened >= _UNPRICED
+            worth = survival * seconds > tokens * each_row if known else survival >= _LIKELY
+            if survival < _UNLIKELY:
+                break
+            if not worth:
+                if not tries or survival < _LIKELY:
+                    break
+                tries = False
+            seconds += each_row
+            if left <= 0 or (targets and seconds > longest):
+                break
+            counts[index] += 1
+            tokens += survival
+            left -= 1
+        return counts if any(counts) else None
+
+    def _lengthen(self, step: StepBuilder, index: int, count: int) -> int:
+        """Give a row blocks for up to ``count`` guesses, and return for how many. None makes
+        another request give blocks up, now or in the next step."""
+        request, pool = step.requests[index], self._kv.pool
+        held = len(request.block_ids) * self._kv.block_size - request.num_computed_tokens
+        if count > held and pool.num_free <= count + len(self._running.requests):
+            count = held
+        if count <= 0:
+            return 0
+        extension = self._kv.extend(request, count)
+        assert extension is not None and extension.copy is None, "the blocks were counted"
+        request_id, start, num_tokens, block_ids, samples = step.rows[index]
+        step.rows[index] = ScheduledRow(
+            request_id, start, num_tokens + count, block_ids + extension.new_block_ids, samples
+        )
+        request.num_computed_tokens += count
+        request.num_draft_tokens = count
+        # they cost what rows of one token do, but for the keys, which a row reads once
+        step.count_plain(count, 0)
+        return count
+
+
+def settle(
+    drafts: tuple[Draft, ...], requests: list[Request], sampled: tuple[tuple[int, ...], ...]
+) -> int:
+    """Count what was computed of wrong guesses as not computed: the next row overwrites it.
+
+    Args:
+        requests: of the rows of the step.
+
+    Returns:
+        How many guesses were right.
+    """
+    accepted = 0
+    for index, token_ids in drafts:
+        request, right = requests[index], max(0, len(sampled[index]) - 1)
+        accepted += right
+        # 0 if it has ended or been preempted: its blocks are gone
+        if request.num_draft_tokens:
+            request.num_computed_tokens -= len(token_ids) - right
+            request.num_draft_tokens = 0
+    return accepted

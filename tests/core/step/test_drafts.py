@@ -1,0 +1,299 @@
+"""Guesses change no answer, whoever makes them, and stay out of the way of others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.backends.null import expected_tokens
+from paceline.core.errors import ConfigError
+from paceline.core.predict.step_time import StepShape
+from paceline.core.request import FinishReason, Request
+from paceline.core.slo import Slo
+from paceline.core.speculation.guesser import Guesser
+from paceline.core.speculation.ngram import Drafter, NgramDrafter
+from paceline.core.speculation.settings import NgramSettings
+from paceline.core.step.drafts import DrafterMaker
+from tests.driving import Driver, make_request
+
+VOCAB = 97
+OFF: dict[str, Any] = {"speculative_config": None}
+PROMPT = (3, 5, 8, 13)
+
+
+class _Knows:
+    """Knows what the null backend will say, and spoils some of it."""
+
+    def __init__(self, prompt: Sequence[int], wrong: Sequence[int], extra: int = 0) -> None:
+        self._text = [*prompt, *expected_tokens(prompt, 200, VOCAB)]
+        self._wrong = wrong
+        self._extra = extra
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        guesses = self._text[len(tokens) : len(tokens) + count + self._extra]
+        for place in self._wrong:
+            if place < len(guesses):
+                guesses[place] = (guesses[place] + 1) % VOCAB
+        return guesses
+
+
+class _Foreign:
+    """Guesses that are no tokens."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        return [10**9] * count
+
+
+def _knowing(*wrong: int, extra: int = 0) -> DrafterMaker:
+    return lambda request: _Knows(request.asked.prompt_token_ids, wrong, extra)
+
+
+def _foreign(request: Request) -> Drafter:
+    return _Foreign()
+
+
+def _driver(drafter: DrafterMaker | None = None, **config: Any) -> Driver:
+    speculative_config = {"method": "ngram", "num_speculative_tokens": 4}
+    config = {"speculative_config": speculative_config} | config
+    return Driver(vocab_size=VOCAB, drafter=drafter, **config)
+
+
+def _drafted(driver: Driver) -> list[int]:
+    return [len(draft.token_ids) for plan in driver.plans for draft in plan.drafts]
+
+
+def test_right_guesses_bring_several_tokens_a_step() -> None:
+    driver = _driver(_knowing())
+    driver.add(make_request("a", PROMPT, 21))
+    driver.run()
+    assert driver.tokens["a"] == expected_tokens(PROMPT, 21, VOCAB)
+    stats = driver.scheduler.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    # without guesses a token takes a step
+    assert len(driver.plans) < 12
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [_knowing(0), _knowing(1), _knowing(3), _knowing(extra=9), _foreign],
+    ids=["wrong", "second wrong", "last wrong", "too long", "foreign"],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_drafter_changes_an_answer(drafter: DrafterMaker, depth: int) -> None:
+    driver = _driver(drafter, depth=depth)
+    prompts = {"a": PROMPT, "b": (1, 1, 2), "c": (60, 50, 40, 30, 20)}
+    for name, prompt in prompts.items():
+        driver.add(make_request(name, prompt, 30))
+    driver.run()
+    for name, prompt in prompts.items():
+        assert driver.tokens[name] == expected_tokens(prompt, 30, VOCAB)
+    assert all(count <= 4 for count in _drafted(driver))
+
+
+def test_wrong_guesses_are_soon_no_longer_verified() -> None:
+    driver = _driver(_knowing(0))
+    driver.add(make_request("a", PROMPT, 40))
+    driver.run()
+    stats = driver.scheduler.stats()
+    assert 0 < stats.num_draft_tokens < 10
+    assert stats.num_accepted_tokens == 0
+
+
+def test_guesses_that_become_right_are_verified_again() -> None:
+    # five wrong ones make a request stop; right ones are seen without being verified
+    guesser = Guesser(_Knows(PROMPT, ()), PROMPT)
+    answer = expected_tokens(PROMPT, 60, VOCAB)
+    knows = _Knows(PROMPT, (0,))
+    guesser._drafter = knows
+    for length in range(1, 10):
+        guesser.guess(len(PROMPT), answer[:length], 4)
+    low = guesser.acceptance
+    knows._wrong = ()
+    for length in range(10, 40):
+        guesser.guess(len(PROMPT), answer[:length], 4)
+    assert low < 0.3 < 0.7 < guesser.acceptance < 1.0
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_guesses_end_where_the_answer_does(max_tokens: int) -> None:
+    driver = _driver(_knowing(), max_model_len=len(PROMPT) + max_tokens)
+    driver.add(make_request("a", PROMPT, max_tokens))
+    driver.run()
+    assert driver.tokens["a"] == expected_tokens(PROMPT, max_tokens, VOCAB)
+    assert driver.finished["a"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_a_stop_token_among_right_guesses_ends_the_answer(place: int) -> None:
+    answer = expected_tokens(PROMPT, 9, VOCAB)
+    first = answer.index(answer[place])
+    driver = _driver(_knowing())
+    stop = frozenset({answer[place]})
+    driver.add(make_request("a", PROMPT, 30, stop_token_ids=stop, logprobs=0))
+    driver.run()
+    assert driver.tokens["a"] == answer[: first + 1]
+    assert driver.finished["a"].stop_reason == answer[place]
+    last = driver.finished["a"]
+    assert last.logprobs is not None
+    assert [entry.token_id for entry in last.logprobs] == list(last.new_token_ids)
+
+
+def test_minimum_length_and_bad_words_hold_at_each_place() -> None:
+    stop = frozenset(range(40))
+    settings_of = {"stop_token_ids": stop, "min_tokens": 12, "bad_words": ((50,), (60, 61))}
+    tokens = []
+    for count in (0, 4):
+        driver = _driver(_knowing(), **({} if count else OFF))
+        driver.add(make_request("a", PROMPT, 30, **settings_of))
+        driver.run()
+        tokens.append(driver.tokens["a"])
+    assert tokens[0] == tokens[1] and len(tokens[0]) >= 12
+
+
+def test_poison_that_was_guessed_fails_as_without() -> None:
+    answer = expected_tokens(PROMPT, 20, VOCAB)
+    told = []
+    for count in (0, 4):
+        driver = _driver(_knowing(), **({} if count else OFF), poison_token=answer[7])
+        driver.add(make_request("a", PROMPT, 20))
+        driver.run()
+        told.append((driver.tokens["a"], driver.finished["a"].finish_reason))
+    assert told[0] == told[1] == (answer[:8], FinishReason.ERROR)
+
+
+def test_no_guesses_while_a_prompt_is_computed_or_many_run() -> None:
+    driver = _driver(_knowing(), max_num_seqs=16, num_blocks=256)
+    for index in range(12):
+        driver.add(make_request(f"r{index}", (index, 1, 2), 12 if index else 40))
+    driver.run()
+    for plan in driver.plans:
+        if plan.drafts:
+            guessed = {draft.row for draft in plan.drafts}
+            assert len(plan.rows) <= 8
+            assert all(row.num_tokens == 1 for i, row in enumerate(plan.rows) if i not in guessed)
+    assert _drafted(driver), "the last one runs alone"
+
+
+def test_guesses_preempt_nobody() -> None:
+    preempted = []
+    for count in (0, 4):
+        driver = _driver(_knowing(0), **({} if count else OFF), num_blocks=12, block_size=2)
+        driver.add(make_request("a", (1, 2), 12))
+        driver.add(make_request("b", (3, 4), 12))
+        driver.run()
+        preempted.append(driver.scheduler.stats().num_preemptions)
+    assert preempted[1] <= preempted[0]
+
+
+def _seconds(shape: StepShape) -> float:
+    return 1.0 + 0.1 * (shape.narrow_rows + shape.wide_tokens)
+
+
+def test_a_target_that_guesses_would_break_keeps_them_out() -> None:
+    def steps(tpot: float) -> int:
+        driver = _driver(_knowing(), policy="deadline", seconds=_seconds)
+        driver.add(make_request("warm", PROMPT, 60))
+        driver.run()
+        before = len(_drafted(driver))
+        driver.add(make_request("a", (9, 9, 1), 30, arrival=driver.now, slo=Slo(tpot=tpot)))
+        driver.run()
+        assert driver.tokens["a"] == expected_tokens((9, 9, 1), 30, VOCAB)
+        return len(_drafted(driver)) - before
+
+    assert steps(10.0) > 0
+    assert steps(1.11) == 0
+
+
+def test_costly_guesses_are_not_verified() -> None:
+    # a row takes as long as a step of its own would
+    driver = _driver(
+        _knowing(3), seconds=lambda shape: 0.01 + shape.narrow_rows + shape.wide_tokens
+    )
+    driver.add(make_request("a", PROMPT, 160))
+    driver.run()
+    assert driver.tokens["a"] == expected_tokens(PROMPT, 160, VOCAB)
+    # learned in the first steps, and tried anew now and then
+    assert all(count == 1 for count in _drafted(driver)[17:])
+    assert len(_drafted(driver)) < 24
+
+
+def test_nothing_is_guessed_by_default() -> None:
+    driver = Driver(vocab_size=VOCAB)
+    driver.add(make_request("a", (1, 2, 1, 2, 1, 2), 20))
+    driver.run()
+    assert not _drafted(driver)
+
+
+def test_a_grammar_is_not_guessed_in() -> None:
+    driver = _driver(_knowing())
+    request = make_request("a", PROMPT, 9)
+    driver.add(request)
+    assert request.guesser is None
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=4),
+    wrong=st.sets(st.integers(0, 4)),
+    blocks=st.integers(8, 40),
+    depth=st.integers(1, 3),
+    host=st.sampled_from([0, 20]),
+)
+@settings(deadline=None, max_examples=150)
+def test_small_pools_and_wrong_guesses(
+    prompts: list[list[int]], wrong: set[int], blocks: int, depth: int, host: int
+) -> None:
+    driver = _driver(
+        _knowing(*wrong),
+        num_blocks=max(blocks, 12),
+        block_size=4,
+        depth=depth,
+        num_host_blocks=host,
+        preemption="swap" if host else "recompute",
+    )
+    for index, prompt in enumerate(prompts):
+        driver.add(make_request(f"r{index}", prompt, 20))
+    driver.run()
+    for index, prompt in enumerate(prompts):
+        assert driver.tokens[f"r{index}"] == expected_tokens(prompt, 20, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "guesses"),
+    [
+        ([1, 2, 3, 9, 1, 2], [3, 9, 1, 2]),
+        # the latest of two
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2, 4]),
+        # the longest of two
+        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1, 2]),
+        ([5, 5, 5], [5, 5, 5, 5]),
+        ([1, 2, 3, 4], []),
+        ([1], []),
+    ],
+)
+def test_ngrams(tokens: list[int], guesses: list[int]) -> None:
+    assert list(NgramDrafter(2, 3).propose(tokens, 4)) == guesses
+    # one made as the tokens came says the same
+    slow = NgramDrafter(2, 3)
+    answers = [list(slow.propose(tokens[: n + 1], 4)) for n in range(len(tokens))]
+    assert answers[-1] == guesses
+
+
+def test_settings_are_checked() -> None:
+    good = {"method": "ngram", "num_speculative_tokens": 3}
+    for wrong, said in (
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "must not be above"),
+        ({"num_speculative_tokens": 33}, "from 1 to 32, got 33"),
+        ({"num_speculative_tokens": True}, "got True"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min must be"),
+        ({"method": "eagle"}, "method must be"),
+        ({"model": "x"}, "'model' is not one of"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            NgramSettings.of(good | wrong)
+    assert NgramSettings.of(good) == NgramSettings(3, 5, 5)
+    assert NgramSettings.of(good | {"prompt_lookup_min": 2}) == NgramSettings(3, 2, 2)
+    assert NgramSettings.of(good | {"prompt_lookup_max": 4}) == NgramSettings(3, 4, 4)

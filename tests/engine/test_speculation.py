@@ -1,0 +1,140 @@
+"""Answers with guesses and without are the same, through the engine and real compute paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.backends.load import load_backend
+from paceline.backends.native import unavailable_reason
+from paceline.backends.settings import BackendSettings
+from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import drafts
+from paceline.engine.llm import LLM
+from paceline.engine.testing import ByteTokenizer, null_core
+from paceline.engine.types import GenerationRequest
+from tests.backends.torch.models import VOCAB, save_model
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
+# each changes what the next token may be in its own way
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+    "hot": {"temperature": 1.5, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    "bias": {"logit_bias": ((7, 3.0), (9, -100.0)), "temperature": 0.4},
+    "minimum": {"stop_token_ids": frozenset(range(0, VOCAB, 2)), "min_tokens": 30},
+    "stop ids": {"stop_token_ids": frozenset(range(0, VOCAB, 9)), "temperature": 0.5},
+    "stop text": {"stop": ("a", "\x10", "7"), "min_tokens": 6, "temperature": 0.8},
+    "bad words": {"bad_words": ((5,), (11, 12)), "temperature": 0.5},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.3},
+    "only": {"allowed_token_ids": (4, 5, 6, 7), "temperature": 1.0},
+}
+
+
+@dataclass(frozen=True)
+class _Answers:
+    tokens: list[Any]
+    drafted: int
+    accepted: int
+    preemptions: int
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model(folder, "llama", hidden_size=96, intermediate_size=96, max_position_embeddings=512)
+    return folder
+
+
+def _requests() -> list[GenerationRequest]:
+    random = np.random.default_rng(3)
+    requests = []
+    for number, (name, sampling) in enumerate(SAMPLING.items()):
+        phrase = random.integers(3, VOCAB, 7).tolist()
+        stop = sampling.get("stop", ())
+        own = {key: value for key, value in sampling.items() if key != "stop"}
+        values = {"max_tokens": 70, "temperature": 0.0, "seed": number} | own
+        requests.append(
+            GenerationRequest(
+                request_id=name,
+                prompt_token_ids=phrase * 3,
+                sampling=SamplingParams(**values),
+                stop=stop,
+                arrival_time=0.0,
+            )
+        )
+    return requests
+
+
+def _answers(
+    folder: Path, compute: str, formats: tuple[str, str], size: int, blocks: int, **config: Any
+) -> _Answers:
+    """Of all requests, so many at a time."""
+    settings = BackendSettings(
+        device="cpu",
+        dtype=formats[0],
+        kv_dtype=formats[1],
+        compute=compute,
+        num_blocks=blocks,
+        threads=2,
+    )
+    core = null_core(
+        load_backend(folder, settings), max_num_seqs=8, future_memory_check=False, **config
+    )
+    # by likelihood alone: how long steps take is another matter every time
+    core.scheduler.step_time._min_observations = 10**9
+    tokens: list[Any] = []
+    preemptions = 0
+    with LLM(core, ByteTokenizer()) as llm:
+        requests = _requests()
+        for first in range(0, len(requests), size):
+            for output in llm.generate(requests[first : first + size]):
+                choice = output.choices[0]
+                tokens.append(
+                    (choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason)
+                )
+                entries = choice.logprobs
+                tokens.append(None if entries is None else [(e.token_id, e.rank) for e in entries])
+                preemptions += output.num_preemptions
+                core.check_integrity()
+        stats = core.stats()
+    return _Answers(tokens, stats.num_draft_tokens, stats.num_accepted_tokens, preemptions)
+
+
+@pytest.mark.parametrize(
+    ("compute", "formats"),
+    [
+        ("torch", ("float32", "float32")),
+        ("native", ("float32", "float32")),
+        ("native", ("int8", "int8")),
+    ],
+)
+@pytest.mark.parametrize(("size", "blocks"), [(1, 64), (4, 64), (4, 16)])
+def test_answers_are_the_same(
+    folder: Path,
+    compute: str,
+    formats: tuple[str, str],
+    size: int,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if compute == "native" and unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    # a model without training repeats itself rarely: more wrong guesses are verified
+    monkeypatch.setattr(drafts, "_LIKELY", 0.0)
+    off = _answers(folder, compute, formats, size, blocks)
+    on = _answers(folder, compute, formats, size, blocks, speculative_config=NGRAM)
+    assert on.tokens == off.tokens
+    assert off.drafted == 0
+    assert on.drafted > on.accepted > 0
+    assert (on.preemptions > 0) == (blocks == 16)
