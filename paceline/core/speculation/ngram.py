@@ -44,8 +44,8 @@ class NgramDrafter:
         for length in self._lengths:
             if length > total:
                 continue
-            last = ends.get(tuple(tokens[total - length :]))
-            if last is not None:
+            found = ends.get(tuple(tokens[total - length :]))
+            if found is not None:
                 # a text that repeats itself is taken to go on doing so
-                return [tokens[last + i % (total - last)] for i in range(count)]
+                return [tokens[found + i % (total - found)] for i in range(count)]
         return ()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.backends.null import expected_tokens
 from paceline.core.errors import ConfigError
+from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request
 from paceline.core.slo import Slo
@@ -144,7 +145,11 @@ def test_a_stop_token_among_right_guesses_ends_the_answer(place: int) -> None:
 
 def test_minimum_length_and_bad_words_hold_at_each_place() -> None:
     stop = frozenset(range(40))
-    settings_of = {"stop_token_ids": stop, "min_tokens": 12, "bad_words": ((50,), (60, 61))}
+    settings_of: dict[str, Any] = {
+        "stop_token_ids": stop,
+        "min_tokens": 12,
+        "bad_words": ((50,), (60, 61)),
+    }
     tokens = []
     for count in (0, 4):
         driver = _driver(_knowing(), **({} if count else OFF))
@@ -230,9 +235,10 @@ def test_nothing_is_guessed_by_default() -> None:
 
 def test_a_grammar_is_not_guessed_in() -> None:
     driver = _driver(_knowing())
-    request = make_request("a", PROMPT, 9)
-    driver.add(request)
-    assert request.guesser is None
+    driver.add(make_request("a", PROMPT, 9, grammar=Grammar(kind="regex", source="a+")))
+    driver.run()
+    assert len(driver.tokens["a"]) == 9
+    assert not _drafted(driver)
 
 
 @given(
