@@ -10,7 +10,8 @@ This module does not know where guesses come from, or what becomes of their toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.core.outputs import Draft, ScheduledRow
@@ -115,43 +116,33 @@ class Drafts:
         the choice.
         """
         model, requests = self._step_time, step.requests
-        likely: list[tuple[float, int]] = []
-        for index, (request, ids) in enumerate(zip(requests, guesses, strict=True)):
-            if ids:
-                assert request.guesser is not None
-                each = survival = request.guesser.acceptance
-                for _ in ids:
-                    likely.append((survival, index))
-                    survival *= each
-        likely.sort(key=lambda entry: -entry[0])
-        targets = [r.targets.tpot for r in requests if r.targets.tpot is not None]
-        tokens, seconds, each_row, longest = float(len(requests)), 0.0, 0.0, 0.0
+        longest = self._longest(requests)
+        if not model.ready and longest < math.inf:
+            return None
+        seconds, each_row = 0.0, 0.0
         if model.ready:
             seconds, each_row = model.predict(step.shape), model.row_seconds(0)
-            if targets:
-                longest = min(targets) / max(1.0, model.quantile(LATE_QUANTILE))
-        elif targets:
-            return None
+        known = model.ready and self._num_lengthened >= _UNPRICED
         self._num_steps += 1
         tries = self._num_steps % _TRY == 0
-        counts = [0] * len(requests)
-        left = step.budget
-        for survival, index in likely:
-            known = model.ready and self._num_lengthened >= _UNPRICED
+        counts, tokens = [0] * len(requests), float(len(requests))
+        for survival, index in _by_likelihood(requests, guesses)[: max(0, step.budget)]:
             worth = survival * seconds > tokens * each_row if known else survival >= _LIKELY
-            if survival < _UNLIKELY:
-                break
             if not worth:
-                if not tries or survival < _LIKELY:
-                    break
-                tries = False
+                worth, tries = tries and survival >= _LIKELY, False
             seconds += each_row
-            if left <= 0 or (targets and seconds > longest):
+            if not worth or survival < _UNLIKELY or seconds > longest:
                 break
             counts[index] += 1
             tokens += survival
-            left -= 1
         return counts if any(counts) else None
+
+    def _longest(self, requests: Sequence[Request]) -> float:
+        """Seconds that a step may take for the tightest of the requests' paces."""
+        targets = [r.targets.tpot for r in requests if r.targets.tpot is not None]
+        if not targets:
+            return math.inf
+        return min(targets) / max(1.0, self._step_time.quantile(LATE_QUANTILE))
 
     def _lengthen(self, step: StepBuilder, index: int, count: int) -> int:
         """Give a row blocks for up to ``count`` guesses, and return for how many. None makes
@@ -173,6 +164,20 @@ class Drafts:
         # they cost what rows of one token do, but for the keys, which a row reads once
         step.count_plain(count, 0)
         return count
+
+
+def _by_likelihood(
+    requests: Sequence[Request], guesses: Sequence[tuple[int, ...]]
+) -> list[tuple[float, int]]:
+    """How likely each guess is to be right, those before it too, and its row; likeliest first."""
+    likely: list[tuple[float, int]] = []
+    for index, (request, ids) in enumerate(zip(requests, guesses, strict=True)):
+        if ids:
+            assert request.guesser is not None, "it has guessed"
+            each = request.guesser.acceptance
+            likely += [(each**place, index) for place in range(1, len(ids) + 1)]
+    likely.sort(key=lambda entry: -entry[0])
+    return likely
 
 
 def settle(

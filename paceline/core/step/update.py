@@ -110,8 +110,6 @@ class Updates:
                 updates.append(update_of(request, (), None, failed[row.request_id]))
             elif row[samples_at]:
                 token_ids = self._append(request, token_ids, now)
-                if row_logprobs is not None:
-                    row_logprobs = row_logprobs[: len(token_ids)]
                 counted += [request] * len(token_ids)
                 self._tell(updates, request, token_ids, row_logprobs, tell_all)
         if counts:
@@ -154,6 +152,8 @@ class Updates:
         tells = not request.told
         request.told = True
         if tell_all or request.finish_reason is not None:
+            # of tokens behind the one that ended it nothing is told
+            logprobs = None if logprobs is None else logprobs[: len(token_ids)]
             updates.append(update_of(request, token_ids, logprobs, tells=tells))
 
 
