@@ -86,7 +86,7 @@ class Answer:
             self._usage = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
         for choice in chunk.get("choices") or ():
             if choice.get("index", 0) != 0:
-                raise ChunkError("a choice that nobody asked for")
+                raise ChunkError("a choice that was not asked for")
             prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
             if prompt_ids is not None and self.prompt_ids is None:
                 self.prompt_ids = [int(i) for i in prompt_ids]

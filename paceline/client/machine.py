@@ -279,7 +279,7 @@ class Machine:
     def _drop(self) -> None:
         if self._state not in (_State.WAITING, _State.OVER):
             self._out.append(Close())
-            # whatever else comes of it belongs to nobody
+            # what else comes of it belongs to no attempt
             self._state = _State.WAITING
 
     # ---------------------------------------------------------------- what happens

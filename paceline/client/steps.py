@@ -87,7 +87,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Drop the connection; what still comes from it belongs to nobody."""
+    """Drop the connection; what still comes from it belongs to no attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -368,7 +368,7 @@ class Gateway:
 
 
 def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
-    """None where nobody is limited."""
+    """None where no key has a limit."""
     own, limits = keys.limits(), key_limits(config)
     if not own and not limits:
         return None

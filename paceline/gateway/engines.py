@@ -78,7 +78,7 @@ class Engine:
         self.load = EngineLoad(config.name)
         self.breaker = Breaker()
         self.running: set[Running] = set()
-        # None: nobody knows yet
+        # None: the engine has not told yet
         self.models: dict[str, EngineModel] | None = None
         # by an admin
         self.draining = False

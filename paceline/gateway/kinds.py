@@ -88,7 +88,7 @@ _KIND_MARKS: Final[Sequence[tuple[bytes, EngineKind]]] = (
 
 
 def kind_of_metrics(text: bytes) -> EngineKind | None:
-    """Whose exposition this is; None: nobody's that is known."""
+    """Of which kind of engine this exposition is; None: of no kind that is known."""
     for mark, kind in _KIND_MARKS:
         if mark in text:
             return kind

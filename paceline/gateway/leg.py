@@ -101,7 +101,7 @@ class Leg:
         self._engine.alive()
         self.status, self.headers = status, headers
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        # what nobody asked for as a stream is told as it is
+        # an answer that was not asked for as a stream is relayed as it is
         asked = self._owner.splice is not None
         self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
         self._heard_at = self._owner.now()

@@ -121,7 +121,7 @@ class OpenAISplice:
     """Of chat and completions.
 
     Args:
-        num_choices: that an answer has; None: nobody counted, and no leg is resumed.
+        num_choices: that an answer has; None: unknown, and no leg is resumed.
         model: the name that callers see; "": the engine's own.
         hide_ids: the caller asked for no token ids.
         hide_usage: the caller asked for no usage.

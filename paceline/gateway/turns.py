@@ -50,7 +50,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, route: Route, demand: Demand, queued: Queued) -> AsyncIterator[None]:
-        """Waits until a place is free; it is taken by whoever sends within the block.
+        """Waits until a place is free; the request that is sent within the block takes it.
 
         Raises:
             QueueFullError: too many wait, or this one waited too long.

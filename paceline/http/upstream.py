@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def drop(self) -> None:
-        """Nobody wants the rest: the engine sees a hang-up, and its sink hears nothing more."""
+        """The rest is not wanted: the engine sees a hang-up, and its sink hears nothing more."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:
-            # nothing was asked for: whatever this is, it belongs to no answer
+            # nothing was asked for, so these bytes belong to no answer
             self.drop()
             return
         self.begun = True

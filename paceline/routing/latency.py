@@ -18,7 +18,7 @@ _STEP: Final = 0.1
 # keeps samples whose features are all small from counting for everything
 _FLOOR: Final = 0.1
 # a sample further off than this, in seconds and as a multiple of what was predicted, counts as one
-# that is just so far off: an answer that somebody's policy put last says little of the next one
+# that is just so far off: an answer that an engine's policy put last says little of the next one
 _FAR_SECONDS: Final = 0.25
 _FAR: Final = 2.0
 

@@ -1,4 +1,4 @@
-"""The gateway's way to choose, for whatever has engines to ask: predicted seconds, learned online.
+"""The gateway's way to choose, for the simulator: predicted seconds, learned online.
 
 Beside what ``Router`` sees it is told when a first token came, when a request ended, and now and
 then how each engine is. It learns from that alone, so it needs to know nothing of what the engines

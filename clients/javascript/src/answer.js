@@ -81,7 +81,7 @@ export class Answer {
       };
     }
     for (const choice of list(chunk.choices).map(object)) {
-      if ((choice.index ?? 0) !== 0) throw new ChunkError("a choice that nobody asked for");
+      if ((choice.index ?? 0) !== 0) throw new ChunkError("a choice that was not asked for");
       const promptIds = chunk.prompt_token_ids ?? choice.prompt_token_ids;
       if (promptIds) this.promptIds ??= list(promptIds).map(integer);
       const ids = list(choice.token_ids).map(integer);

@@ -2,8 +2,8 @@
 
 A row of one token becomes one of 1 + k: the last k are guesses, and the backend says which of them
 the request's own choice of tokens would have made. Guesses come last of all: they take tokens and
-blocks that nobody else wants, in steps of few rows in which no prompt is computed and while nobody
-waits. One is added while it is likelier to be right than its share of the step's time.
+blocks that no other request wants, in steps of few rows in which no prompt is computed and while
+no request waits. One is added while it is likelier to be right than its share of the step's time.
 
 This module does not know where guesses come from, or what becomes of their tokens.
 """
