@@ -99,7 +99,7 @@ test-clients: $(READY) model
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 quick: $(READY) check
-	@$(BIN)/python -m pytest -m "not slow" $(QUICK_TESTS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(QUICK_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
