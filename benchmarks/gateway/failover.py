@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.common.client import body_lines, get, read_head
 from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.common.statistics import percentile
+from benchmarks.faults.rows import KINDS as SERVER_KINDS
 
 __all__ = ["FAULTS", "failover"]
 
@@ -43,28 +44,9 @@ _TOOL = {
         },
     },
 }
+# those of a single server's faults, and a tool call
 KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0, "ignore_eos": True},
-    {"temperature": 0.8, "seed": 7, "ignore_eos": True},
-    {
-        "temperature": 0.8,
-        "seed": 8,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.1,
-        "ignore_eos": True,
-    },
-    {
-        "temperature": 0.8,
-        "seed": 9,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "numbers",
-                "schema": {"type": "array", "items": {"type": "integer"}, "minItems": 30},
-            },
-        },
-    },
+    *SERVER_KINDS,
     {
         "temperature": 0.8,
         "seed": 10,
@@ -72,7 +54,6 @@ KINDS: tuple[dict[str, Any], ...] = (
         "tool_choice": "required",
         "parallel_tool_calls": False,
     },
-    {"temperature": 0.8, "seed": 11, "n": 2, "ignore_eos": True},
 )
 
 

@@ -14,6 +14,7 @@ import random
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
@@ -56,6 +57,38 @@ _FIXED: Final = frozenset(
 _EXPECTED_SHARE: Final = 0.5
 # weight of one answer in the mean of a model's
 _LEARN: Final = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One exchange at the door."""
+
+    scope: Scope
+    # in small letters
+    headers: Mapping[str, str]
+    receive: Receive
+    send: Send
+    request_id: str
+    # None: nobody is asked for a key
+    key: ApiKey | None = None
+    # None: it is not limited
+    ticket: Ticket | None = None
+    # whether the answer has begun
+    started: bool = False
+
+    @property
+    def path(self) -> str:
+        path: str = self.scope["path"]
+        return path
+
+    @property
+    def method(self) -> str:
+        method: str = self.scope["method"]
+        return method
+
+    @property
+    def tenant(self) -> str:
+        return "" if self.key is None else self.key.name
 
 
 class Gateway:
@@ -103,54 +136,46 @@ class Gateway:
         }
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-        path: str = scope["path"]
-
-        ticket: Ticket | None = None
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
+                call.started = True
                 message["headers"] = [
                     *message["headers"], (b"x-request-id", request_id.encode()),
-                    *(() if ticket is None else ticket.headers()),
+                    *(() if call.ticket is None else call.ticket.headers()),
                 ]  # fmt: skip
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
+        call = _Call(scope, headers, receive, send_with_id, request_id)
         try:
             if "origin" in headers or "sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
-            key = self.keys.check(path, headers)
-            if self._limiter is not None and path in RELAYED:
-                who = caller_of("" if key is None else key.name, scope.get("client"))
-                ticket = self._limiter.ticket(who)
-                if ticket is not None:
-                    await self._limiter.enter(ticket)
-            await self._answer(scope, headers, receive, send_with_id, request_id, key, ticket)
+            call.key = self.keys.check(call.path, headers)
+            if self._limiter is not None and call.path in RELAYED:
+                call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
+                if call.ticket is not None:
+                    await self._limiter.enter(call.ticket)
+            await self._answer(call)
         except ClientDisconnectedError:
             pass
         except Exception as error:
+            if call.started:
+                # the connection is cut: there is no status left to tell, and no end to invent
+                raise
             reply = reply_to(error, drain_timeout=self.config.drain_timeout)
-            _log.info("refused id=%s status=%d path=%s", request_id, reply.status, path[:64])
-            await _send(send_with_id, *_error(path, reply), retry_after=reply.retry_after)
+            _log.info("refused id=%s status=%d path=%s", request_id, reply.status, call.path[:64])
+            await _send(send_with_id, *_error(call.path, reply), retry_after=reply.retry_after)
         finally:
             scope.get("extensions", {}).pop(BODY_WRITER, None)
 
-    async def _answer(
-        self,
-        scope: Scope,
-        headers: Mapping[str, str],
-        receive: Receive,
-        send: Send,
-        request_id: str,
-        key: ApiKey | None,
-        ticket: Ticket | None,
-    ) -> None:
-        path, method = scope["path"], scope["method"]
+    async def _answer(self, call: _Call) -> None:
+        path, method, send = call.path, call.method, call.send
         if path in RELAYED:
             if method != "POST":
                 raise HttpError(405, f"{path} takes POST, not {method}")
-            await self._relay(scope, headers, receive, send, request_id, key, ticket)
+            await self._relay(call)
             return
         found = self._gets.get(path)
         if found is not None or path.startswith("/v1/models/"):
@@ -167,21 +192,11 @@ class Gateway:
 
     # ---------------------------------------------------------------- requests
 
-    async def _relay(
-        self,
-        scope: Scope,
-        headers: Mapping[str, str],
-        receive: Receive,
-        send: Send,
-        request_id: str,
-        key: ApiKey | None,
-        ticket: Ticket | None,
-    ) -> None:
+    async def _relay(self, call: _Call) -> None:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
-        path = scope["path"]
-        body = read_body(await _read(receive, headers, self.config.max_body_size))
-        tenant = "" if key is None else key.name
+        tenant = call.tenant
+        body = read_body(await _read(call.receive, call.headers, self.config.max_body_size))
         prompt = body.prompt
         tokens = len(prompt) / BYTES_PER_TOKEN
         route = self.routes.find(body.model, tokens)
@@ -192,25 +207,25 @@ class Gateway:
             budget=self._budget,
             counts=self.counts,
             now=self.now,
-            path=path,
+            path=call.path,
             body=body,
             route=route,
             demand=self._demand(body, route, prompt, tokens, tenant),
             caller=Caller(
-                request_id,
+                call.request_id,
                 tenant,
-                Allowed.parse(headers.get("x-paceline-allow")),
-                scope["headers"],
+                Allowed.parse(call.headers.get("x-paceline-allow")),
+                call.scope["headers"],
                 Caller.salt_of(self._salt, tenant),
             ),
-            scope=scope,
-            receive=receive,
-            send=send,
+            scope=call.scope,
+            receive=call.receive,
+            send=call.send,
         )
         self.in_flight += 1
         self.idle.clear()
         try:
-            await self._run(exchange, body, round(tokens), ticket)
+            await self._run(exchange, body, round(tokens), call.ticket)
             if exchange.num_output_tokens:
                 self._learn(route.model, exchange.num_output_tokens)
         finally:

@@ -35,8 +35,6 @@ class KindFacts:
     continues: bool = False
     # takes ``cache_salt``
     salts: bool = False
-    # says with ``stream_options.include_usage`` what was used
-    counts: bool = True
     # seconds a connection may lie idle before it is used again: below what the engine keeps
     idle: float = 4.0
 

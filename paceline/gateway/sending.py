@@ -104,7 +104,7 @@ class Sending:
         if self._caller.salt and facts.salts:
             changes["cache_salt"] = self._caller.salt
         if body.stream and self._path in RESUMABLE:
-            if facts.counts and not body.include_usage:
+            if not body.include_usage:
                 changes["stream_options"] = {**body.stream_options(), "include_usage": True}
             if facts.resumes and not body.resumed:
                 changes["return_token_ids"] = True
