@@ -36,7 +36,7 @@
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
-#                       (LITELLM=COMMAND beside it; PARTS=overhead,failover,routing; QUICK=1)
+#                       (LITELLM=COMMAND beside it; PARTS=overhead,failover,routing; POOLS=N,SEED; QUICK=1)
 #   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
@@ -72,7 +72,7 @@ STAMP := $(VENV)/.installed
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
 
-export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS
+export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS
 
 .PHONY: serve test test-clients test-services quick check rooms replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \

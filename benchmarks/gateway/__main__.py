@@ -6,7 +6,8 @@ Three parts, each of which can be run alone (``PARTS=overhead,failover,routing``
   PyPI in an environment of its own), in turns; see ``overhead``;
 * ``failover``: engines killed, stopped and cut off under 64 streams, ``TIMES`` each with the null
   backend, ``MODEL_TIMES`` each with the default model in int8 and bfloat16; see ``failover``;
-* ``routing``: policies in the simulator; see ``routing``.
+* ``routing``: policies in the simulator, on pools with names and on random ones (``POOLS=N,SEED``);
+  see ``routing``.
 
 QUICK=1 takes one turn and one time of each. Prints what it finds on standard error as it goes and,
 last, one JSON line.
@@ -67,7 +68,9 @@ def main() -> int:
             results["failover"] = _failover(folder)
         if "routing" in parts:
             seeds = (1,) if _QUICK else (1, 2, 3)
-            results["routing"] = routing(500 if _QUICK else 1500, 0.7, seeds)
+            count, _, seed = (os.environ.get("POOLS") or ("0" if _QUICK else "8,99")).partition(",")
+            pools = (int(count), int(seed or 0))
+            results["routing"] = routing(500 if _QUICK else 1500, 0.7, seeds, pools)
     print(json.dumps({"bench": "gateway", "machine": machine(), "results": results}))
     return 0
 

@@ -3,7 +3,8 @@
 Engines differ: seconds a step and blocks of KV cache of each are in ``POOLS``. The load is a share
 of what they can do together: the tokens that all slots make in a second, or memory bears, whichever
 is less. Two loads: mixed (every prompt its own) and shared (sixteen long prefixes, half the
-requests of the four commonest). Goodput is the share of requests that meet both their targets.
+requests of the four commonest). Beside them random pools of two to six engines; POOLS=N,SEED says
+how many and which. Goodput is the share of requests that meet both their targets.
 
 The engine is asked how it is at staleness 0, 0.25 and 1 s; other policies count their own requests
 and know no staleness.
@@ -61,27 +62,53 @@ POOLS = {
 }
 
 
-def routing(num_requests: int, share: float, seeds: Sequence[int]) -> dict[str, Any]:
-    """Goodput of each policy by pool and load; ratios of the gateway's."""
+def random_pools(count: int, seed: int) -> list[tuple[str, tuple[Engine, ...], str, float]]:
+    """Pools that nothing was chosen on: what they are, their load, and its share of their rate."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        engines = tuple(
+            Engine(
+                rng.choice((0.008, 0.015, 0.025, 0.04, 0.06, 0.1)),
+                rng.choice((300, 600, 1200, 2500, 5000)),
+            )
+            for _ in range(rng.randint(2, 6))
+        )
+        share, load = rng.choice((0.5, 0.7, 0.85, 1.0)), rng.choice(("mixed", "shared"))
+        found.append((f"random {seed}.{number}", engines, load, share))
+    return found
+
+
+def routing(
+    num_requests: int, share: float, seeds: Sequence[int], pools: tuple[int, int]
+) -> dict[str, Any]:
+    """Goodput of each policy by pool and load; ratios of the gateway's.
+
+    Args:
+        share: of what a pool of ``POOLS`` can do.
+        pools: how many random ones beside those, and their seed.
+    """
     rows: dict[str, Any] = {}
-    for pool_name, engines in POOLS.items():
-        for load in ("mixed", "shared"):
-            goodput = {
-                name: _mean(_run(engines, load, name, num_requests, share, seed) for seed in seeds)
-                for name in (
-                    "round-robin", "least-outstanding", "prefix-affinity",
-                    *(f"predicted {seconds:g} s" for seconds in STALENESS),
-                )
-            }  # fmt: skip
-            others = {n: v for n, v in goodput.items() if not n.startswith("predicted")}
-            ours = [v for n, v in goodput.items() if n.startswith("predicted")]
-            row = {
-                **{name: round(value, 3) for name, value in goodput.items()},
-                "vs_round_robin": round(min(ours) / max(1e-9, goodput["round-robin"]), 2),
-                "vs_best_other": round(min(ours) / max(1e-9, max(others.values())), 3),
-            }
-            rows[f"{pool_name}, {load}"] = row
-            print(f"  {pool_name}, {load}: {row}", file=sys.stderr, flush=True)
+    asked = [(name, engines, load, share) for name, engines in POOLS.items()
+             for load in ("mixed", "shared")]  # fmt: skip
+    for pool_name, engines, load, share in [*asked, *random_pools(*pools)]:
+        goodput = {
+            name: _mean(_run(engines, load, name, num_requests, share, seed) for seed in seeds)
+            for name in (
+                "round-robin", "least-outstanding", "prefix-affinity",
+                *(f"predicted {seconds:g} s" for seconds in STALENESS),
+            )
+        }  # fmt: skip
+        others = {n: v for n, v in goodput.items() if not n.startswith("predicted")}
+        ours = [v for n, v in goodput.items() if n.startswith("predicted")]
+        row = {
+            **{name: round(value, 3) for name, value in goodput.items()},
+            "vs_round_robin": round(min(ours) / max(1e-9, goodput["round-robin"]), 2),
+            "vs_best_other": round(min(ours) / max(1e-9, max(others.values())), 3),
+        }
+        name = f"{pool_name}, {load} at {share:g}"
+        rows[name] = row
+        print(f"  {name}: {row}", file=sys.stderr, flush=True)
     first = [row for name, row in rows.items() if name.startswith("10-20-40-80")]
     return {
         "vs_round_robin": min(row["vs_round_robin"] for row in first),
