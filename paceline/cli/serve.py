@@ -114,7 +114,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names that requests may use; answers carry the first; default: MODEL as given",
+        help="names that requests may use; answers carry the first, and in the others * stands for "
+        "any characters ('claude-*'); default: MODEL as given",
     )
     group.add_argument(
         "--drain-timeout",
@@ -164,6 +165,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="refuse chat and completions with a field that is unknown, such as a misspelt one; "
         "otherwise the header x-paceline-ignored-fields names it",
+    )
+    group.add_argument(
+        "--enable-per-request-metrics",
+        action="store_true",
+        help="answers of one choice tell its times as vLLM's do: metrics.queue_time_ms, "
+        "time_to_first_token_ms, generation_time_ms, mean_itl_ms, tokens_per_second",
     )
     group.add_argument(
         "--record",
@@ -322,6 +329,7 @@ def _server_config(
         metrics_tenants=args.metrics_tenants,
         trust_request_chat_template=args.trust_request_chat_template,
         strict_fields=args.strict_fields,
+        enable_per_request_metrics=args.enable_per_request_metrics,
         tool_call_parser=args.tool_call_parser,
         sse_keep_alive=args.sse_keep_alive,
         slow_reader_timeout=args.slow_reader_timeout,

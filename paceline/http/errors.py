@@ -39,12 +39,16 @@ __all__ = [
 
 _log = logging.getLogger("paceline.server")
 
+# the names that OpenAI's clients have for these statuses; others go by their HTTP phrase, as vLLM's
 _TYPES: Final = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    405: "BadRequestError",
+    409: "ConflictError",
     422: "UnprocessableEntityError",
+    429: "RateLimitError",
     500: "InternalServerError",
     501: "NotImplementedError",
 }

@@ -41,7 +41,8 @@ def _require(ok: bool, message: str) -> None:
 class ServerConfig:
     """Settings of one HTTP server. Raises ConfigError with the numbers for a bad value."""
 
-    # names requests may use; the first is the one answers and metrics carry. Empty: the engine's
+    # names requests may use, * for any characters in all but the first, which is the one answers
+    # and metrics carry. Empty: the engine's
     served_model_names: tuple[str, ...] = ()
     # seconds running requests may go on after SIGTERM before they are aborted
     drain_timeout: float = 30.0
@@ -58,6 +59,8 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     # refuse chat and completions with fields that nothing reads, instead of naming them in a header
     strict_fields: bool = False
+    # vLLM's times of a request go with its answer
+    enable_per_request_metrics: bool = False
     # targets by name, beside or instead of the built-in classes
     slo_classes: Mapping[str, Slo] = field(default_factory=dict)
     # what the machine costs, in any currency; 0: cost is not reported
@@ -98,6 +101,11 @@ class ServerConfig:
     share_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
+        _require(
+            not self.served_model_names or "*" not in self.served_model_names[0],
+            "the first served model name is the one that answers carry, so it may not hold *: got "
+            f"{self.served_model_names[:1]}",
+        )
         for name in self.served_model_names:
             _require(
                 0 < len(name) <= MAX_MODEL_NAME_CHARS,

@@ -14,11 +14,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
+from paceline.server.bodies.messages import USUAL_ROLES
 from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
 from paceline.server.bodies.tool_calls import with_tools
 
@@ -55,7 +56,7 @@ class PromptMaker:
             messages, tools = with_tools(messages, tools), None
 
         def render() -> str:
-            return self._tokenizer.render_chat(
+            text = self._tokenizer.render_chat(
                 messages,
                 add_generation_prompt=template.add_generation_prompt,
                 continue_final_message=template.continue_final_message,
@@ -63,6 +64,8 @@ class PromptMaker:
                 chat_template=template.chat_template,
                 template_kwargs=template.template_kwargs,
             )
+            _check_roles(messages, text)
+            return text
 
         def encode(text: str) -> list[int]:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -126,6 +129,19 @@ class PromptMaker:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _check_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
+    """Raises InvalidRequestError if a message of an unusual role is not in the rendered ``text``:
+    templates pass over roles that they do not know."""
+    for index, message in enumerate(messages):
+        role, content = message["role"], message["content"].strip()
+        if role not in USUAL_ROLES and content not in text:
+            raise InvalidRequestError(
+                f"messages[{index}].role is {role!r}, and this model's chat template leaves such "
+                f"messages out; it takes at most {', '.join(sorted(USUAL_ROLES))}",
+                "messages",
+            )
+
+
 def _size(template: TemplateOptions) -> int:
     """Characters of a conversation, as far as that is quickly told; more than is done on the spot
     where there are tools or calls to print."""
@@ -147,6 +163,9 @@ def truncated(prompt: list[int], options: GenerationOptions, max_model_len: int)
         return prompt
     if keep == -1:
         keep = max_model_len - (options.max_tokens or 1)
+        if options.cuts_max_tokens:
+            # there the output is what yields
+            keep = max(keep, max_model_len // 2)
     if len(prompt) <= keep:
         return prompt
     return prompt[-keep:] if options.truncation_side == "left" else prompt[:keep]
@@ -188,6 +207,8 @@ def sampling_for(
     wanted = options.max_tokens
     if wanted is None:
         wanted = room if default_max_tokens is None else min(room, default_max_tokens)
+    elif wanted > room and options.cuts_max_tokens:
+        wanted = room
     elif wanted > room:
         raise NeverFitsError(
             f"This model's maximum context length is {max_model_len} tokens. However, you "

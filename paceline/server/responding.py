@@ -12,9 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from paceline.http.errors import HttpError, Reply, error_response, reply_to
+from paceline.http.fields import show
 from paceline.server.bodies.wire import encode
 from paceline.server.exchange import request_id_of
 from paceline.server.service import Service
+from paceline.server.unserved_routes import why_unserved
 
 __all__ = ["Handler", "answering", "encoded", "http_exception", "json_response"]
 
@@ -63,9 +65,13 @@ def answering(
 async def http_exception(request: Request, error: Exception) -> Response:
     """What the router itself refuses (404, 405), in the shape of all errors."""
     assert isinstance(error, HTTPException), "registered for HTTPException alone"
-    response = error_response(
-        reply_to(HttpError(error.status_code, str(error.detail)), drain_timeout=0.0)
-    )
+    path = request.scope["path"]
+    said = str(error.detail)
+    if error.status_code == 404:
+        said = why_unserved(path) or f"there is no {request.method} {show(path)}"
+    elif error.status_code == 405:
+        said = f"{show(path)} is not served with {request.method}"
+    response = error_response(reply_to(HttpError(error.status_code, said), drain_timeout=0.0))
     response.headers.update(error.headers or {})
     if error.status_code == 405:
         # the router names the methods of the path's first route alone

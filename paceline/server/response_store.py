@@ -26,6 +26,8 @@ class StoredResponse:
     messages: list[dict[str, Any]]
     # who may see it
     owner: str
+    # chat messages before the answer, without instructions
+    input_messages: list[dict[str, Any]]
     size: int = 0
     # runs in the background
     task: asyncio.Task[None] | None = field(default=None, repr=False)

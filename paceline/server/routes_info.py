@@ -44,7 +44,7 @@ def info_router(service: Service) -> APIRouter:
         return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE.decode()})
 
     async def models(_request: Request) -> Response:
-        names = service.rules.served_model_names
+        names = service.rules.listed_models
         return encoded({"object": "list", "data": [_card(service, name) for name in names]})
 
     async def model(request: Request) -> Response:

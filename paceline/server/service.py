@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from hashlib import sha256
 from typing import Final
 
 import msgspec
 
+import paceline
 from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
@@ -43,7 +45,7 @@ _log = logging.getLogger("paceline.server")
 DRAINING: Final = "the server is shutting down and takes no new requests"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Service:
     """One app's engine and everything around it. Used from the event loop's thread."""
 
@@ -72,6 +74,13 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.rules.served_model_names[0]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the model, the formats it is computed in, and the software."""
+        info = self.client.info
+        parts = (paceline.__version__, info.model, info.backend, info.dtype, info.kv_dtype)
+        return f"fp_{sha256(repr(parts).encode()).hexdigest()[:10]}"
 
     @property
     def is_ending(self) -> bool:
@@ -256,6 +265,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             default_sampling=dict(config.default_sampling),
             trust_request_chat_template=config.trust_request_chat_template,
             strict_fields=config.strict_fields,
+            cache_block=info.block_size if info.enable_prefix_caching else 0,
+            tells_metrics=config.enable_per_request_metrics,
             slo_classes=dict(CLASSES) | dict(config.slo_classes),
             tool_format=TOOL_FORMATS[config.tool_call_parser]
             if config.tool_call_parser

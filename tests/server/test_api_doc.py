@@ -29,6 +29,7 @@ from paceline.server.other_apis.ollama_request import NO_EFFECT as OLLAMA_NO_EFF
 from paceline.server.other_apis.ollama_request import parse_ollama_chat, parse_ollama_generate
 from paceline.server.other_apis.responses_request import parse_responses
 from paceline.server.other_apis.token_generate import parse_token_generate
+from paceline.server.unserved_routes import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
 
@@ -219,6 +220,10 @@ async def test_what_other_servers_have_is_not_here(http: httpx.AsyncClient) -> N
     for method, path in asked:
         answer = await http.request(method, path, json={})
         assert answer.status_code == 404, (method, path)
+        if path in UNSERVED_ROUTES:
+            said = answer.json()["error"]["message"]
+            assert said == f"{method} {path} is not served here: {UNSERVED_ROUTES[path][1]}"
+    assert set(UNSERVED_ROUTES) <= {path for _, path in asked}
 
 
 async def test_the_smaller_endpoints_read_what_is_told(

@@ -156,7 +156,7 @@ async def test_full_queue(engine: LocalEngineClient, stream: bool) -> None:
         response = await http.post("/v1/completions", json={"prompt": "x", "stream": stream})
     assert response.status_code == 429
     assert response.headers["Retry-After"] == "3"
-    assert response.json()["error"]["type"] == "Too Many Requests"
+    assert response.json()["error"]["type"] == "RateLimitError"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -9,9 +10,11 @@ import msgspec
 from paceline.core.errors import InvalidRequestError
 from paceline.http.fields import show
 
-__all__ = ["parse_messages"]
+__all__ = ["USUAL_ROLES", "parse_messages"]
 
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+# any role that a template may know: one that it leaves out is refused once it has rendered
+_ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+USUAL_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS: Final = {
     "text": "text",
     "input_text": "text",
@@ -45,9 +48,11 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise InvalidRequestError(f"{where} must be an object, got {show(value)}", "messages")
     role = value.get("role")
-    if role not in _ROLES:
+    if type(role) is not str or not _ROLE.fullmatch(role):
         raise InvalidRequestError(
-            f"{where}.role must be one of {', '.join(_ROLES)}, got {show(role)}", "messages"
+            f"{where}.role must be system, developer, user, assistant, tool, or another name of up "
+            f"to 64 letters, digits, _ and - that the chat template takes, got {show(role)}",
+            "messages",
         )
     message: dict[str, Any] = {"role": role}
     tool_calls = value.get("tool_calls")

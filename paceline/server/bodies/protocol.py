@@ -99,6 +99,12 @@ class GenerationOptions:
     bad_words: tuple[str, ...]
     # False: no text is made
     detokenize: bool = True
+    # tokens of a block of the prefix cache; 0: it keeps nothing of this request
+    cache_block: int = 0
+    # vLLM's times go with the answer
+    tells_metrics: bool = False
+    # a max_tokens for which the context has no place is cut to what there is, not refused
+    cuts_max_tokens: bool = False
     # fields that nothing has read, as they are shown
     ignored_fields: tuple[str, ...] = ()
 
@@ -114,11 +120,19 @@ class TemplateOptions:
     template_kwargs: dict[str, Any]
     tools: ToolPlan | None
 
+    @property
+    def speaker(self) -> str:
+        """Whose the answer is: without a generation prompt the last message's role goes on."""
+        role: str = "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
+        return role
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     options: GenerationOptions
     template: TemplateOptions
+    # what goes before the text of every choice
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +146,14 @@ class CompletionRequest:
     tells_prompt_logprobs: bool
 
 
-def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+def parse_chat(
+    body: dict[str, Any], rules: RequestRules, tenant: str = "", *, cuts_max_tokens: bool = False
+) -> ChatRequest:
+    """Args:
+        cuts_max_tokens: see ``GenerationOptions``.
+
+    Raises InvalidRequestError or UnknownModelError.
+    """
     fields = Fields(translated(body))
     check_model(fields, rules)
     refuse_unserved(fields, REFUSED_IN_CHAT)
@@ -159,9 +179,16 @@ def parse_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> C
         # the template writes them itself
         add_special_tokens=False,
         tenant=tenant,
+        cuts_max_tokens=cuts_max_tokens,
     )
+    last = template.messages[-1]
+    speaks_on = fields.boolean("echo", False) and last["role"] == template.speaker
     ignored = note_unknown(fields, strict=rules.strict_fields)
-    return ChatRequest(options=replace(options, ignored_fields=ignored), template=template)
+    return ChatRequest(
+        options=replace(options, ignored_fields=ignored),
+        template=template,
+        echo=last["content"] if speaks_on else "",
+    )
 
 
 def parse_completion(
@@ -211,7 +238,7 @@ def parse_completion(
 def check_model(fields: Fields, rules: RequestRules) -> None:
     """Raises UnknownModelError for a name that is not served; absent means the one that is."""
     name = fields.string("model")
-    if name is not None and name not in rules.served_model_names:
+    if name is not None and not rules.serves(name):
         raise UnknownModelError(
             f"The model {show(name)} does not exist here; served: "
             f"{', '.join(rules.served_model_names)}",
@@ -308,8 +335,9 @@ def _options(
     add_special_tokens: bool,
     tenant: str,
     prompt_logprobs: int | None = None,
+    cuts_max_tokens: bool = False,
 ) -> GenerationOptions:
-    if max_tokens is not None and max_tokens >= rules.max_model_len:
+    if max_tokens is not None and max_tokens >= rules.max_model_len and not cuts_max_tokens:
         raise InvalidRequestError(
             f"{max_tokens_name}={max_tokens} leaves no room for a prompt: this model's maximum "
             f"context length is {rules.max_model_len} tokens",
@@ -365,6 +393,10 @@ def _options(
         return_token_ids=fields.boolean("return_token_ids", False),
         return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
         bad_words=parse_bad_words(fields.array("bad_words") or []),
+        # a prompt whose log-probabilities are told shares nothing
+        cache_block=rules.cache_block if asked is None else 0,
+        tells_metrics=rules.tells_metrics,
+        cuts_max_tokens=cuts_max_tokens,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from paceline.core.slo import Slo
 from paceline.server.bodies.targets import CLASSES
@@ -29,7 +30,25 @@ class RequestRules:
     trust_request_chat_template: bool
     # refuse fields that nothing reads
     strict_fields: bool = False
+    # tokens of a block of the prefix cache; 0: there is none
+    cache_block: int = 0
+    # vLLM's times go with every answer
+    tells_metrics: bool = False
     # targets by name
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls
     tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
+
+    def serves(self, model: str) -> bool:
+        """Whether a request may name ``model``; a served name may hold ``*`` for any characters."""
+        names = self.served_model_names
+        return model in names or any(
+            fnmatchcase(model, name.replace("[", "[[]").replace("?", "[?]"))
+            for name in names
+            if "*" in name
+        )
+
+    @property
+    def listed_models(self) -> tuple[str, ...]:
+        """The names without a ``*``."""
+        return tuple(name for name in self.served_model_names if "*" not in name)

@@ -55,6 +55,9 @@ class ToolPlan:
         one. Raises InvalidRequestError where both cannot be had."""
         if not self.calls or (answer is None and not self.forced):
             return answer
+        if answer is not None and self.forced and answer.field.startswith("response_format"):
+            # it says what text looks like, and there is none
+            answer = None
         if answer is not None and (self.forced or answer.kind != "json_schema"):
             raise InvalidRequestError(
                 f"{answer.field} cannot go with tool_choice {self.name or self.choice!r}: both say "

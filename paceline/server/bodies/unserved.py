@@ -75,7 +75,6 @@ REFUSED_IN_CHAT: Final[RefusedFields] = {
         lambda v: v not in (None, "none"),
         "calling by its older name; tool_choice does it",
     ),
-    "echo": (_given, "echo in chat"),
     "documents": (_given, "documents"),
     "mm_processor_kwargs": (_given, "multimodal input"),
     "media_io_kwargs": (_given, "multimodal input"),

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from paceline.engine.types import Timeline
+from paceline.engine.types import RequestTimes, Timeline
 
 __all__ = [
     "UNSET",
@@ -33,6 +33,7 @@ __all__ = [
     "FunctionDelta",
     "PromptLogprob",
     "PromptTokensDetails",
+    "RequestMetrics",
     "ToolCall",
     "ToolCallDelta",
     "TopLogprob",
@@ -45,6 +46,8 @@ __all__ = [
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     # from the prefix cache
     cached_tokens: int
+    # computed for this request and kept there
+    cache_write_tokens: int = 0
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +93,30 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's times of one request, in milliseconds; None where a single token tells no speed."""
+
+    # from its first step to its first token; the wait before that is the next field
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    # from its first step to its last token
+    tokens_per_second: float | None
+
+    @classmethod
+    def of(cls, times: RequestTimes, num_tokens: int) -> RequestMetrics:
+        generating = times.last_token - times.first_token
+        running = times.last_token - times.first_scheduled
+        return cls(
+            time_to_first_token_ms=1e3 * (times.first_token - times.first_scheduled),
+            generation_time_ms=1e3 * generating,
+            queue_time_ms=1e3 * (times.first_scheduled - times.arrival),
+            mean_itl_ms=1e3 * generating / (num_tokens - 1) if num_tokens > 1 else None,
+            tokens_per_second=num_tokens / running if running > 0.0 else None,
+        )
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
@@ -108,11 +135,17 @@ class Usage(msgspec.Struct, frozen=True):
         cached: int,
         timeline: list[Explanation] | UnsetType = UNSET,
         *,
+        written: int = 0,
         demoted: bool = False,
     ) -> Usage:
-        details = PromptTokensDetails(cached)
+        details = PromptTokensDetails(cached, written)
         total = prompt + completion
         return cls(prompt, total, completion, details, timeline, demoted or UNSET)
+
+    def explanation(self) -> dict[str, Any]:
+        """The fields beyond counts, for APIs that count under other names."""
+        told = {"timeline": self.timeline, "demoted": self.demoted}
+        return {name: value for name, value in told.items() if value is not UNSET}
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -186,6 +219,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: list[int] | None
+    metrics: RequestMetrics | None
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +256,11 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     service_tier: str | UnsetType = UNSET
+    # on what ends a choice, and on the usage
+    system_fingerprint: str | UnsetType = UNSET
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -247,6 +284,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     system_fingerprint: str | None = None
     usage: Usage
+    metrics: RequestMetrics | None
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,8 +303,11 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     service_tier: str | UnsetType = UNSET
+    # on what ends a choice, and on the usage
+    system_fingerprint: str | UnsetType = UNSET
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 _ENCODER: Final = msgspec.json.Encoder()

@@ -13,13 +13,15 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
+    RequestTimes,
     Resume,
     ResumedChoice,
     TokenLogprobs,
     tokens_per_second,
 )
 from paceline.server.bodies.protocol import GenerationOptions
-from paceline.server.bodies.wire import UNSET, Explanation, UnsetType, Usage
+from paceline.server.bodies.wire import UNSET, Explanation, RequestMetrics, UnsetType, Usage
+from paceline.server.service import Service
 
 __all__ = ["AnswerHead", "Choice", "Collected", "UsageCount", "collect", "generation_request"]
 
@@ -34,15 +36,23 @@ class AnswerHead:
     model: str
     # two callers may use the same X-Request-Id; the engine tells requests apart by this
     nonce: str
+    # of the model, its formats and the software
+    fingerprint: str
     # None: none was asked for
     service_tier: str | None = None
 
     @classmethod
     def of(
-        cls, prefix: str, request_id: str, model: str, service_tier: str | None = None
+        cls, prefix: str, request_id: str, service: Service, service_tier: str | None = None
     ) -> AnswerHead:
-        at = int(time.time())
-        return cls(f"{prefix}-{request_id}", at, model, token_hex(8), service_tier)
+        return cls(
+            f"{prefix}-{request_id}",
+            int(time.time()),
+            service.model_name,
+            token_hex(8),
+            service.fingerprint,
+            service_tier,
+        )
 
     def engine_id(self, index: int) -> str:
         """The engine's id for prompt number ``index``; unique, and found by the caller's id."""
@@ -50,15 +60,39 @@ class AnswerHead:
 
 
 class UsageCount:
-    """Token counts of an answer, over all its prompts; and what became of its choices, if
-    ``explain`` is set."""
+    """Token counts of an answer, over all its prompts; and what became of its choices.
 
-    def __init__(self, num_prompts: int, *, explain: bool = False) -> None:
+    Args:
+        explain: tell why each choice waited.
+        cache_block: tokens of a block of the prefix cache; 0: nothing is kept.
+        metrics: tell vLLM's times; of several prompts or choices there are none.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        *,
+        explain: bool = False,
+        cache_block: int = 0,
+        metrics: bool = False,
+    ) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
+        self._cache_block = cache_block
+        self._tells_metrics = metrics and num_prompts == 1
+        self._times: RequestTimes | None = None
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
         self._demoted = False
         # of each choice so far; only where its speed is to be told
         self._tokens: Counter[tuple[int, int]] = Counter()
+
+    @classmethod
+    def of(cls, num_prompts: int, options: GenerationOptions) -> UsageCount:
+        return cls(
+            num_prompts,
+            explain=options.explain,
+            cache_block=options.cache_block,
+            metrics=options.tells_metrics and options.n == 1,
+        )
 
     def expect(self, index: int, num_prompt_tokens: int) -> None:
         """A prompt of which nothing has come yet."""
@@ -70,6 +104,7 @@ class UsageCount:
             output.num_output_tokens,
             output.num_cached_tokens,
         )
+        self._times = output.times
         self._demoted |= any(
             d.timeline is not None and d.timeline.relegated for d in output.choices
         )
@@ -91,7 +126,22 @@ class UsageCount:
         timeline: list[Explanation] | UnsetType = UNSET
         if self._timelines is not None:
             timeline = [self._timelines[key] for key in sorted(self._timelines)]
-        return Usage.of(prompt, completion, cached, timeline, demoted=self._demoted)
+        return Usage.of(
+            prompt, completion, cached, timeline, written=self._written(), demoted=self._demoted
+        )
+
+    def metrics(self) -> RequestMetrics | None:
+        """Of an answer that has ended; None where none are to be told."""
+        if not self._tells_metrics or self._times is None:
+            return None
+        return RequestMetrics.of(self._times, self._rows[0][1])
+
+    def _written(self) -> int:
+        """Tokens of the prompts that were computed and stay in the cache: those of full blocks."""
+        block = self._cache_block
+        if not block:
+            return 0
+        return sum(max(0, prompt // block * block - cached) for prompt, _, cached in self._rows)
 
 
 class News(Protocol):
@@ -139,6 +189,7 @@ class Collected:
     # choice c of prompt p is at p * n + c
     choices: list[Choice]
     usage: Usage
+    metrics: RequestMetrics | None
     # prompt by prompt; None where they were not asked for
     prompt_logprobs: list[tuple[TokenLogprobs, ...] | None]
 
@@ -146,13 +197,12 @@ class Collected:
 async def collect(
     outputs: AsyncIterator[tuple[int, GenerationOutput]],
     num_prompts: int,
-    n: int,
-    *,
-    explain: bool,
+    options: GenerationOptions,
 ) -> Collected:
     """Everything to the end."""
+    n = options.n
     choices = [Choice() for _ in range(num_prompts * n)]
-    count = UsageCount(num_prompts, explain=explain)
+    count = UsageCount.of(num_prompts, options)
     prompt_logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * num_prompts
     async for index, output in outputs:
         count.update(index, output)
@@ -160,7 +210,7 @@ async def collect(
             prompt_logprobs[index] = output.prompt_logprobs
         for delta in output.choices:
             choices[index * n + delta.index].add(delta)
-    return Collected(choices, count.usage(), prompt_logprobs)
+    return Collected(choices, count.usage(), count.metrics(), prompt_logprobs)
 
 
 def generation_request(

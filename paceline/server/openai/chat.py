@@ -48,7 +48,7 @@ async def chat_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of("chatcmpl", request_id, service.model_name, request.options.service_tier)
+    head = AnswerHead.of("chatcmpl", request_id, service, request.options.service_tier)
     prompt, outputs, passed_over = await start_chat(service, request, head, arrival, shortcut)
     stream = ChatStream(head, request, prompt, service.client.tokenizer, passed_over)
     shortcut.render_with(stream.middle)
@@ -64,10 +64,10 @@ async def chat_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    head = AnswerHead.of("chatcmpl", request_id, service.model_name, request.options.service_tier)
+    head = AnswerHead.of("chatcmpl", request_id, service, request.options.service_tier)
     prompt, outputs, _ = await start_chat(service, request, head, arrival)
     options = request.options
-    pieces = ChatPieces(request, prompt, explain=options.explain)
+    pieces = ChatPieces(request, prompt)
     choices = [Choice() for _ in range(options.n)]
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     async with aclosing(outputs):
@@ -84,10 +84,12 @@ async def chat_answer(
             created=head.created,
             model=head.model,
             service_tier=head.service_tier,
+            system_fingerprint=head.fingerprint,
             choices=told,
             usage=pieces.count.usage(),
             prompt_logprobs=prompt_logprobs_json(prompt, prompt_logprobs, writer),
             prompt_token_ids=prompt if options.return_token_ids else None,
+            metrics=pieces.count.metrics(),
         )
     )
 
@@ -96,21 +98,12 @@ def _writer(request: ChatRequest, tokenizer: Tokenizer) -> TokenWriter:
     return TokenWriter(tokenizer, as_ids=request.options.return_tokens_as_token_ids)
 
 
-def _role(request: ChatRequest) -> str:
-    """Who speaks: without a generation prompt, whoever spoke last goes on."""
-    template = request.template
-    if template.add_generation_prompt:
-        return "assistant"
-    role: str = template.messages[-1]["role"]
-    return role
-
-
 def _choice(
     index: int, choice: Choice, request: ChatRequest, pieces: ChatPieces, writer: TokenWriter
 ) -> ChatChoice:
     options = request.options
     wanted = options.sampling.logprobs is not None
-    content: str | None = "".join(choice.text)
+    content: str | None = request.echo + "".join(choice.text)
     calls = tuple(
         ToolCall(id=call.id, function=CalledFunction(call.name, call.arguments))
         for call in pieces.calls(index)
@@ -119,7 +112,7 @@ def _choice(
         content = None
     return ChatChoice(
         index=index,
-        message=ChatMessage(role=_role(request), content=content, tool_calls=calls),
+        message=ChatMessage(role=request.template.speaker, content=content, tool_calls=calls),
         logprobs=chat_logprobs(choice.logprobs, writer) if wanted else None,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
@@ -150,7 +143,7 @@ class ChatStream:
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._pieces = ChatPieces(request, prompt, explain=options.explain)
+        self._pieces = ChatPieces(request, prompt)
         self._pieces.pass_over(passed_over)
         self._begun = False
         # a delta that goes on is its text, and ids where they are wanted, and nothing else
@@ -203,8 +196,10 @@ class ChatStream:
             created=head.created,
             model=head.model,
             service_tier=head.service_tier or UNSET,
+            system_fingerprint=head.fingerprint,
             choices=[],
             usage=self._pieces.count.usage(),
+            metrics=self._pieces.count.metrics() or UNSET,
         )
         return event(encode(chunk)) + DONE
 
@@ -222,7 +217,7 @@ class ChatStream:
 
     def _begin(self) -> bytes:
         data = b""
-        delta = ChatDelta(role=_role(self._request), content="")
+        delta = ChatDelta(role=self._request.template.speaker, content=self._request.echo)
         for index in range(self._request.options.n):
             prompt = self._prompt if self._wants_ids and index == 0 else UNSET
             data += self._chunk(ChatChunkChoice(index=index, delta=delta), prompt)
@@ -255,6 +250,7 @@ class ChatStream:
             created=head.created,
             model=head.model,
             service_tier=head.service_tier or UNSET,
+            system_fingerprint=head.fingerprint if choice.finish_reason else UNSET,
             choices=[choice],
             usage=usage,
             prompt_token_ids=prompt,

@@ -63,14 +63,13 @@ class ChatPieces:
 
     Args:
         prompt: its ids.
-        explain: see ``UsageCount``.
     """
 
-    def __init__(self, request: ChatRequest, prompt: list[int], *, explain: bool = False) -> None:
+    def __init__(self, request: ChatRequest, prompt: list[int]) -> None:
         plan = request.template.tools
         # where calls may come
         self.plan = plan if plan is not None and plan.calls else None
-        self.count = UsageCount(1, explain=explain)
+        self.count = UsageCount.of(1, request.options)
         self.count.expect(0, len(prompt))
         n = request.options.n
         self._collectors = [] if self.plan is None else [self.plan.collector() for _ in range(n)]

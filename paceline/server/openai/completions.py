@@ -53,7 +53,7 @@ async def completion_events(
 
     Errors before the first event are raised from the first ``anext``.
     """
-    head = AnswerHead.of("cmpl", request_id, service.model_name, request.options.service_tier)
+    head = AnswerHead.of("cmpl", request_id, service, request.options.service_tier)
     prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
@@ -71,11 +71,11 @@ async def completion_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    head = AnswerHead.of("cmpl", request_id, service.model_name, request.options.service_tier)
+    head = AnswerHead.of("cmpl", request_id, service, request.options.service_tier)
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
     async with aclosing(outputs):
-        whole = await collect(outputs, len(prompts), n, explain=request.options.explain)
+        whole = await collect(outputs, len(prompts), request.options)
     echoes = await _echoes(service, request, prompts)
     writer = _writer(request, service.client.tokenizer)
     told = whole.prompt_logprobs
@@ -85,11 +85,13 @@ async def completion_answer(
             created=head.created,
             model=head.model,
             service_tier=head.service_tier,
+            system_fingerprint=head.fingerprint,
             choices=[
                 _choice(i, choice, echoes[i // n], prompts[i // n], request, writer, told[i // n])
                 for i, choice in enumerate(whole.choices)
             ],
             usage=whole.usage,
+            metrics=whole.metrics,
         )
     )
 
@@ -199,7 +201,7 @@ class CompletionStream:
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._usage = UsageCount(len(prompts), explain=request.options.explain)
+        self._usage = UsageCount.of(len(prompts), options)
         # a delta that goes on is its text and nothing else
         self._plain = not (self._writer or self._continuous)
         # by choice
@@ -257,8 +259,10 @@ class CompletionStream:
             created=head.created,
             model=head.model,
             service_tier=head.service_tier or UNSET,
+            system_fingerprint=head.fingerprint,
             choices=[],
             usage=self._usage.usage(),
+            metrics=self._usage.metrics() or UNSET,
         )
         return event(encode(chunk)) + DONE
 
@@ -304,6 +308,7 @@ class CompletionStream:
             created=head.created,
             model=head.model,
             service_tier=head.service_tier or UNSET,
+            system_fingerprint=head.fingerprint if choice.finish_reason else UNSET,
             choices=[choice],
             usage=self._usage.usage() if self._continuous else UNSET,
         )

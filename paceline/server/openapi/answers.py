@@ -112,6 +112,13 @@ def answer_schemas() -> dict[str, Schema]:
                 },
             }
         ),
+        "InputItem": record(
+            {
+                "id": STRING,
+                "type": string("message", "function_call", "function_call_output"),
+                "status": string("completed"),
+            }
+        ),
         "ResponseEvent": record({"type": STRING, "sequence_number": INTEGER}),
         "MessagesAnswer": record(
             {
@@ -231,6 +238,10 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("POST", "/v1/responses"): Answer(
         "a response", ref("Response"), ref("ResponseEvent"), ends_with_done=False
     ),
+    ("POST", "/v1/responses/input_tokens"): _simple(
+        "the prompt's length", object=string("response.input_tokens"), input_tokens=INTEGER
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): _page("the latest first", "InputItem"),
     ("GET", "/v1/responses/{response_id}"): Answer("a stored response", ref("Response")),
     ("DELETE", "/v1/responses/{response_id}"): _simple(
         "it is forgotten", id=STRING, object=string("response"), deleted=BOOLEAN

@@ -144,6 +144,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
         "/v1/responses": _responses(rules),
+        "/v1/responses/input_tokens": _responses(rules),
         "/v1/messages": messages,
         "/api/chat": _ollama(rules, _OLLAMA_CHAT, {"tools": chat["properties"]["tools"]}),
         "/api/generate": _ollama(
@@ -186,6 +187,8 @@ _TEMPLATE: Final = (
 
 
 def _model(rules: RequestRules) -> Schema:
+    if rules.listed_models != rules.served_model_names:
+        return nullable(STRING)
     return nullable(string(*rules.served_model_names))
 
 
@@ -282,6 +285,7 @@ def _chat(rules: RequestRules) -> Schema:
         "add_generation_prompt": BOOLEAN,
         "continue_final_message": BOOLEAN,
         "chat_template": STRING if rules.trust_request_chat_template else NULL,
+        "echo": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
     return record({"messages": array(ref("Message"), 1)}, sampling | found)
@@ -307,7 +311,7 @@ _RESPONSES_SAME: Final = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "reasoning_effort", "seed",
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "structured_outputs", "priority", "cache_salt", "request_id", "slo", "tool_choice",
-    "service_tier", "user", "safety_identifier",
+    "service_tier", "user", "safety_identifier", "explain", "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -344,6 +348,7 @@ def _responses(rules: RequestRules) -> Schema:
         "truncation": string("auto", "disabled"),
         "store": BOOLEAN,
         "background": BOOLEAN,
+        "enable_response_messages": BOOLEAN,
         "metadata": OBJECT,
     }
     ignored = dict.fromkeys((*RESPONSES_NO_EFFECT, "stream_options"), _IGNORED)
@@ -371,7 +376,10 @@ _ANTHROPIC_MESSAGES: Final = array(
 
 def _messages(rules: RequestRules) -> Schema:
     sampling = _sampling(rules)
-    same = ("model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt")
+    same = (
+        "model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt",
+        "explain",
+    )  # fmt: skip
     texts = {"anyOf": [STRING, array(record({"type": string("text"), "text": STRING}))]}
     tool = record(
         {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}},
@@ -401,7 +409,7 @@ def _messages(rules: RequestRules) -> Schema:
     optional = {name: sampling[name] for name in same}
     optional |= {name: nullable(schema) for name, schema in fields.items()}
     optional |= dict.fromkeys(ANTHROPIC_NO_EFFECT, _IGNORED)
-    required = {"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1, rules.max_model_len - 1)}
+    required = {"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1, INT32)}
     return closed(record(required, optional))
 
 
@@ -413,6 +421,8 @@ _OLLAMA_CHAT: Final[dict[str, Schema]] = {
 
 
 def _ollama_model(rules: RequestRules) -> Schema:
+    if rules.listed_models != rules.served_model_names:
+        return STRING
     names = rules.served_model_names
     return string(*names, *(f"{name}:latest" for name in names if ":" not in name))
 

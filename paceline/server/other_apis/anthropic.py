@@ -28,7 +28,17 @@ __all__ = [
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # passed on under the same name
-_SAME: Final = ("model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt")
+_SAME: Final = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stream",
+    "slo",
+    "priority",
+    "cache_salt",
+    "explain",
+)
 NO_EFFECT: Final = (
     "service_tier", "inference_geo", "cache_control", "betas", "speed", "user_profile_id",
 )  # fmt: skip
@@ -43,7 +53,8 @@ def parse_messages_api(body: dict[str, Any], rules: RequestRules, tenant: str = 
     if fields.raw("max_tokens") is None:
         raise InvalidRequestError("max_tokens is missing", "max_tokens")
     chat["max_tokens"] = fields.raw("max_tokens")
-    return parse_chat(_finish(fields, chat), rules, tenant)
+    # clients send the most that a model could say, whatever the conversation's length
+    return parse_chat(_finish(fields, chat), rules, tenant, cuts_max_tokens=True)
 
 
 def _chat_body(fields: Fields) -> dict[str, Any]:
@@ -204,13 +215,14 @@ async def count_tokens(service: Service, body: dict[str, Any]) -> bytes:
     return encode({"input_tokens": len(prompt)})
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
+        **usage.explanation(),
     }
 
 
@@ -226,7 +238,7 @@ async def messages_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    head = AnswerHead.of("msg", request_id, service.model_name)
+    head = AnswerHead.of("msg", request_id, service)
     text: list[str] = []
     last = None
     async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
@@ -283,7 +295,7 @@ async def messages_events(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer, from ``message_start`` to ``message_stop``."""
-    head = AnswerHead.of("msg", request_id, service.model_name)
+    head = AnswerHead.of("msg", request_id, service)
     # the content block that is open: None, "text" or the number of a call
     block: str | int | None = None
     index = -1

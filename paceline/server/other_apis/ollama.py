@@ -95,7 +95,7 @@ async def _values(
     if request.nothing:
         yield line("", done=True, done_reason=request.nothing)
         return
-    head = AnswerHead.of("ollama", request_id, service.model_name)
+    head = AnswerHead.of("ollama", request_id, service)
     first: float | None = None
     async with aclosing(_news(service, request, head, arrival)) as news:
         async for text, calls, num_prompt, num_output, reason in news:
@@ -192,7 +192,7 @@ def served_models(service: Service) -> dict[str, Any]:
     return {
         "models": [
             {"name": name, "model": name, "modified_at": at, "details": _details(service)}
-            for name in service.rules.served_model_names
+            for name in service.rules.listed_models
         ]
     }
 

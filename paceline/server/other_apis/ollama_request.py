@@ -86,7 +86,7 @@ class OllamaRequest:
 def served_name(name: str, rules: RequestRules) -> str:
     """A model's name without the tag that Ollama's clients add where there is none."""
     plain = name.removesuffix(_DEFAULT_TAG)
-    return plain if name not in rules.served_model_names else name
+    return name if rules.serves(name) else plain
 
 
 def parse_ollama_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> OllamaRequest:
@@ -94,13 +94,14 @@ def parse_ollama_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "
     fields = Fields(body)
     model, chat = _common(fields, rules, CHAT_REFUSED)
     messages = fields.array("messages") or []
-    chat["messages"] = _messages(messages)
+    # where nothing is asked, the other fields are still held to what they may be
+    chat["messages"] = _messages(messages) or [{"role": "user", "content": ""}]
     tools = fields.array("tools")
     if tools:
         chat["tools"] = tools
     _done(fields, "/api/chat")
-    asked = parse_chat(chat, rules, tenant) if messages else None
-    return _request(fields, asked, model, is_chat=True)
+    asked = parse_chat(chat, rules, tenant)
+    return _request(fields, asked if messages else None, model, is_chat=True)
 
 
 def parse_ollama_generate(
@@ -115,15 +116,15 @@ def parse_ollama_generate(
     _done(fields, "/api/generate")
     if raw and system:
         raise InvalidRequestError("system is not put into a raw prompt", "system")
-    asked: ChatRequest | CompletionRequest | None = None
-    if prompt and raw:
+    asked: ChatRequest | CompletionRequest
+    if raw:
         made.pop("chat_template_kwargs", None)
         asked = parse_completion({**made, "prompt": prompt}, rules, tenant)
-    elif prompt:
+    else:
         said = [{"role": "system", "content": system}] if system else []
         made["messages"] = [*said, {"role": "user", "content": prompt}]
         asked = parse_chat(made, rules, tenant)
-    return _request(fields, asked, model, is_chat=False)
+    return _request(fields, asked if prompt else None, model, is_chat=False)
 
 
 def _common(

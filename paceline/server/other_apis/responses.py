@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from secrets import token_hex
-from typing import Any
+from typing import Any, Final
 
 from paceline.http.errors import Reply, reply_to
 from paceline.server.bodies.wire import Usage, encode
@@ -15,6 +15,7 @@ from paceline.server.openai.answers import AnswerHead
 from paceline.server.openai.chat_pieces import ChatPiece, chat_pieces
 from paceline.server.openai.logprobs import TokenWriter, chat_logprobs
 from paceline.server.other_apis.responses_request import ResponsesRequest
+from paceline.server.prompts import truncated
 from paceline.server.response_store import StoredResponse
 from paceline.server.service import Service
 
@@ -25,12 +26,16 @@ class ResponseBuilder:
     """A response object as it grows, and the events that tell of it."""
 
     def __init__(self, service: Service, request: ResponsesRequest, request_id: str) -> None:
-        self.head = AnswerHead.of("resp", request_id, service.model_name)
+        self.head = AnswerHead.of("resp", request_id, service)
         # stored by this id, so it must be nobody else's
         self.id = f"resp_{self.head.nonce}{token_hex(16)}"
         self._request = request
         self._writer = TokenWriter(service.client.tokenizer, as_ids=False)
         self._number = 0
+        self._tokenizer = service.client.tokenizer
+        # all of the answer's, where they are to be told
+        self._token_ids: list[int] = []
+        self._prompt: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[Any] = []
         # of tokens whose text is not out yet, such as a part of a character
@@ -51,6 +56,15 @@ class ResponseBuilder:
             **request.shown,
         }
 
+    async def prepare(self, service: Service) -> None:
+        """Look up the prompt, where it is to be told."""
+        if self._request.tells_messages:
+            chat = self._request.chat
+            prompt = await service.prompts.chat(
+                chat.template, add_special_tokens=chat.options.add_special_tokens
+            )
+            self._prompt = truncated(prompt, chat.options, service.rules.max_model_len)
+
     def begin(self) -> bytes:
         self.body["status"] = "in_progress"
         return self._event("response.created", response=self.body) + self._event(
@@ -60,6 +74,7 @@ class ResponseBuilder:
     def take(self, piece: ChatPiece) -> bytes:
         """The events of one piece."""
         data = b""
+        self._token_ids += piece.token_ids
         if self._request.chat.options.sampling.logprobs is not None:
             self._untold += chat_logprobs(piece.logprobs, self._writer).content
         if piece.text:
@@ -184,7 +199,17 @@ class ResponseBuilder:
             "output": self._output,
             "usage": _usage(piece.usage),
         }
+        if self._request.tells_messages:
+            self.body |= {
+                "input_messages": [self._raw_message(self._prompt)],
+                "output_messages": [self._raw_message(self._token_ids)],
+            }
         return self._event(f"response.{self.body['status']}", response=self.body)
+
+    def _raw_message(self, token_ids: list[int]) -> dict[str, Any]:
+        """Tokens as vLLM's ``enable_response_messages`` tells them."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         index = len(self._output) - 1
@@ -200,13 +225,18 @@ class ResponseBuilder:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    return {
+    told = {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "input_tokens_details": usage.prompt_tokens_details,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.total_tokens,
     }
+    return told | usage.explanation()
+
+
+# of a response that failed in the background, by the status it would have had
+_CODES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def _failure(reply: Reply) -> dict[str, Any]:
@@ -229,6 +259,7 @@ async def response_events(
     """Typed events from ``response.created`` to ``response.completed`` or ``.incomplete``."""
     builder = ResponseBuilder(service, request, request_id)
     begun = False
+    await builder.prepare(service)
     try:
         async with aclosing(chat_pieces(service, request.chat, builder.head, arrival)) as pieces:
             async for piece in pieces:
@@ -253,13 +284,14 @@ async def response_answer(
 ) -> bytes:
     """The body of an answer that is not streamed; with ``background``, of one that began."""
     builder = ResponseBuilder(service, request, request_id)
+    await builder.prepare(service)
     if not request.background:
         async with aclosing(chat_pieces(service, request.chat, builder.head, arrival)) as pieces:
             async for piece in pieces:
                 builder.take(piece)
         _store(service, request, builder)
         return encode(builder.body)
-    stored = StoredResponse(builder.body, [], request.owner)
+    stored = StoredResponse(builder.body, [], request.owner, request.messages)
     stored.task = asyncio.ensure_future(_in_background(service, request, builder, stored))
     service.responses.put(stored)
     return encode(builder.body)
@@ -268,7 +300,8 @@ async def response_answer(
 def _store(service: Service, request: ResponsesRequest, builder: ResponseBuilder) -> None:
     if request.store:
         messages = [*request.messages, *builder.messages()]
-        service.responses.put(StoredResponse(builder.body, messages, request.owner))
+        stored = StoredResponse(builder.body, messages, request.owner, request.messages)
+        service.responses.put(stored)
 
 
 async def _in_background(
@@ -289,7 +322,7 @@ async def _in_background(
         reply = reply_to(error, drain_timeout=service.config.drain_timeout)
         builder.body |= {
             "status": "failed",
-            "error": {"code": "server_error", "message": reply.message},
+            "error": {"code": _CODES.get(reply.status, "server_error"), "message": reply.message},
         }
     finally:
         service.leave()

@@ -15,7 +15,7 @@ _SAME: Final = (
     "model", "temperature", "top_p", "stream", "seed", "user", "parallel_tool_calls",
     "presence_penalty", "frequency_penalty", "slo", "priority", "cache_salt", "top_k", "min_p",
     "repetition_penalty", "structured_outputs", "request_id", "service_tier",
-    "safety_identifier",
+    "safety_identifier", "explain", "chat_template_kwargs",
 )  # fmt: skip
 NO_EFFECT: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 REFUSED: Final = (
@@ -46,6 +46,8 @@ class ResponsesRequest:
     background: bool
     # who may see what is stored
     owner: str
+    # vLLM's: the answer tells the prompt and the output as they were tokenised
+    tells_messages: bool
 
 
 def previous_id(body: dict[str, Any]) -> str | None:
@@ -111,12 +113,13 @@ def parse_responses(
     fields.raw("stream_options")
     if background and (not store or stream):
         raise InvalidRequestError("background needs store=true and stream=false", "background")
+    tells_messages = fields.boolean("enable_response_messages", False)
     metadata = fields.object("metadata") or {}
     unknown = fields.unknown()
     if unknown:
         raise InvalidRequestError(f"{', '.join(unknown)}: not served in /v1/responses")
     try:
-        request = parse_chat(chat, rules, tenant)
+        request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
     except InvalidRequestError as error:
         raise _renamed(error) from None
     sampling = request.options.sampling
@@ -147,6 +150,7 @@ def parse_responses(
         store=store,
         background=background,
         owner=owner,
+        tells_messages=tells_messages,
     )
 
 

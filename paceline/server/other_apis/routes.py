@@ -24,13 +24,18 @@ from paceline.server.other_apis.anthropic import (
     messages_events,
     parse_messages_api,
 )
+from paceline.server.other_apis.response_items import input_items
 from paceline.server.other_apis.responses import (
     cancel_response,
     failed_event,
     response_answer,
     response_events,
 )
-from paceline.server.other_apis.responses_request import parse_responses, previous_id
+from paceline.server.other_apis.responses_request import (
+    ResponsesRequest,
+    parse_responses,
+    previous_id,
+)
 from paceline.server.other_apis.token_generate import (
     parse_token_generate,
     token_answer,
@@ -92,14 +97,16 @@ def other_apis_router(service: Service) -> APIRouter:
     async def messages_count_tokens(request: Request) -> Response:
         return json_response(await count_tokens(service, await body_of(request)))
 
-    async def responses(request: Request) -> Response:
-        arrival = time.monotonic()
-        body = await body_of(request)
+    def responses_request(request: Request, body: dict[str, Any]) -> ResponsesRequest:
         owner = principal_of(request)
         previous = previous_id(body)
         before = [] if previous is None else service.responses.conversation(previous, owner)
         tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
-        parsed = parse_responses(body, service.rules, tenant, before=before, owner=owner)
+        return parse_responses(body, service.rules, tenant, before=before, owner=owner)
+
+    async def responses(request: Request) -> Response:
+        arrival = time.monotonic()
+        parsed = responses_request(request, await body_of(request))
         return await respond(
             service,
             request,
@@ -120,6 +127,17 @@ def other_apis_router(service: Service) -> APIRouter:
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))
         return encoded(found.body)
+
+    async def response_input_items(request: Request) -> Response:
+        found = service.responses.get(request.path_params["response_id"], principal_of(request))
+        return json_response(input_items(found, request.query_params))
+
+    async def response_input_tokens(request: Request) -> Response:
+        parsed = responses_request(request, await body_of(request))
+        prompt = await service.prompts.chat(
+            parsed.chat.template, add_special_tokens=parsed.chat.options.add_special_tokens
+        )
+        return encoded({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
     async def response_delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -147,6 +165,7 @@ def other_apis_router(service: Service) -> APIRouter:
     for path, handler in (
         ("/inference/v1/generate", generate_tokens),
         ("/v1/responses", responses),
+        ("/v1/responses/input_tokens", response_input_tokens),
         ("/v1/embeddings", embeddings),
     ):
         router.add_api_route(
@@ -160,6 +179,7 @@ def other_apis_router(service: Service) -> APIRouter:
         ("/v1/responses/{response_id}", response_get, "GET"),
         ("/v1/responses/{response_id}", response_delete, "DELETE"),
         ("/v1/responses/{response_id}/cancel", response_cancel, "POST"),
+        ("/v1/responses/{response_id}/input_items", response_input_items, "GET"),
     ):
         router.add_api_route(
             path, answering(service, handler), methods=[method], response_model=None

@@ -89,12 +89,12 @@ async def token_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer that is not streamed."""
-    head = AnswerHead.of("gen", request_id, service.model_name)
+    head = AnswerHead.of("gen", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
     asked = await _request(service, request, head, arrival)
     outputs = service.run((asked,))
     async with aclosing(outputs):
-        whole = await collect(outputs, 1, request.options.n, explain=request.options.explain)
+        whole = await collect(outputs, 1, request.options)
     choices = [
         TokenChoice(
             index=index,
@@ -127,10 +127,10 @@ async def token_events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer, usage on the last, or on all if they are asked for; then
     ``DONE``."""
-    head = AnswerHead.of("gen", request_id, service.model_name)
+    head = AnswerHead.of("gen", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
     options = request.options
-    count = UsageCount(1, explain=options.explain)
+    count = UsageCount.of(1, options)
 
     def told(output: GenerationOutput) -> bytes:
         count.update(0, output)

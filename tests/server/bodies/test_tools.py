@@ -189,7 +189,7 @@ async def test_what_only_looks_like_a_reference_stays_as_it_is(http: httpx.Async
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"json_object": True}}, "tool_choice"),
         ({"tool_choice": "auto", "structured_outputs": {"regex": "a"}}, "tool_choice"),
         (
             {

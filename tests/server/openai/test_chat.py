@@ -39,7 +39,10 @@ async def test_whole_answer(http: httpx.AsyncClient) -> None:
         "prompt_tokens": len(prompt),
         "completion_tokens": len(tokens),
         "total_tokens": len(prompt) + len(tokens),
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": 0,
+            "cache_write_tokens": len(prompt) // 16 * 16,
+        },
     }
 
 

@@ -1,0 +1,66 @@
+"""Routes that other servers have and this one does not: a 404 there says why."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["UNSERVED_ROUTES", "why_unserved"]
+
+_DECODERS: Final = "decoders only"
+_TEXT: Final = "text models only"
+_SEVERAL: Final = "several requests, n, or /v1/completions with several prompts"
+_RENDERED: Final = "/tokenize renders and tokenises"
+_DEVELOPMENT: Final = "vLLM's own are for development"
+_ADAPTERS: Final = "no adapters yet"
+
+# by path: the method and why not, or what does it here
+UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
+    **dict.fromkeys(
+        (
+            "/pooling",
+            "/classify",
+            "/score",
+            "/v1/score",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/v2/embed",
+        ),
+        ("POST", _DECODERS),
+    ),
+    **dict.fromkeys(
+        (
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+            "/v1/moderations",
+            "/v1/images/generations",
+        ),
+        ("POST", _TEXT),
+    ),
+    "/v1/realtime": ("GET", _TEXT),
+    **dict.fromkeys(
+        ("/v1/chat/completions/batch", "/v1/decisions", "/generative_scoring"), ("POST", _SEVERAL)
+    ),
+    **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), ("POST", _RENDERED)),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), ("POST", _ADAPTERS)),
+    **dict.fromkeys(
+        (
+            "/sleep",
+            "/wake_up",
+            "/pause",
+            "/resume",
+            "/reset_prefix_cache",
+            "/collective_rpc",
+            "/start_profile",
+            "/stop_profile",
+        ),
+        ("POST", _DEVELOPMENT),
+    ),
+    **dict.fromkeys(("/is_sleeping", "/is_paused", "/server_info"), ("GET", _DEVELOPMENT)),
+}
+
+
+def why_unserved(path: str) -> str | None:
+    """What a 404 says about ``path``; None for one that no other server has either."""
+    found = UNSERVED_ROUTES.get(path)
+    return None if found is None else f"{found[0]} {path} is not served here: {found[1]}"
