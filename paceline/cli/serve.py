@@ -200,6 +200,13 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="a stream without an event for so long gets a comment; 0: never (default 15)",
     )
     group.add_argument(
+        "--reasoning-parser",
+        choices=("think", "qwen3", "deepseek_r1", "mistral", "granite", "none"),
+        default=None,
+        help="how the model marks its thoughts, which chat tells apart as reasoning; none: "
+        "they are text; default: as its chat template says",
+    )
+    group.add_argument(
         "--tool-call-parser",
         choices=("hermes", "llama3_json", "mistral"),
         default=None,
@@ -331,6 +338,7 @@ def _server_config(
         strict_fields=args.strict_fields,
         enable_per_request_metrics=args.enable_per_request_metrics,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         sse_keep_alive=args.sse_keep_alive,
         slow_reader_timeout=args.slow_reader_timeout,
         ssl_certfile=args.ssl_certfile,

@@ -18,6 +18,7 @@ from paceline.http.rate_limits.rates import NO_LIMITS, KeyLimits
 from paceline.http.rate_limits.store import check_storage_url
 from paceline.http.tls import check_tls_files
 from paceline.server.batch_config import BatchConfig
+from paceline.server.reasoning import REASONING_FORMATS
 from paceline.server.tool_formats import TOOL_FORMATS
 from paceline.server.tracing import check_endpoint
 
@@ -70,6 +71,9 @@ class ServerConfig:
     metrics_tenants: int = 0
     # how the model writes tool calls, a name of tool_formats; None: as its chat template says
     tool_call_parser: str | None = None
+    # how the model marks its thoughts, a name of reasoning.py, or "none": thoughts are text; None:
+    # as its chat template says
+    reasoning_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
     # seconds a caller may leave more than a buffer full of its answer unread, unless it reads at
@@ -135,6 +139,11 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, got {value}")
+        _require(
+            self.reasoning_parser in (None, "none", *REASONING_FORMATS),
+            f"reasoning_parser must be none or one of {', '.join(REASONING_FORMATS)}, "
+            f"got {self.reasoning_parser!r}",
+        )
         _require(
             self.tool_call_parser is None or self.tool_call_parser in TOOL_FORMATS,
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "

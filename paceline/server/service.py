@@ -19,7 +19,7 @@ from paceline.core.errors import (
     EngineDrainingError,
     EngineError,
 )
-from paceline.engine.protocol import EngineClient
+from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.http.keys import KeyRing
 from paceline.http.rate_limits import RateLimiter, Tally, current_ticket
@@ -33,6 +33,7 @@ from paceline.server.metrics import RequestObserver, ServerMetrics
 from paceline.server.metrics.faults import FaultCollector
 from paceline.server.metrics.tenants import TenantObserver
 from paceline.server.prompts import PromptMaker
+from paceline.server.reasoning import REASONING_FORMATS, Thinking, detect_reasoning
 from paceline.server.response_store import ResponseStore
 from paceline.server.runs import RunObserver, merged, run_one
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
@@ -233,6 +234,7 @@ def _salted(request: GenerationRequest) -> GenerationRequest:
 def make_service(client: EngineClient, config: ServerConfig) -> Service:
     """Everything of an app that is fixed once the engine is known."""
     info = client.info
+    template = client.tokenizer.chat_template_source
     names = config.served_model_names or (info.model,)
     metrics = ServerMetrics(
         info,
@@ -270,7 +272,8 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             slo_classes=dict(CLASSES) | dict(config.slo_classes),
             tool_format=TOOL_FORMATS[config.tool_call_parser]
             if config.tool_call_parser
-            else detect_format(client.tokenizer.chat_template_source),
+            else detect_format(template),
+            thinking=_thinking(client.tokenizer, config.reasoning_parser),
         ),
         prompts=PromptMaker(client.tokenizer),
         metrics=metrics,
@@ -281,6 +284,14 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
         slow_readers=readers,
     )
     return service
+
+
+def _thinking(tokenizer: Tokenizer, parser: str | None) -> Thinking | None:
+    """By the parser of that name, or as the chat template says."""
+    if parser == "none":
+        return None
+    marks = detect_reasoning(tokenizer.chat_template_source)
+    return Thinking.of(marks if parser is None else REASONING_FORMATS[parser], tokenizer)
 
 
 def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None:

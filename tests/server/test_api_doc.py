@@ -18,7 +18,12 @@ from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
 from paceline.server.batches.routes import parse_batch
 from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
 from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.bodies.unserved import NO_EFFECT, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
+from paceline.server.bodies.unserved import (
+    NO_EFFECT,
+    NO_EFFECT_IN_COMPLETIONS,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+)
 from paceline.server.other_apis import responses_request
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.other_apis.anthropic import REFUSED as ANTHROPIC_REFUSED
@@ -86,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
     ),
     "/v1/completions": (
         lambda: parse_completion({"prompt": "x"}, RULES),
-        set(NO_EFFECT),
+        set(NO_EFFECT_IN_COMPLETIONS),
         set(REFUSED_IN_COMPLETIONS),
     ),
     "/v1/responses": (

@@ -31,11 +31,13 @@ from paceline.server.bodies.sampling_fields import (
 from paceline.server.bodies.targets import CALLER_FIELDS, parse_service_tier, parse_slo
 from paceline.server.bodies.tool_calls import ToolPlan, parse_tools
 from paceline.server.bodies.unserved import (
+    NO_EFFECT_IN_COMPLETIONS,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
     note_unknown,
     refuse_unserved,
 )
+from paceline.server.reasoning import Thinking
 
 __all__ = [
     "ChatRequest",
@@ -133,6 +135,9 @@ class ChatRequest:
     template: TemplateOptions
     # what goes before the text of every choice
     echo: str = ""
+    # how to find thoughts in the output; None: there are none
+    thinking: Thinking | None = None
+    tells_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +188,15 @@ def parse_chat(
     )
     last = template.messages[-1]
     speaks_on = fields.boolean("echo", False) and last["role"] == template.speaker
+    tells_reasoning = fields.boolean("include_reasoning", True)
     ignored = note_unknown(fields, strict=rules.strict_fields)
     return ChatRequest(
         options=replace(options, ignored_fields=ignored),
         template=template,
         echo=last["content"] if speaks_on else "",
+        # a grammar leaves no place for thoughts
+        thinking=rules.thinking if options.sampling.grammar is None else None,
+        tells_reasoning=tells_reasoning,
     )
 
 
@@ -197,7 +206,7 @@ def parse_completion(
     """Raises InvalidRequestError or UnknownModelError."""
     fields = Fields(translated(body))
     check_model(fields, rules)
-    refuse_unserved(fields, REFUSED_IN_COMPLETIONS)
+    refuse_unserved(fields, REFUSED_IN_COMPLETIONS, NO_EFFECT_IN_COMPLETIONS)
     prompts = _prompts(fields.raw("prompt"), rules)
     echo = fields.boolean("echo", False)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -280,6 +289,9 @@ def parse_template_options(fields: Fields, rules: RequestRules) -> TemplateOptio
                 "reasoning_effort",
             )
         kwargs.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            # as templates that know no efforts call it
+            kwargs.setdefault("enable_thinking", False)
     return TemplateOptions(
         messages=messages,
         add_generation_prompt=add_prompt,
@@ -377,8 +389,11 @@ def _options(
         continuous_usage=include_usage and continuous,
         stop=_stop(fields.raw("stop")),
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
-        # special tokens may be what marks a call
-        skip_special_tokens=fields.boolean("skip_special_tokens", not (tools and tools.calls)),
+        # special tokens may be what marks a call, or thoughts
+        skip_special_tokens=fields.boolean(
+            "skip_special_tokens",
+            not ((tools and tools.calls) or (rules.thinking and rules.thinking.hidden)),
+        ),
         priority=or_else(fields.integer("priority", -INT64, INT64 - 1), 0),
         cache_salt=fields.string("cache_salt", 1, _MAX_SALT_CHARS),
         slo=parse_slo(fields.raw("slo"), rules.slo_classes, tier_class),

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from paceline.core.slo import Slo
 from paceline.server.bodies.targets import CLASSES
+from paceline.server.reasoning import Thinking
 from paceline.server.tool_formats import ToolFormat, detect_format
 
 __all__ = ["RequestRules"]
@@ -38,6 +39,8 @@ class RequestRules:
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls
     tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
+    # how it thinks; None: it does not
+    thinking: Thinking | None = None
 
     def serves(self, model: str) -> bool:
         """Whether a request may name ``model``; a served name may hold ``*`` for any characters."""

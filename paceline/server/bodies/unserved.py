@@ -16,6 +16,7 @@ from paceline.http.fields import Fields, show
 
 __all__ = [
     "NO_EFFECT",
+    "NO_EFFECT_IN_COMPLETIONS",
     "REFUSED_IN_CHAT",
     "REFUSED_IN_COMPLETIONS",
     "RefusedFields",
@@ -95,13 +96,18 @@ NO_EFFECT: Final = (
     "prompt_cache_options",
     "prompt_cache_retention",
     "session_id",
-    "include_reasoning",
     "verbosity",
     "prediction",
 )
 
 
-def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
+# thoughts are told apart in chat alone
+NO_EFFECT_IN_COMPLETIONS: Final = (*NO_EFFECT, "include_reasoning")
+
+
+def refuse_unserved(
+    fields: Fields, refused: RefusedFields, no_effect: Collection[str] = NO_EFFECT
+) -> None:
     """Raises InvalidRequestError if the request asks for one of ``refused``."""
     for name, (asks, what) in refused.items():
         value = fields.raw(name)
@@ -109,7 +115,7 @@ def refuse_unserved(fields: Fields, refused: RefusedFields) -> None:
             raise InvalidRequestError(
                 f"{name}={show(value)} is not served yet: this server does not do {what}", name
             )
-    for name in NO_EFFECT:
+    for name in no_effect:
         fields.raw(name)
 
 

@@ -50,6 +50,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cache_write_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """A ``core.outputs.Timeline`` for callers; seconds are milliseconds here."""
 
@@ -122,6 +126,8 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # of models that think
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     # what became of each choice and why, where ``explain`` asked for it
     timeline: list[Explanation] | UnsetType = UNSET
     # a target could not be met any more, and the request yielded to others; said only then
@@ -136,11 +142,23 @@ class Usage(msgspec.Struct, frozen=True):
         timeline: list[Explanation] | UnsetType = UNSET,
         *,
         written: int = 0,
+        reasoning: int | None = None,
         demoted: bool = False,
     ) -> Usage:
-        details = PromptTokensDetails(cached, written)
-        total = prompt + completion
-        return cls(prompt, total, completion, details, timeline, demoted or UNSET)
+        return cls(
+            prompt,
+            prompt + completion,
+            completion,
+            PromptTokensDetails(cached, written),
+            UNSET if reasoning is None else CompletionTokensDetails(reasoning),
+            timeline,
+            demoted or UNSET,
+        )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        details = self.completion_tokens_details
+        return 0 if details is UNSET else details.reasoning_tokens
 
     def explanation(self) -> dict[str, Any]:
         """The fields beyond counts, for APIs that count under other names."""
@@ -195,7 +213,9 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | None
     refusal: str | None = None
+    # vLLM's name for thoughts, and the older one, which many clients read
     reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: tuple[ToolCall, ...] = ()
 
 
@@ -237,6 +257,8 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 

@@ -82,6 +82,8 @@ class UsageCount:
         self._times: RequestTimes | None = None
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
         self._demoted = False
+        # tokens of thoughts; None: the model has none
+        self._reasoning: int | None = None
         # of each choice so far; only where its speed is to be told
         self._tokens: Counter[tuple[int, int]] = Counter()
 
@@ -121,13 +123,23 @@ class UsageCount:
                 explained = Explanation.of(delta.timeline, ttft, gap, speed)
                 self._timelines[index, delta.index] = explained
 
+    def add_reasoning(self, num_tokens: int) -> None:
+        """Count tokens of thoughts; 0 says that the model has some."""
+        self._reasoning = (self._reasoning or 0) + num_tokens
+
     def usage(self) -> Usage:
         prompt, completion, cached = (sum(column) for column in zip(*self._rows, strict=True))
         timeline: list[Explanation] | UnsetType = UNSET
         if self._timelines is not None:
             timeline = [self._timelines[key] for key in sorted(self._timelines)]
         return Usage.of(
-            prompt, completion, cached, timeline, written=self._written(), demoted=self._demoted
+            prompt,
+            completion,
+            cached,
+            timeline,
+            written=self._written(),
+            reasoning=self._reasoning,
+            demoted=self._demoted,
         )
 
     def metrics(self) -> RequestMetrics | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from paceline.engine.protocol import Tokenizer
@@ -27,7 +27,7 @@ from paceline.server.bodies.wire import (
     encode,
 )
 from paceline.server.openai.answers import AnswerHead, Choice
-from paceline.server.openai.chat_pieces import ChatPiece, ChatPieces, start_chat
+from paceline.server.openai.chat_pieces import ChatPiece, ChatPieces, StartedChat, start_chat
 from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.service import Service
 
@@ -49,11 +49,11 @@ async def chat_events(
     Errors before the first event are raised from the first ``anext``.
     """
     head = AnswerHead.of("chatcmpl", request_id, service, request.options.service_tier)
-    prompt, outputs, passed_over = await start_chat(service, request, head, arrival, shortcut)
-    stream = ChatStream(head, request, prompt, service.client.tokenizer, passed_over)
+    chat = await start_chat(service, request, head, arrival, shortcut)
+    stream = ChatStream(head, request, chat, service.client.tokenizer)
     shortcut.render_with(stream.middle)
-    async with aclosing(outputs):
-        async for _, output in outputs:
+    async with aclosing(chat.outputs):
+        async for _, output in chat.outputs:
             data = stream.events(output)
             if data:
                 yield data
@@ -65,19 +65,23 @@ async def chat_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("chatcmpl", request_id, service, request.options.service_tier)
-    prompt, outputs, _ = await start_chat(service, request, head, arrival)
-    options = request.options
-    pieces = ChatPieces(request, prompt)
+    chat = await start_chat(service, request, head, arrival)
+    prompt, options = chat.prompt, request.options
+    pieces = ChatPieces(request, prompt, thinking=chat.thinking)
     choices = [Choice() for _ in range(options.n)]
+    thoughts = [""] * options.n
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    async with aclosing(outputs):
-        async for _, output in outputs:
+    async with aclosing(chat.outputs):
+        async for _, output in chat.outputs:
             if output.prompt_logprobs is not None:
                 prompt_logprobs = output.prompt_logprobs
             for piece in pieces.read(output):
                 choices[piece.choice].add(piece)
+                thoughts[piece.choice] += piece.reasoning
     writer = _writer(request, service.client.tokenizer)
-    told = [_choice(i, choice, request, pieces, writer) for i, choice in enumerate(choices)]
+    told = [
+        _choice(i, choice, thoughts[i], request, pieces, writer) for i, choice in enumerate(choices)
+    ]
     return encode(
         ChatAnswer(
             id=head.id,
@@ -99,7 +103,12 @@ def _writer(request: ChatRequest, tokenizer: Tokenizer) -> TokenWriter:
 
 
 def _choice(
-    index: int, choice: Choice, request: ChatRequest, pieces: ChatPieces, writer: TokenWriter
+    index: int,
+    choice: Choice,
+    thoughts: str,
+    request: ChatRequest,
+    pieces: ChatPieces,
+    writer: TokenWriter,
 ) -> ChatChoice:
     options = request.options
     wanted = options.sampling.logprobs is not None
@@ -112,7 +121,13 @@ def _choice(
         content = None
     return ChatChoice(
         index=index,
-        message=ChatMessage(role=request.template.speaker, content=content, tool_calls=calls),
+        message=ChatMessage(
+            role=request.template.speaker,
+            content=content,
+            reasoning=thoughts or None,
+            reasoning_content=thoughts or UNSET,
+            tool_calls=calls,
+        ),
         logprobs=chat_logprobs(choice.logprobs, writer) if wanted else None,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
@@ -124,30 +139,28 @@ class ChatStream:
     """Turns deltas into events. Pure: bytes out, nothing sent.
 
     Args:
-        prompt: its ids.
-        passed_over: by choice, text that another engine has delivered.
+        chat: what began.
     """
 
     def __init__(
         self,
         head: AnswerHead,
         request: ChatRequest,
-        prompt: list[int],
+        chat: StartedChat,
         tokenizer: Tokenizer,
-        passed_over: Mapping[int, str],
     ) -> None:
         self._head = head
         self._request = request
-        self._prompt = prompt
+        self._prompt = chat.prompt
         options = request.options
         self._wants_ids = options.return_token_ids
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
-        self._pieces = ChatPieces(request, prompt)
-        self._pieces.pass_over(passed_over)
+        self._pieces = ChatPieces(request, chat.prompt, thinking=chat.thinking)
+        self._pieces.pass_over(chat.passed_over)
         self._begun = False
         # a delta that goes on is its text, and ids where they are wanted, and nothing else
-        self._plain = not (self._pieces.plan or self._writer or self._continuous)
+        self._plain = not (self._pieces.parses or self._writer or self._continuous)
         # by choice
         self._texts: dict[int, TextEvents] = {}
         self._tokens: dict[int, TokenEvents] = {}
@@ -260,8 +273,12 @@ class ChatStream:
 
 def _delta(piece: ChatPiece) -> ChatDelta:
     """What a piece adds to the message; ``_NOTHING`` where that is nothing."""
+    thoughts = piece.reasoning or UNSET
     if not piece.call_deltas:
-        return ChatDelta(content=piece.text) if piece.text else _NOTHING
+        if thoughts is UNSET and not piece.text:
+            return _NOTHING
+        content = piece.text or UNSET
+        return ChatDelta(reasoning=thoughts, reasoning_content=thoughts, content=content)
     calls = [
         ToolCallDelta(
             index=part.index,
@@ -273,4 +290,9 @@ def _delta(piece: ChatPiece) -> ChatDelta:
         )
         for part in piece.call_deltas
     ]
-    return ChatDelta(content=piece.text or UNSET, tool_calls=calls)
+    return ChatDelta(
+        reasoning=thoughts,
+        reasoning_content=thoughts,
+        content=piece.text or UNSET,
+        tool_calls=calls,
+    )

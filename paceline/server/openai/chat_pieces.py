@@ -18,16 +18,19 @@ from paceline.server.bodies.tool_calls import Call
 from paceline.server.bodies.wire import Usage
 from paceline.server.openai.answers import AnswerHead, UsageCount, generation_request
 from paceline.server.prompts import sampling_for, truncated
+from paceline.server.reasoning import ThoughtReader
 from paceline.server.service import Service
 from paceline.server.tool_formats import CallDelta
 
-__all__ = ["ChatPiece", "ChatPieces", "chat_pieces", "start_chat"]
+__all__ = ["ChatPiece", "ChatPieces", "StartedChat", "chat_pieces", "start_chat"]
 
 
 class ChatPiece(NamedTuple):
     """What one delivery adds to the answer of one choice."""
 
     choice: int
+    # thoughts, which are in no text
+    reasoning: str
     text: str
     # of calls, which are in no text
     call_deltas: list[CallDelta]
@@ -56,6 +59,8 @@ class StartedChat(NamedTuple):
     outputs: AsyncGenerator[tuple[int, GenerationOutput], None]
     # by choice, text that another engine has delivered
     passed_over: Mapping[int, str]
+    # the prompt ends within thoughts
+    thinking: bool
 
 
 class ChatPieces:
@@ -63,22 +68,39 @@ class ChatPieces:
 
     Args:
         prompt: its ids.
+        thinking: the prompt ends within thoughts.
     """
 
-    def __init__(self, request: ChatRequest, prompt: list[int]) -> None:
+    def __init__(self, request: ChatRequest, prompt: list[int], *, thinking: bool = False) -> None:
         plan = request.template.tools
         # where calls may come
         self.plan = plan if plan is not None and plan.calls else None
         self.count = UsageCount.of(1, request.options)
         self.count.expect(0, len(prompt))
         n = request.options.n
+        self._tells_reasoning = request.tells_reasoning
+        self._thinking = request.thinking
+        # of each choice; none where no thoughts are looked for
+        self._readers: list[ThoughtReader] = []
+        if self._thinking is not None:
+            marks = self._thinking.marks
+            self._readers = [ThoughtReader(marks, thinking=thinking) for _ in range(n)]
+            self.count.add_reasoning(0)
         self._collectors = [] if self.plan is None else [self.plan.collector() for _ in range(n)]
 
     def pass_over(self, texts: Mapping[int, str]) -> None:
-        """Take in text of choices that another engine has delivered, calls in it too."""
-        if self.plan is not None:
-            for index, text in texts.items():
+        """Take in text of choices that another engine has delivered, thoughts and calls in it
+        too."""
+        for index, text in texts.items():
+            if self._readers:
+                _, text = self._readers[index].push(text)
+            if self.plan is not None:
                 self._collectors[index].push(text, last=False)
+
+    @property
+    def parses(self) -> bool:
+        """Whether there is more in the text than text."""
+        return bool(self._readers or self.plan)
 
     def calls(self, index: int) -> list[Call]:
         """All calls so far of one choice; the list grows."""
@@ -86,7 +108,7 @@ class ChatPieces:
 
     def first(self) -> ChatPiece:
         """A piece that adds nothing, of a request that is under way."""
-        return ChatPiece(0, "", [], self.calls(0), (), (), None, None, self.count)
+        return ChatPiece(0, "", "", [], self.calls(0), (), (), None, None, self.count)
 
     def read(self, output: GenerationOutput) -> list[ChatPiece]:
         self.count.update(0, output)
@@ -96,6 +118,9 @@ class ChatPieces:
         index, text, reason = delta.index, delta.text, delta.finish_reason
         deltas: list[CallDelta] = []
         calls: list[Call] = []
+        thoughts = ""
+        if self._readers:
+            thoughts, text = self._read_thoughts(delta)
         if self.plan is not None:
             collector = self._collectors[index]
             calls = collector.calls
@@ -103,6 +128,7 @@ class ChatPieces:
             reason = self.plan.finish_reason(reason, called=bool(calls))
         return ChatPiece(
             index,
+            thoughts,
             text,
             deltas,
             calls,
@@ -113,6 +139,21 @@ class ChatPieces:
             self.count,
         )
 
+    def _read_thoughts(self, delta: ChoiceDelta) -> tuple[str, str]:
+        """Thoughts for the caller, and the rest."""
+        reader = self._readers[delta.index]
+        had_ended = reader.ended
+        thoughts, text = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            last = reader.finish()
+            thoughts, text = thoughts + last.thoughts, text + last.text
+        assert self._thinking is not None, "there are readers"
+        if reader.thinking:
+            self.count.add_reasoning(len(delta.token_ids))
+        elif reader.ended and not had_ended:
+            self.count.add_reasoning(self._thinking.count(delta.token_ids))
+        return thoughts if self._tells_reasoning else "", text
+
 
 async def chat_pieces(
     service: Service, request: ChatRequest, head: AnswerHead, arrival: float
@@ -122,12 +163,12 @@ async def chat_pieces(
 
     Raises what ``Service.run`` raises.
     """
-    prompt, outputs, passed_over = await start_chat(service, request, head, arrival)
-    pieces = ChatPieces(request, prompt)
-    pieces.pass_over(passed_over)
-    async with aclosing(outputs):
+    chat = await start_chat(service, request, head, arrival)
+    pieces = ChatPieces(request, chat.prompt, thinking=chat.thinking)
+    pieces.pass_over(chat.passed_over)
+    async with aclosing(chat.outputs):
         begun = False
-        async for _, output in outputs:
+        async for _, output in chat.outputs:
             if not begun:
                 begun = True
                 yield pieces.first()
@@ -162,6 +203,9 @@ async def start_chat(
     )
     engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
     passed_over: Mapping[int, str] = {}
-    if options.resume_output_ids and request.template.tools is not None:
+    if options.resume_output_ids and (request.template.tools or request.thinking):
         passed_over = resumed_texts(engine_request, service.client.tokenizer)
-    return StartedChat(prompt, service.run((engine_request,), shortcut), passed_over)
+    thinking = request.thinking is not None and request.thinking.left_open(
+        prompt, service.client.tokenizer
+    )
+    return StartedChat(prompt, service.run((engine_request,), shortcut), passed_over, thinking)

@@ -27,7 +27,7 @@ from paceline.server.openai.completions import completion_answer, completion_eve
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 
-__all__ = ["JSON_BODY", "Answered", "Events", "generate", "generate_router", "respond"]
+__all__ = ["JSON_BODY", "Answered", "Events", "generate", "generate_router", "naming", "respond"]
 
 # tells which fields nothing has read
 IGNORED_HEADER: Final = "x-paceline-ignored-fields"
@@ -107,8 +107,13 @@ async def generate(
     parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
     options = parsed.options
     response = await respond(service, request, parsed, options, arrival, events, answer, failed)
-    if options.ignored_fields:
-        response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)
+    return naming(response, options.ignored_fields)
+
+
+def naming(response: Response, ignored_fields: Sequence[str]) -> Response:
+    """``response``, with a header that names what had no effect."""
+    if ignored_fields:
+        response.headers[IGNORED_HEADER] = _header_value(ignored_fields)
     return response
 
 

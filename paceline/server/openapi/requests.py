@@ -286,6 +286,7 @@ def _chat(rules: RequestRules) -> Schema:
         "continue_final_message": BOOLEAN,
         "chat_template": STRING if rules.trust_request_chat_template else NULL,
         "echo": BOOLEAN,
+        "include_reasoning": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
     return record({"messages": array(ref("Message"), 1)}, sampling | found)
@@ -303,7 +304,9 @@ def _completion(rules: RequestRules) -> Schema:
     }
     logprobs = nullable(integer(0, MAX_LOGPROBS))
     return record(
-        {"prompt": prompt}, _sampling(rules) | {"echo": nullable(BOOLEAN), "logprobs": logprobs}
+        {"prompt": prompt},
+        _sampling(rules)
+        | {"echo": nullable(BOOLEAN), "logprobs": logprobs, "include_reasoning": _IGNORED},
     )
 
 
@@ -400,7 +403,9 @@ def _messages(rules: RequestRules) -> Schema:
         "tools": array(tool, 0, 128),
         "tool_choice": choice,
         "output_config": record({}, {"format": nullable(form)}),
-        "thinking": record({"type": string("disabled")}),
+        "thinking": record(
+            {"type": string("disabled", "enabled", "adaptive")}, {"budget_tokens": ANYTHING}
+        ),
         "metadata": bounded(
             record({}, {"user_id": nullable(STRING)}),
             "user_id: the tenant, where neither a key nor a header says",
@@ -446,7 +451,7 @@ def _ollama(
                 "stream": nullable(bounded(BOOLEAN, "true unless it says otherwise")),
                 "format": bounded({"type": ["string", "object", "null"]}, "json or a schema"),
                 "options": nullable(closed(record({}, options))),
-                "think": nullable({"const": False}),
+                "think": nullable({"anyOf": [BOOLEAN, string("low", "medium", "high")]}),
                 "keep_alive": _IGNORED,
                 **{name: sampling[name] for name in ("slo", "priority", "cache_salt")},
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -43,6 +44,7 @@ NO_EFFECT: Final = (
     "service_tier", "inference_geo", "cache_control", "betas", "speed", "user_profile_id",
 )  # fmt: skip
 REFUSED: Final = ("container", "context_management", "diagnostics", "mcp_servers")
+_THINKING: Final = ("disabled", "enabled", "adaptive")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -50,11 +52,13 @@ def parse_messages_api(body: dict[str, Any], rules: RequestRules, tenant: str = 
     """Raises InvalidRequestError or UnknownModelError."""
     fields = Fields(body)
     chat = _chat_body(fields)
+    ignored = _thinking(fields, chat, rules)
     if fields.raw("max_tokens") is None:
         raise InvalidRequestError("max_tokens is missing", "max_tokens")
     chat["max_tokens"] = fields.raw("max_tokens")
     # clients send the most that a model could say, whatever the conversation's length
-    return parse_chat(_finish(fields, chat), rules, tenant, cuts_max_tokens=True)
+    request = parse_chat(_finish(fields, chat), rules, tenant, cuts_max_tokens=True)
+    return replace(request, options=replace(request.options, ignored_fields=ignored))
 
 
 def _chat_body(fields: Fields) -> dict[str, Any]:
@@ -86,16 +90,33 @@ def _chat_body(fields: Fields) -> dict[str, Any]:
     return chat
 
 
+def _thinking(fields: Fields, chat: dict[str, Any], rules: RequestRules) -> tuple[str, ...]:
+    """Turns the chat template's thinking on or off; off where nothing is said, as Anthropic has it.
+
+    Returns the names of what has no effect. Raises InvalidRequestError where the model cannot.
+    """
+    thinking = fields.object("thinking") or {"type": "disabled"}
+    kind = thinking.get("type")
+    if kind not in _THINKING:
+        raise InvalidRequestError(
+            f"thinking.type must be one of {', '.join(_THINKING)}, got {show(kind)}", "thinking"
+        )
+    if rules.thinking is not None and rules.thinking.switchable:
+        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+    elif kind != "disabled" and rules.thinking is None:
+        raise InvalidRequestError(
+            f"thinking.type={show(kind)} is not served: this model's chat template has no "
+            "thinking; it may be 'disabled'",
+            "thinking",
+        )
+    # thoughts count against max_tokens alone
+    return ("thinking.budget_tokens",) if "budget_tokens" in thinking else ()
+
+
 def _finish(fields: Fields, chat: dict[str, Any]) -> dict[str, Any]:
     stops = fields.raw("stop_sequences")
     if stops is not None:
         chat["stop"] = stops
-    thinking = fields.object("thinking")
-    if thinking is not None and thinking.get("type") != "disabled":
-        raise InvalidRequestError(
-            f"thinking.type={show(thinking.get('type'))} is not served: it may be 'disabled'",
-            "thinking",
-        )
     output = fields.object("output_config") or {}
     wanted = output.get("format")
     if wanted is not None:
@@ -207,8 +228,9 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
 async def count_tokens(service: Service, body: dict[str, Any]) -> bytes:
     """The answer to ``/v1/messages/count_tokens``."""
     fields = Fields(body)
-    chat = _finish(fields, _chat_body(fields))
-    request = parse_chat(chat, service.rules)
+    chat = _chat_body(fields)
+    _thinking(fields, chat, service.rules)
+    request = parse_chat(_finish(fields, chat), service.rules)
     prompt = await service.prompts.chat(
         request.template, add_special_tokens=request.options.add_special_tokens
     )
@@ -239,15 +261,19 @@ async def messages_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("msg", request_id, service)
+    thoughts: list[str] = []
     text: list[str] = []
     last = None
     async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
         async for piece in pieces:
+            thoughts.append(piece.reasoning)
             text.append(piece.text)
             last = piece
     assert last is not None, "an answer has a last piece"
     said = "".join(text)
     content: list[dict[str, Any]] = []
+    if thought := "".join(thoughts):
+        content.append({"type": "thinking", "thinking": thought, "signature": ""})
     if said or not last.calls:
         content.append({"type": "text", "text": said})
     for call in last.calls:
@@ -296,7 +322,7 @@ async def messages_events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer, from ``message_start`` to ``message_stop``."""
     head = AnswerHead.of("msg", request_id, service)
-    # the content block that is open: None, "text" or the number of a call
+    # the content block that is open: None, "thoughts", "text" or the number of a call
     block: str | int | None = None
     index = -1
     started = False
@@ -308,6 +334,14 @@ async def messages_events(
                 started = True
                 message = _message(head) | {"usage": _usage(piece.usage)}
                 data = _event("message_start", message=message) + _event("ping")
+            if piece.reasoning:
+                if block != "thoughts":
+                    data += b"" if block is None else _event("content_block_stop", index=index)
+                    block, index = "thoughts", index + 1
+                    start = {"type": "thinking", "thinking": "", "signature": ""}
+                    data += _event("content_block_start", index=index, content_block=start)
+                delta = {"type": "thinking_delta", "thinking": piece.reasoning}
+                data += _event("content_block_delta", index=index, delta=delta)
             if piece.text:
                 if block != "text":
                     data += b"" if block is None else _event("content_block_stop", index=index)

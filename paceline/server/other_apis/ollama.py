@@ -39,6 +39,7 @@ _NS: Final = 1e9
 class _News(NamedTuple):
     """What one delivery adds."""
 
+    thoughts: str
     text: str
     # of the whole answer, with its last piece
     calls: list[Call]
@@ -64,10 +65,12 @@ async def ollama_answer(
 ) -> bytes:
     """The body of an answer that is not streamed: all lines as one."""
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[Any] = []
     last: dict[str, Any] = {}
     async for last in _values(service, request, request_id, arrival):
         said = last.get("message")
+        thoughts.append((last if said is None else said).get("thinking", ""))
         texts.append(last["response"] if said is None else said["content"])
         calls += [] if said is None else said.get("tool_calls", [])
     text = "".join(texts)
@@ -77,6 +80,8 @@ async def ollama_answer(
             last["message"]["tool_calls"] = calls
     else:
         last["response"] = text
+    if thought := "".join(thoughts):
+        last.get("message", last)["thinking"] = thought
     return encode(last)
 
 
@@ -98,9 +103,13 @@ async def _values(
     head = AnswerHead.of("ollama", request_id, service)
     first: float | None = None
     async with aclosing(_news(service, request, head, arrival)) as news:
-        async for text, calls, num_prompt, num_output, reason in news:
+        async for thoughts, text, calls, num_prompt, num_output, reason in news:
             if num_output and first is None:
                 first = time.monotonic()
+            if thoughts:
+                value = line("", done=False)
+                (value["message"] if is_chat else value)["thinking"] = thoughts
+                yield value
             if text:
                 yield line(text, done=False)
             if calls and is_chat:
@@ -134,6 +143,7 @@ async def _news(
             async for piece in pieces:
                 is_last, usage = piece.finish_reason is not None, piece.usage
                 yield _News(
+                    piece.reasoning,
                     piece.text,
                     piece.calls if is_last else [],
                     usage.prompt_tokens,
@@ -146,6 +156,7 @@ async def _news(
         async for _, output in outputs:
             (delta,) = output.choices or (None,)
             yield _News(
+                "",
                 "" if delta is None else delta.text,
                 [],
                 output.num_prompt_tokens,
@@ -222,5 +233,9 @@ def shown_model(service: Service, body: dict[str, Any]) -> dict[str, Any]:
             "paceline.context_length": service.rules.max_model_len,
             "paceline.vocab_size": info.vocab_size,
         },
-        "capabilities": ["completion", *(["tools"] if template and "tools" in template else [])],
+        "capabilities": [
+            "completion",
+            *(["tools"] if template and "tools" in template else []),
+            *(["thinking"] if service.rules.thinking is not None else []),
+        ],
     }

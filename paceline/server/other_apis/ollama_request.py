@@ -63,6 +63,7 @@ OPTIONS_REFUSED: Final = {"mirostat": (0,), "tfs_z": (1, 1.0), "typical_p": (1, 
 # passed on under the same name: Ollama does not know them
 _SAME: Final = ("slo", "priority", "cache_salt")
 _DEFAULT_TAG: Final = ":latest"
+_EFFORTS: Final = ("low", "medium", "high")
 _ROLES: Final = ("system", "user", "assistant", "tool")
 
 
@@ -151,13 +152,19 @@ def _common(
     elif form not in (None, ""):
         raise InvalidRequestError(f"format must be json or a schema, got {show(form)}", "format")
     think = fields.raw("think")
-    if think is False:
-        made["chat_template_kwargs"] = {"enable_thinking": False}
-    elif think is not None:
+    if not (type(think) is bool or think in (None, *_EFFORTS)):
         raise InvalidRequestError(
-            f"think={show(think)} is not served: thoughts are not told apart here; it may be false",
+            f"think must be true, false or one of {', '.join(_EFFORTS)}, got {show(think)}", "think"
+        )
+    if think and rules.thinking is None:
+        raise InvalidRequestError(
+            f"think={show(think)}: this model's chat template has no thinking; it may be false",
             "think",
         )
+    if think is not None:
+        made["chat_template_kwargs"] = {"enable_thinking": bool(think)}
+    if type(think) is str:
+        made["chat_template_kwargs"]["reasoning_effort"] = think
     for name in refused:
         if fields.raw(name) not in (None, False, "", [], {}):
             raise InvalidRequestError(f"{name} is not served here", name)

@@ -41,7 +41,7 @@ class ResponseBuilder:
         # of tokens whose text is not out yet, such as a part of a character
         self._untold: list[Any] = []
         self._output: list[dict[str, Any]] = []
-        # the output item that is open: None, "text" or the number of a call
+        # the output item that is open: None, "thoughts", "text" or the number of a call
         self._open: str | int | None = None
         self.body: dict[str, Any] = {
             "id": self.id,
@@ -74,6 +74,11 @@ class ResponseBuilder:
     def take(self, piece: ChatPiece) -> bytes:
         """The events of one piece."""
         data = b""
+        if piece.reasoning:
+            if self._open != "thoughts":
+                data += self._close(piece) + self._open_thoughts()
+            self._text.append(piece.reasoning)
+            data += self._text_event("response.reasoning_text.delta", delta=piece.reasoning)
         self._token_ids += piece.token_ids
         if self._request.chat.options.sampling.logprobs is not None:
             self._untold += chat_logprobs(piece.logprobs, self._writer).content
@@ -106,8 +111,13 @@ class ResponseBuilder:
 
     def messages(self) -> list[dict[str, Any]]:
         """The answer as chat messages."""
-        text = "".join(part["text"] for item in self._output for part in item.get("content", []))
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        said: dict[str, list[str]] = {"message": [], "reasoning": []}
+        for item in self._output:
+            if item["type"] in said:
+                said[item["type"]] += [part["text"] for part in item["content"]]
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(said["message"])}
+        if said["reasoning"]:
+            message["reasoning"] = "".join(said["reasoning"])
         calls = [
             {
                 "id": item["call_id"],
@@ -137,6 +147,21 @@ class ResponseBuilder:
         }
         self._output.append(item)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._event(
+            "response.output_item.added", output_index=len(self._output) - 1, item=item
+        ) + self._text_event("response.content_part.added", part=part)
+
+    def _open_thoughts(self) -> bytes:
+        self._open = "thoughts"
+        item = {
+            "id": f"rs_{token_hex(16)}",
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [],
+        }
+        self._output.append(item)
+        part = {"type": "reasoning_text", "text": ""}
         return self._event(
             "response.output_item.added", output_index=len(self._output) - 1, item=item
         ) + self._text_event("response.content_part.added", part=part)
@@ -178,6 +203,15 @@ class ResponseBuilder:
             data = self._text_event(
                 "response.output_text.done", text=text, logprobs=part["logprobs"]
             ) + self._text_event("response.content_part.done", part=part)
+        elif self._open == "thoughts":
+            # the tokens of thoughts are no text's
+            self._untold = []
+            text, self._text = "".join(self._text), []
+            part = {"type": "reasoning_text", "text": text}
+            item["content"] = [part]
+            data = self._text_event("response.reasoning_text.done", text=text) + self._text_event(
+                "response.content_part.done", part=part
+            )
         else:
             assert isinstance(self._open, int)
             item["arguments"] = piece.calls[self._open].arguments
@@ -229,7 +263,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": usage.prompt_tokens_details,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }
     return told | usage.explanation()

@@ -189,28 +189,45 @@ def _input(value: Any) -> list[dict[str, Any]]:
 def _item(item: Any, where: str, messages: list[dict[str, Any]]) -> None:
     """Append one item's message; calls that follow each other are one message's."""
     kind = item.get("type", "message") if type(item) is dict else None
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": item.get("content")})
+    if kind == "reasoning":
+        # an earlier turn's: part of the message that follows
+        parts = item.get("content")
+        texts = [part.get("text") for part in parts or () if type(part) is dict]
+        said = "".join(text for text in texts if type(text) is str)
+        if said:
+            messages.append({"role": "assistant", "content": "", "reasoning": said})
+    elif kind == "message":
+        message = {"role": item.get("role"), "content": item.get("content")}
+        if message["role"] == "assistant" and _only_thought(messages):
+            messages[-1] |= message
+        else:
+            messages.append(message)
     elif kind == "function_call":
         call = {
             "id": item.get("call_id"),
             "type": "function",
             "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")},
         }
-        if messages and messages[-1].get("tool_calls"):
-            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], call]}
+        if messages and (messages[-1].get("tool_calls") or _only_thought(messages)):
+            before = messages[-1].get("tool_calls", [])
+            messages[-1] = {**messages[-1], "tool_calls": [*before, call]}
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":
         messages.append(
             {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
         )
-    elif kind != "reasoning":
+    else:
         raise InvalidRequestError(
             f"{where}.type must be message, function_call, function_call_output or reasoning, "
             f"got {show(kind)}",
             "input",
         )
+
+
+def _only_thought(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message is thoughts so far."""
+    return bool(messages) and "reasoning" in messages[-1] and not messages[-1]["content"]
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -89,8 +89,8 @@ async def test_calls_come_at_the_end_as_objects(
     calls = [Call("now", arguments=text) for text in ('{"zone": "CET"}', '{"zone')]
 
     async def pieces(*_: object) -> AsyncIterator[ChatPiece]:
-        yield ChatPiece(0, "Let me see.", [], calls[:1], (1,), (), None, None, count)
-        yield ChatPiece(0, "", [], calls, (2,), (), "tool_calls", None, count)
+        yield ChatPiece(0, "", "Let me see.", [], calls[:1], (1,), (), None, None, count)
+        yield ChatPiece(0, "", "", [], calls, (2,), (), "tool_calls", None, count)
 
     monkeypatch.setattr(ollama, "chat_pieces", pieces)
     text, made, last = lines((await http.post(CHAT, json={"messages": MESSAGES})).text)
@@ -127,7 +127,7 @@ async def test_a_format_is_kept_to(http: httpx.AsyncClient) -> None:
         (CHAT, {"options": {"tempratur": 1}}, "options.'tempratur' is unknown"),
         (CHAT, {"options": {"temperature": -1}}, "temperature"),
         (CHAT, {"options": {"num_ctx": 10**6}}, "num_ctx=1000000: the maximum context length"),
-        (CHAT, {"think": True}, "think=True is not served"),
+        (CHAT, {"think": True}, "think=True: this model's chat template has no thinking"),
         (CHAT, {"format": "xml"}, "format must be json or a schema"),
         (CHAT, {"suffixx": "a"}, "'suffixx': not served in /api/chat"),
         (GENERATE, {"suffix": "b"}, "suffix is not served"),

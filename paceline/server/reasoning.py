@@ -1,0 +1,158 @@
+"""Thoughts that a model writes before its answer, told apart from it while the text comes.
+
+A format is two marks around the thoughts. Some models write the first mark themselves (Qwen3), with
+others the chat template has written it at the end of the prompt (DeepSeek-R1), and with thinking
+turned off a template may have written both. Where the output is held to a grammar there is no
+place for thoughts, so nothing is looked for there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from paceline.engine.protocol import Tokenizer
+from paceline.server.tool_formats.base import held_back
+
+__all__ = ["REASONING_FORMATS", "ReasoningFormat", "Thinking", "ThoughtReader", "detect_reasoning"]
+
+_SPACE: Final = " \t\r\n"
+# tokens at the end of a prompt in which the mark that opens thoughts would be
+_OPENING: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How one family of models marks its thoughts."""
+
+    name: str
+    begin: str
+    end: str
+
+    def left_open(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends within thoughts."""
+        return prompt.rstrip(_SPACE).endswith(self.begin)
+
+
+_THINK: Final = ReasoningFormat("think", "<think>", "</think>")
+# by the names that vLLM's --reasoning-parser has for them
+REASONING_FORMATS: Final[dict[str, ReasoningFormat]] = {
+    "think": _THINK,
+    "deepseek_r1": _THINK,
+    "qwen3": _THINK,
+    "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    "granite": ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+}
+
+
+def detect_reasoning(template: str | None) -> ReasoningFormat | None:
+    """The format whose closing mark a chat template knows; None: the model does not think."""
+    if template is None:
+        return None
+    return next((each for each in REASONING_FORMATS.values() if each.end in template), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How one model thinks."""
+
+    marks: ReasoningFormat
+    # of the closing mark alone
+    end_ids: tuple[int, ...]
+    # the marks are special tokens, which are left out of texts otherwise
+    hidden: bool = False
+    # the chat template can turn it on and off
+    switchable: bool = False
+
+    @classmethod
+    def of(cls, marks: ReasoningFormat | None, tokenizer: Tokenizer) -> Thinking | None:
+        """None where ``marks`` is."""
+        if marks is None:
+            return None
+        ids = tuple(tokenizer.encode(marks.end, add_special_tokens=False))
+        shown = tokenizer.decode(list(ids), skip_special_tokens=True)
+        source = tokenizer.chat_template_source or ""
+        return cls(marks, ids, marks.end not in shown, "enable_thinking" in source)
+
+    def left_open(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+        """Whether a prompt ends within thoughts."""
+        end = tokenizer.decode(list(prompt[-_OPENING:]), skip_special_tokens=False)
+        return self.marks.left_open(end)
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Tokens up to the closing mark; all where it is spelt in other tokens than alone."""
+        size = len(self.end_ids)
+        for place in range(len(token_ids) - size + 1):
+            if tuple(token_ids[place : place + size]) == self.end_ids:
+                return place + size
+        return len(token_ids)
+
+
+class Read(NamedTuple):
+    """What more of the output was."""
+
+    thoughts: str
+    text: str
+
+
+class ThoughtReader:
+    """One output being read, in any pieces.
+
+    Args:
+        thinking: the prompt has left the thoughts open.
+    """
+
+    def __init__(self, marks: ReasoningFormat, *, thinking: bool) -> None:
+        self._marks = marks
+        # what may turn out to be a mark, or white space before one
+        self._held = ""
+        self._before = not thinking
+        self.thinking = thinking
+        # the closing mark has come
+        self.ended = False
+        # nothing but white space has come since the last mark
+        self._at_start = True
+
+    def push(self, text: str) -> Read:
+        """Take in more of the output."""
+        held, self._held = self._held + text, ""
+        if self._before:
+            held = self._look_for_begin(held)
+        if not self.thinking:
+            return Read("", "" if self._before else self._trimmed(held))
+        thoughts, found, rest = held.partition(self._marks.end)
+        if found:
+            told = self._trimmed(thoughts).rstrip(_SPACE)
+            self.thinking, self.ended, self._at_start = False, True, True
+            return Read(told, self._trimmed(rest))
+        # white space before the closing mark is left out, so it waits with what may be the mark
+        kept = held_back(held, self._marks.end)
+        whole = held[: len(held) - kept].rstrip(_SPACE)
+        self._held = held[len(whole) :]
+        return Read(self._trimmed(whole), "")
+
+    def finish(self) -> Read:
+        """The output is over: what was held back."""
+        held, self._held, self._before = self._held, "", False
+        return Read(self._trimmed(held), "") if self.thinking else Read("", self._trimmed(held))
+
+    def _look_for_begin(self, held: str) -> str:
+        """What is left to read, once it is known whether the output begins with thoughts."""
+        said = held.lstrip(_SPACE)
+        begin = self._marks.begin
+        if said.startswith(begin):
+            self._before, self.thinking = False, True
+            return said.removeprefix(begin)
+        if begin.startswith(said):
+            self._held = held
+            return ""
+        self._before = self._at_start = False
+        return held
+
+    def _trimmed(self, text: str) -> str:
+        if not self._at_start:
+            return text
+        text = text.lstrip(_SPACE)
+        self._at_start = not text
+        return text
