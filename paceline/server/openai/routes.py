@@ -27,7 +27,15 @@ from paceline.server.openai.completions import completion_answer, completion_eve
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 
-__all__ = ["JSON_BODY", "Answered", "Events", "generate", "generate_router", "respond"]
+__all__ = [
+    "JSON_BODY",
+    "Answered",
+    "Events",
+    "generate",
+    "generate_router",
+    "respond",
+    "with_ignored",
+]
 
 # tells which fields nothing has read
 IGNORED_HEADER: Final = "x-paceline-ignored-fields"
@@ -107,6 +115,11 @@ async def generate(
     parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
     options = parsed.options
     response = await respond(service, request, parsed, options, arrival, events, answer, failed)
+    return with_ignored(response, options)
+
+
+def with_ignored(response: Response, options: GenerationOptions) -> Response:
+    """The answer with a header that names the fields that nothing has read, if there are any."""
     if options.ignored_fields:
         response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)
     return response
