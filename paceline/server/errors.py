@@ -43,7 +43,6 @@ _LLAMA_TYPES: Final = {
     404: "not_found_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
-    501: "not_supported_error",
     503: "unavailable_error",
 }
 

@@ -258,6 +258,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: list[int] | None
     metrics: RequestMetrics | None
+    timings: Timings | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,6 +300,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -323,6 +325,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | None = None
     usage: Usage
     metrics: RequestMetrics | None
+    timings: Timings | UnsetType = UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,6 +349,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 _ENCODER: Final = msgspec.json.Encoder()

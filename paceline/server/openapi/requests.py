@@ -40,7 +40,7 @@ from paceline.server.other_apis.ollama_request import (
     OPTIONS_NO_EFFECT as OLLAMA_OPTIONS_NO_EFFECT,
 )
 from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
-from paceline.server.other_apis.token_generate import BESIDE
+from paceline.server.other_apis.token_generate import BESIDE, NOT_SAMPLING
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
 
@@ -143,7 +143,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     sampling = {
         name: schema
         for name, schema in completion["properties"].items()
-        if name not in {*BESIDE, "prompt", "echo", "stop"}
+        if name not in {*BESIDE, *NOT_SAMPLING}
     }
     return {
         "/v1/chat/completions": chat,
@@ -283,6 +283,7 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
             "choice, null for one that has ended",
         ),
         "explain": BOOLEAN,
+        "timings_per_token": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
     return {"model": _model(rules), **found, **dict.fromkeys(NO_EFFECT, _IGNORED)}

@@ -128,6 +128,6 @@ def llama_router(service: Service) -> APIRouter:
 
 def _refusing(why: str) -> Handler:
     async def refuse(_request: Request) -> Response:
-        raise HttpError(501, why)
+        raise HttpError(404, why)
 
     return refuse

@@ -20,7 +20,7 @@ from paceline.server.app import service_of
 from paceline.server.other_apis.llama_info import fim_tokens
 from paceline.server.other_apis.llama_request import REFUSED, SAMPLERS, parse_parts
 from paceline.server.other_apis.llama_routes import REFUSED_ROUTES
-from tests.server.helpers import VOCAB, chat_prompt, connect, expected_text
+from tests.server.helpers import VOCAB, chat_prompt, connect, events, expected_text
 from tests.server.test_api_doc import RULES
 
 pytestmark = pytest.mark.anyio
@@ -273,8 +273,8 @@ async def test_errors_have_its_shape(http: httpx.AsyncClient, engine: LocalEngin
     assert unknown.json()["error"]["type"] == "not_found_error"
     for (method, path), why in REFUSED_ROUTES.items():
         answer = await http.request(method, path.replace("{id_slot}", "0"), json={})
-        error = {"code": 501, "message": why, "type": "not_supported_error"}
-        assert (answer.status_code, answer.json()) == (501, {"error": error})
+        error = {"code": 404, "message": why, "type": "not_found_error"}
+        assert (answer.status_code, answer.json()) == (404, {"error": error})
     keys = (ApiKey.of("u", "user", "user-key-1"),)
     async with connect(create_app(engine, ServerConfig(api_keys=keys))) as guarded:
         for path in (PATH, "/infill", "/slots/1"):
@@ -465,3 +465,34 @@ async def test_a_model_without_such_tokens_says_so(http: httpx.AsyncClient) -> N
 def test_parts_are_of_the_vocabulary() -> None:
     with pytest.raises(InvalidRequestError, match="content"):
         parse_parts([True], "content", RULES)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_the_other_answers_have_its_times_where_asked(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    body: dict[str, Any] = {"max_tokens": 4, "logit_bias": {str(LETTER_A): 100}}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    body |= chat if "chat" in path else {"prompt": "hi"}
+    assert "timings" not in (await http.post(path, json=body)).json()
+    asked = body | {"timings_per_token": True}
+    whole = (await http.post(path, json=asked)).json()
+    times, usage = whole["timings"], whole["usage"]
+    assert times["predicted_n"] == usage["completion_tokens"] == 4
+    assert times["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert times["cache_n"] + times["prompt_n"] == usage["prompt_tokens"]
+    assert times["prompt_ms"] > 0 and times["predicted_ms"] > 0
+    text = (await http.post(path, json=asked | {"stream": True})).text
+    *parts, last = events(text)
+    assert not any("timings" in part for part in parts)
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["timings"]["predicted_n"] == 4
+    # all choices of a prompt together, and one prompt alone
+    several = (await http.post(path, json=asked | {"n": 2})).json()
+    assert several["timings"]["predicted_n"] == 8
+    if "prompt" in body:
+        both = await http.post(path, json=asked | {"prompt": ["a", "b"]})
+        assert both.status_code == 400 and "timings_per_token" in both.text
+    else:
+        generate = {"token_ids": [1], "sampling_params": {"timings_per_token": True}}
+        assert (await http.post("/inference/v1/generate", json=generate)).status_code == 400
