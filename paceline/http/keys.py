@@ -8,7 +8,7 @@ key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
 ::
 
     /health... /ping         nobody is asked
-    /metrics, /status        scope admin
+    /metrics, /status, /slots  scope admin
     /admin/...               scope admin, also where there are no keys: then nobody may
     everything else          scope user or admin
 
@@ -33,7 +33,7 @@ __all__ = ["ADMIN_PATHS", "ADMIN_PREFIX", "OPEN_PATHS", "ApiKey", "KeyRing", "pa
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # they tell about everybody's requests
-ADMIN_PATHS: Final = frozenset({"/metrics", "/status"})
+ADMIN_PATHS: Final = frozenset({"/metrics", "/slots", "/status"})
 # they change the server
 ADMIN_PREFIX: Final = "/admin/"
 _SCOPES: Final = ("user", "admin")

@@ -26,6 +26,7 @@ from paceline.server.errors import refusal
 from paceline.server.exchange import ExchangeMiddleware
 from paceline.server.openai.routes import generate_router
 from paceline.server.openapi import openapi_document
+from paceline.server.other_apis.llama_routes import llama_router
 from paceline.server.other_apis.ollama_routes import ollama_router
 from paceline.server.other_apis.routes import other_apis_router
 from paceline.server.responding import http_exception
@@ -55,6 +56,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(generate_router(service))
     app.include_router(other_apis_router(service))
     app.include_router(ollama_router(service))
+    app.include_router(llama_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
     app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]

@@ -9,9 +9,21 @@ from starlette.responses import Response
 
 from paceline.http.errors import HttpError, Reply, error_response, reply_to
 
-__all__ = ["OLLAMA_PREFIX", "anthropic_error_body", "ollama_error_body", "refusal"]
+__all__ = [
+    "LLAMA_PATHS",
+    "OLLAMA_PREFIX",
+    "anthropic_error_body",
+    "llama_error_body",
+    "ollama_error_body",
+    "refusal",
+]
 
 OLLAMA_PREFIX: Final = "/api/"
+# llama-server's alone
+LLAMA_PATHS: Final = (
+    "/completion", "/completions", "/infill", "/apply-template", "/props", "/slots",
+    "/lora-adapters",
+)  # fmt: skip
 
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
@@ -21,6 +33,17 @@ _ANTHROPIC_TYPES: Final = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+}
+
+
+_LLAMA_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
 }
 
 
@@ -35,6 +58,13 @@ def ollama_error_body(reply: Reply) -> bytes:
     return msgspec.json.encode({"error": reply.message})
 
 
+def llama_error_body(reply: Reply) -> bytes:
+    """An error in llama-server's shape."""
+    kind = _LLAMA_TYPES.get(reply.status, "server_error")
+    error = {"code": reply.status, "message": reply.message, "type": kind}
+    return msgspec.json.encode({"error": error})
+
+
 def refusal(error: HttpError, path: str, request_id: str) -> Response:
     """The answer to what is refused before its route is known, in the shape of that route."""
     reply = reply_to(error, drain_timeout=0.0)
@@ -43,4 +73,6 @@ def refusal(error: HttpError, path: str, request_id: str) -> Response:
         body = anthropic_error_body(reply, request_id)
     elif path.startswith(OLLAMA_PREFIX):
         body = ollama_error_body(reply)
+    elif path in LLAMA_PATHS or path.startswith("/slots/"):
+        body = llama_error_body(reply)
     return error_response(reply, body)

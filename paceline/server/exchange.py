@@ -46,6 +46,9 @@ GENERATE_PATHS: Final = frozenset(
         "/inference/v1/generate",
         "/api/chat",
         "/api/generate",
+        "/completion",
+        "/completions",
+        "/infill",
     }
 )
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")

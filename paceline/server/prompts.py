@@ -49,7 +49,28 @@ class PromptMaker:
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
         """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
+        render = self._renderer(template)
 
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        if template.chat_template is None and self._tokenizer.renders_quickly:
+            return await self._run(lambda: encode(render()), _size(template))
+        text = await asyncio.get_running_loop().run_in_executor(self._lane(template), render)
+        return await self._run(lambda: encode(text), len(text))
+
+    async def render(self, template: TemplateOptions) -> str:
+        """The text of a conversation. Raises like ``chat``."""
+        render = self._renderer(template)
+        if template.chat_template is None and self._tokenizer.renders_quickly:
+            return await self._run(render, _size(template))
+        return await asyncio.get_running_loop().run_in_executor(self._lane(template), render)
+
+    def _lane(self, template: TemplateOptions) -> ThreadPoolExecutor:
+        apart = template.chat_template is not None or template.template_kwargs
+        return self._callers if apart else self._plain
+
+    def _renderer(self, template: TemplateOptions) -> Callable[[], str]:
         messages = template.messages
         tools = None if template.tools is None else template.tools.tools
         if tools and template.chat_template is None and not self._shows_tools:
@@ -67,15 +88,29 @@ class PromptMaker:
             _check_roles(messages, text)
             return text
 
-        def encode(text: str) -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return render
 
-        if template.chat_template is None and self._tokenizer.renders_quickly:
-            return await self._run(lambda: encode(render()), _size(template))
-        apart = template.chat_template is not None or template.template_kwargs
-        lane = self._callers if apart else self._plain
-        text = await asyncio.get_running_loop().run_in_executor(lane, render)
-        return await self._run(lambda: encode(text), len(text))
+    async def mixed(
+        self, prompts: Sequence[Sequence[str | int]], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """The ids of prompts of texts and ids; special tokens go before one that begins with a
+        text."""
+
+        def encode(parts: Sequence[str | int]) -> list[int]:
+            ids: list[int] = []
+            for place, part in enumerate(parts):
+                if isinstance(part, int):
+                    ids.append(part)
+                else:
+                    first = add_special_tokens and not place
+                    ids += self._tokenizer.encode(part, add_special_tokens=first)
+            return ids
+
+        # a short text takes as long as many characters of a long one
+        size = sum(
+            1 if isinstance(part, int) else 64 + len(part) for parts in prompts for part in parts
+        )
+        return await self._run(lambda: [encode(parts) for parts in prompts], size)
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt; prompts of ids as they are."""

@@ -17,6 +17,7 @@ from paceline.server.bodies.unserved import note_unknown
 from paceline.server.exchange import read_object
 from paceline.server.metrics.exporter_process import CONTENT_TYPE
 from paceline.server.openai.routes import JSON_BODY
+from paceline.server.other_apis.llama_info import tokens_of_content
 from paceline.server.responding import answering, encoded
 from paceline.server.service import Service
 
@@ -28,7 +29,8 @@ def info_router(service: Service) -> APIRouter:
 
     async def health(_request: Request) -> Response:
         service.check_health()
-        return encoded({})
+        # what llama-server's clients look for
+        return encoded({"status": "ok"})
 
     async def live(_request: Request) -> Response:
         service.check_alive()
@@ -94,6 +96,11 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": service.client.info.model,
         "parent": None,
         "max_model_len": service.rules.max_model_len,
+        # as llama-server has it
+        "meta": {
+            "n_vocab": service.client.info.vocab_size,
+            "n_ctx": service.rules.max_model_len,
+        },
         "permission": [
             {
                 "id": f"modelperm-{uuid4().hex}",
@@ -116,11 +123,24 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 async def _tokenize(service: Service, request: Request) -> Response:
     fields = Fields(await read_object(request, service.config))
     check_model(fields, service.rules)
+    if fields.raw("content") is not None:
+        told = await tokens_of_content(service, fields)
+        note_unknown(fields)
+        return encoded(told)
+    for name in ("add_special", "parse_special", "with_pieces"):
+        if fields.raw(name) is not None:
+            raise InvalidRequestError(
+                f"{name} goes with content; with prompt and messages it is add_special_tokens and "
+                "return_token_strs",
+                name,
+            )
     prompt = fields.string("prompt")
     has_messages = fields.raw("messages") is not None
     if (prompt is None) == (not has_messages):
         raise InvalidRequestError(
-            f"give either prompt or messages, got {'both' if has_messages else 'neither'}", "prompt"
+            f"give either prompt or messages, or content as llama-server takes it, got "
+            f"{'both' if has_messages else 'neither'}",
+            "prompt",
         )
     wants_strings = fields.boolean("return_token_strs", False)
     special = fields.boolean("add_special_tokens", not has_messages)
@@ -151,4 +171,6 @@ async def _detokenize(service: Service, request: Request) -> Response:
     if tokens is None:
         raise InvalidRequestError("tokens is missing", "tokens")
     note_unknown(fields)
-    return encoded({"prompt": await service.prompts.decode(tokens)})
+    text = await service.prompts.decode(tokens)
+    # vLLM's name for it, and llama-server's
+    return encoded({"prompt": text, "content": text})

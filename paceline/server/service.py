@@ -38,6 +38,7 @@ from paceline.server.response_store import ResponseStore
 from paceline.server.runs import RunObserver, merged, run_one
 from paceline.server.tool_formats import TOOL_FORMATS, detect_format
 from paceline.server.tracing import Tracing
+from paceline.server.under_way import UnderWay
 
 __all__ = ["Service", "make_service"]
 
@@ -64,6 +65,7 @@ class Service:
     # None where nobody is limited
     limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
+    under_way: UnderWay = field(default_factory=UnderWay)
     # set once the server takes no new generation requests
     draining: bool = False
     # why the engine is gone, once it is
@@ -181,7 +183,7 @@ class Service:
             observers.append(_Tallied(tally, index))
         if self.tracing is not None:
             observers.append(self.tracing.follow(request))
-        return (*observers, _Logged(request, counted))
+        return (*observers, _Logged(request, counted, self.under_way))
 
 
 class _Tallied:
@@ -199,16 +201,21 @@ class _Tallied:
 
 
 class _Logged:
-    """Writes one line at the end."""
+    """Stands among those under way, and writes one line at the end."""
 
-    def __init__(self, request: GenerationRequest, counted: RequestObserver) -> None:
+    def __init__(
+        self, request: GenerationRequest, counted: RequestObserver, under_way: UnderWay
+    ) -> None:
         self._request = request
         self._counted = counted
+        self._under_way = under_way
+        self._place = under_way.enter(request, counted)
 
     def output(self, output: GenerationOutput, now: float) -> None:
         """What it came to is counted elsewhere."""
 
     def end(self, error: Exception | None, now: float) -> None:
+        self._under_way.leave(self._place)
         request, counted = self._request, self._counted
         end = "done" if counted.is_finished else "abort"
         _log.info(

@@ -36,6 +36,7 @@ MODEL = "smollm2-135m"
 SECONDS = 600.0
 _NOT_ANTHROPIC = ("models", "logprobs", "completions", "responses")
 _NOT_OLLAMA = ("tool stream", "logprobs", "responses")
+_NOT_LLAMA = ("tools", "tool stream", "tool result", "responses")
 _NOT_LLM = ("async", "tool stream", "tool result")
 
 
@@ -60,6 +61,7 @@ CLIENTS = (
     Client("litellm", "litellm", "scripts/litellm_sdk.py", ("models",)),
     Client("langchain", "langchain-openai", "scripts/langchain_client.py", ("models",)),
     Client("ollama", "ollama", "scripts/ollama_client.py", _NOT_OLLAMA),
+    Client("llama_server", "httpx", "scripts/llama_client.py", _NOT_LLAMA),
     Client("llm", "llm", "scripts/llm_command.py", _NOT_LLM),
 )
 

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.anyio
 
 # a route that is in neither set asks for a key of any scope; one that is added to them is seen here
 OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
-# the second one is the gateway's
-FOR_ADMINS = {"/metrics", "/status"}
+# the last one is the gateway's
+FOR_ADMINS = {"/metrics", "/slots", "/status"}
 NOBODY: list[dict[str, Any]] = [
     {},
     bearer(""),

@@ -24,7 +24,7 @@ from paceline.server.bodies.unserved import (
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
 )
-from paceline.server.other_apis import responses_request
+from paceline.server.other_apis import llama_request, responses_request
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.other_apis.anthropic import REFUSED as ANTHROPIC_REFUSED
 from paceline.server.other_apis.anthropic import parse_messages_api
@@ -114,6 +114,11 @@ CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
         set(OLLAMA_NO_EFFECT),
         set(OLLAMA_GENERATE_REFUSED),
     ),
+    "/completion": (
+        lambda: llama_request.parse_llama_completion({"prompt": "x"}, RULES),
+        {*llama_request.NO_EFFECT, *llama_request.OF_UNSERVED},
+        {*llama_request.REFUSED, *llama_request.METHODS},
+    ),
     "/v1/batches": (
         lambda: parse_batch({"input_file_id": "x", "endpoint": URLS[0], "completion_window": "1h"}),
         set(),
@@ -155,6 +160,7 @@ async def test_refused_fields_are_refused_and_ignored_ones_change_nothing(
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
         ("/api/chat", {"messages": MESSAGES, "options": {"num_predict": 3}, "stream": False}),
         ("/api/generate", {"prompt": "x", "options": {"num_predict": 3}, "stream": False}),
+        ("/completion", {"prompt": "x", "n_predict": 3}),
     ):
         told = documented(f"`{path}`")
         plain = (await http.post(path, json=body)).json()

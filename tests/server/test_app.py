@@ -30,7 +30,7 @@ async def test_health(http: httpx.AsyncClient) -> None:
         await http.get("/ping"),
         await http.post("/ping"),
     ):
-        assert (response.status_code, response.json()) == (200, {})
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
 async def test_version(http: httpx.AsyncClient) -> None:

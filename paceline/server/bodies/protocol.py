@@ -105,6 +105,8 @@ class GenerationOptions:
     cache_block: int = 0
     # vLLM's times go with the answer
     tells_metrics: bool = False
+    # llama-server's times go with the answer
+    tells_timings: bool = False
     # a max_tokens for which the context has no place is cut to what there is, not refused
     cuts_max_tokens: bool = False
     # fields that nothing has read, as they are shown
@@ -227,6 +229,10 @@ def parse_completion(
         beside = "echo" if echo else f"{len(prompts)} prompts"
         raise InvalidRequestError(
             f"resume_output_ids is not served with {beside}", "resume_output_ids"
+        )
+    if options.tells_timings and len(prompts) > 1:
+        raise InvalidRequestError(
+            f"timings_per_token is of one prompt, got {len(prompts)}", "timings_per_token"
         )
     sequences = len(prompts) * options.n
     if rules.max_sequences is not None and sequences > rules.max_sequences:
@@ -411,6 +417,7 @@ def _options(
         # a prompt whose log-probabilities are told shares nothing
         cache_block=rules.cache_block if asked is None else 0,
         tells_metrics=rules.tells_metrics,
+        tells_timings=fields.boolean("timings_per_token", False),
         cuts_max_tokens=cuts_max_tokens,
     )
 

@@ -34,6 +34,7 @@ __all__ = [
     "PromptLogprob",
     "PromptTokensDetails",
     "RequestMetrics",
+    "Timings",
     "ToolCall",
     "ToolCallDelta",
     "TopLogprob",
@@ -118,6 +119,43 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
             queue_time_ms=1e3 * (times.first_scheduled - times.arrival),
             mean_itl_ms=1e3 * generating / (num_tokens - 1) if num_tokens > 1 else None,
             tokens_per_second=num_tokens / running if running > 0.0 else None,
+        )
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """llama-server's times of one request, in milliseconds, and tokens; None where nothing was
+    computed or no time has passed. As there, the first token counts among the predicted ones, and
+    its time is the prompt's."""
+
+    # from the prefix cache, and computed
+    cache_n: int
+    prompt_n: int
+    # from its first step to its first token
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+
+    @classmethod
+    def of(cls, times: RequestTimes | None, prompt: int, cached: int, predicted: int) -> Timings:
+        prompt_ms = predicted_ms = 0.0
+        if times is not None:
+            prompt_ms = 1e3 * (times.first_token - times.first_scheduled)
+            predicted_ms = 1e3 * (times.last_token - times.first_token)
+        computed = prompt - cached
+        return cls(
+            cache_n=cached,
+            prompt_n=computed,
+            prompt_ms=prompt_ms,
+            prompt_per_token_ms=prompt_ms / computed if computed else None,
+            prompt_per_second=1e3 * computed / prompt_ms if prompt_ms else None,
+            predicted_n=predicted,
+            predicted_ms=predicted_ms,
+            predicted_per_token_ms=predicted_ms / predicted if predicted else None,
+            predicted_per_second=1e3 * predicted / predicted_ms if predicted_ms else None,
         )
 
 
@@ -240,6 +278,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: list[int] | None
     metrics: RequestMetrics | None
+    timings: Timings | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,6 +322,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -307,6 +347,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str | None = None
     usage: Usage
     metrics: RequestMetrics | None
+    timings: Timings | UnsetType = UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,6 +371,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 _ENCODER: Final = msgspec.json.Encoder()

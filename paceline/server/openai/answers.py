@@ -20,7 +20,14 @@ from paceline.engine.types import (
     tokens_per_second,
 )
 from paceline.server.bodies.protocol import GenerationOptions
-from paceline.server.bodies.wire import UNSET, Explanation, RequestMetrics, UnsetType, Usage
+from paceline.server.bodies.wire import (
+    UNSET,
+    Explanation,
+    RequestMetrics,
+    Timings,
+    UnsetType,
+    Usage,
+)
 from paceline.server.service import Service
 
 __all__ = ["AnswerHead", "Choice", "Collected", "UsageCount", "collect", "generation_request"]
@@ -66,6 +73,7 @@ class UsageCount:
         explain: tell why each choice waited.
         cache_block: tokens of a block of the prefix cache; 0: nothing is kept.
         metrics: tell vLLM's times; of several prompts or choices there are none.
+        timings: tell llama-server's, of one prompt with all its choices.
     """
 
     def __init__(
@@ -75,10 +83,12 @@ class UsageCount:
         explain: bool = False,
         cache_block: int = 0,
         metrics: bool = False,
+        timings: bool = False,
     ) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
         self._cache_block = cache_block
         self._tells_metrics = metrics and num_prompts == 1
+        self._tells_timings = timings
         self._times: RequestTimes | None = None
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
         self._demoted = False
@@ -94,6 +104,7 @@ class UsageCount:
             explain=options.explain,
             cache_block=options.cache_block,
             metrics=options.tells_metrics and options.n == 1,
+            timings=options.tells_timings,
         )
 
     def expect(self, index: int, num_prompt_tokens: int) -> None:
@@ -147,6 +158,13 @@ class UsageCount:
         if not self._tells_metrics or self._times is None:
             return None
         return RequestMetrics.of(self._times, self._rows[0][1])
+
+    def timings(self) -> Timings | UnsetType:
+        """Of what has come so far; UNSET where none are to be told."""
+        if not self._tells_timings:
+            return UNSET
+        prompt, predicted, cached = self._rows[0]
+        return Timings.of(self._times, prompt, cached, predicted)
 
     def _written(self) -> int:
         """Tokens of the prompts that were computed and stay in the cache: those of full blocks."""
@@ -202,6 +220,7 @@ class Collected:
     choices: list[Choice]
     usage: Usage
     metrics: RequestMetrics | None
+    timings: Timings | UnsetType
     # prompt by prompt; None where they were not asked for
     prompt_logprobs: list[tuple[TokenLogprobs, ...] | None]
 
@@ -222,7 +241,7 @@ async def collect(
             prompt_logprobs[index] = output.prompt_logprobs
         for delta in output.choices:
             choices[index * n + delta.index].add(delta)
-    return Collected(choices, count.usage(), count.metrics(), prompt_logprobs)
+    return Collected(choices, count.usage(), count.metrics(), count.timings(), prompt_logprobs)
 
 
 def generation_request(

@@ -94,6 +94,7 @@ async def chat_answer(
             prompt_logprobs=prompt_logprobs_json(prompt, prompt_logprobs, writer),
             prompt_token_ids=prompt if options.return_token_ids else None,
             metrics=pieces.count.metrics(),
+            timings=pieces.count.timings(),
         )
     )
 
@@ -266,6 +267,7 @@ class ChatStream:
             system_fingerprint=head.fingerprint if choice.finish_reason else UNSET,
             choices=[choice],
             usage=usage,
+            timings=self._pieces.count.timings() if choice.finish_reason else UNSET,
             prompt_token_ids=prompt,
         )
         return event(encode(chunk))

@@ -92,6 +92,7 @@ async def completion_answer(
             ],
             usage=whole.usage,
             metrics=whole.metrics,
+            timings=whole.timings,
         )
     )
 
@@ -311,5 +312,6 @@ class CompletionStream:
             system_fingerprint=head.fingerprint if choice.finish_reason else UNSET,
             choices=[choice],
             usage=self._usage.usage() if self._continuous else UNSET,
+            timings=self._usage.timings() if choice.finish_reason else UNSET,
         )
         return event(encode(chunk))

@@ -27,7 +27,15 @@ from paceline.server.openai.completions import completion_answer, completion_eve
 from paceline.server.responding import answering, json_response
 from paceline.server.service import Service
 
-__all__ = ["JSON_BODY", "Answered", "Events", "generate", "generate_router", "naming", "respond"]
+__all__ = [
+    "JSON_BODY",
+    "Answered",
+    "Events",
+    "generate",
+    "generate_router",
+    "respond",
+    "with_ignored",
+]
 
 # tells which fields nothing has read
 IGNORED_HEADER: Final = "x-paceline-ignored-fields"
@@ -107,13 +115,13 @@ async def generate(
     parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
     options = parsed.options
     response = await respond(service, request, parsed, options, arrival, events, answer, failed)
-    return naming(response, options.ignored_fields)
+    return with_ignored(response, options)
 
 
-def naming(response: Response, ignored_fields: Sequence[str]) -> Response:
-    """``response``, with a header that names what had no effect."""
-    if ignored_fields:
-        response.headers[IGNORED_HEADER] = _header_value(ignored_fields)
+def with_ignored(response: Response, options: GenerationOptions) -> Response:
+    """The answer with a header that names the fields that nothing has read, if there are any."""
+    if options.ignored_fields:
+        response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)
     return response
 
 

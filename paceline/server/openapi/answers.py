@@ -7,7 +7,13 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.server.bodies.wire import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from paceline.server.bodies.wire import (
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionChunk,
+    Timings,
+)
 from paceline.server.openapi.schemas import (
     BOOLEAN,
     INTEGER,
@@ -30,7 +36,9 @@ _BATCH_STATUSES: Final = (
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
     "cancelled",
 )  # fmt: skip
-_TYPED: Final = (ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, TokenAnswer)
+_TYPED: Final = (
+    ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, TokenAnswer, Timings,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ def answer_schemas() -> dict[str, Schema]:
                 "parent": maybe_text,
                 "max_model_len": integer(1, 2**31),
                 "permission": array(permission),
+                "meta": OBJECT,
             }
         ),
         "Error": record(
@@ -77,6 +86,23 @@ def answer_schemas() -> dict[str, Schema]:
             }
         ),
         "OllamaError": record({"error": STRING}),
+        "LlamaError": record(
+            {"error": record({"code": INTEGER, "message": STRING, "type": STRING})}
+        ),
+        "LlamaCompletion": record(
+            {"index": INTEGER, "content": STRING, "tokens": array(INTEGER), "stop": BOOLEAN},
+            {
+                "stop_type": string("limit", "eos", "word"),
+                "stopping_word": STRING,
+                "tokens_predicted": INTEGER,
+                "tokens_evaluated": INTEGER,
+                "tokens_cached": INTEGER,
+                "truncated": BOOLEAN,
+                "timings": ref("Timings"),
+                "generation_settings": OBJECT,
+                "completion_probabilities": array(OBJECT),
+            },
+        ),
         "AnthropicError": record(
             {
                 "type": string("error"),
@@ -228,6 +254,21 @@ def _models(description: str) -> Answer:
     return Answer(description, record({"models": array(model, 1)}), error="OllamaError")
 
 
+def _llama(description: str, *schemas: Schema) -> Answer:
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+    return Answer(description, schema, error="LlamaError")
+
+
+# an object without some of its fields is what response_fields asks for
+_LLAMA_ANSWER: Final = Answer(
+    "continuations: one, or a list of them for a list of prompts or several completions; or what "
+    "response_fields names of them",
+    {"anyOf": [ref("LlamaCompletion"), array(ref("LlamaCompletion")), OBJECT, array(OBJECT)]},
+    {"anyOf": [ref("LlamaCompletion"), OBJECT]},
+    ends_with_done=False,
+    error="LlamaError",
+)
+
 # by method and path
 ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("POST", "/v1/chat/completions"): Answer("a message", ref("ChatAnswer"), ref("ChatChunk")),
@@ -269,6 +310,19 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("GET", "/api/version"): Answer(
         "this server's", record({"version": STRING}), error="OllamaError"
     ),
+    ("POST", "/completion"): _LLAMA_ANSWER,
+    ("POST", "/completions"): _LLAMA_ANSWER,
+    ("POST", "/infill"): _LLAMA_ANSWER,
+    ("POST", "/apply-template"): _llama("the text of a conversation", record({"prompt": STRING})),
+    ("GET", "/props"): _llama(
+        "how the server is",
+        record({"default_generation_settings": OBJECT, "total_slots": INTEGER}),
+    ),
+    ("GET", "/slots"): _llama(
+        "requests under way, and places that nobody has",
+        array(record({"id": INTEGER, "n_ctx": INTEGER, "is_processing": BOOLEAN})),
+    ),
+    ("GET", "/lora-adapters"): _llama("none", array(OBJECT)),
     ("POST", "/v1/files"): Answer("what is kept now", ref("File")),
     ("GET", "/v1/files"): _page("what is kept", "File"),
     ("GET", "/v1/files/{file_id}"): Answer("one of them", ref("File")),
@@ -286,10 +340,13 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
         "what is served", object=string("list"), data=array(ref("Model"), 1)
     ),
     ("GET", "/v1/models/{name}"): Answer("one of them", ref("Model")),
-    ("POST", "/tokenize"): Answer("ids", ref("Tokens")),
-    ("POST", "/detokenize"): _simple("text", prompt=STRING),
-    ("GET", "/health"): Answer("tokens flow", OBJECT),
-    ("GET", "/health/ready"): Answer("tokens flow", OBJECT),
+    ("POST", "/tokenize"): Answer(
+        "ids; of content as llama-server tells them",
+        {"anyOf": [ref("Tokens"), record({"tokens": {"type": "array"}})]},
+    ),
+    ("POST", "/detokenize"): _simple("text, under two names", prompt=STRING, content=STRING),
+    ("GET", "/health"): _simple("tokens flow", status=string("ok")),
+    ("GET", "/health/ready"): _simple("tokens flow", status=string("ok")),
     ("GET", "/health/live"): Answer("the server has not given up on its engine", OBJECT),
     ("GET", "/ping"): Answer("tokens flow", OBJECT),
     ("POST", "/ping"): Answer("tokens flow", OBJECT),

@@ -79,7 +79,8 @@ def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
     document = get_openapi(
         title=app.title,
         version=app.version,
-        description="OpenAI's, Anthropic's and Ollama's APIs, vLLM's extensions; see docs/api.md.",
+        description="The APIs of OpenAI, Anthropic, Ollama and llama-server, with vLLM's "
+        "extensions; see docs/api.md.",
         routes=app.routes,
     )
     requests = request_schemas(rules)

@@ -33,12 +33,14 @@ from paceline.server.openapi.schemas import (
     string,
 )
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.other_apis.llama_request import NO_EFFECT as LLAMA_NO_EFFECT
+from paceline.server.other_apis.llama_request import OF_UNSERVED as LLAMA_OF_UNSERVED
 from paceline.server.other_apis.ollama_request import OPTIONS as OLLAMA_OPTIONS
 from paceline.server.other_apis.ollama_request import (
     OPTIONS_NO_EFFECT as OLLAMA_OPTIONS_NO_EFFECT,
 )
 from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
-from paceline.server.other_apis.token_generate import BESIDE
+from paceline.server.other_apis.token_generate import BESIDE, NOT_SAMPLING
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
 
@@ -53,6 +55,9 @@ EXAMPLES: Final[dict[str, Schema]] = {
     "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},
     "/api/chat": {"messages": _ASKED, "stream": False, "options": {"num_predict": 16}},
     "/api/generate": {"prompt": "One, two,", "stream": False, "options": {"num_predict": 8}},
+    "/completion": {"prompt": "One, two,", "n_predict": 8},
+    "/completions": {"prompt": ["One, two,", [1, 2, 3]], "n_predict": 8},
+    "/apply-template": {"messages": _ASKED},
     "/tokenize": {"prompt": "One, two,"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -130,7 +135,7 @@ def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
 def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     """By path."""
     chat, completion = _chat(rules), _completion(rules)
-    messages = _messages(rules)
+    messages, llama = _messages(rules), _llama(rules, completion["properties"])
     count = {key: value for key, value in messages["properties"].items() if key != "max_tokens"}
     ids = _token_ids(rules)
     switches = ("add_special_tokens", "return_token_strs")
@@ -138,7 +143,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     sampling = {
         name: schema
         for name, schema in completion["properties"].items()
-        if name not in {*BESIDE, "prompt", "echo", "stop"}
+        if name not in {*BESIDE, *NOT_SAMPLING}
     }
     return {
         "/v1/chat/completions": chat,
@@ -167,8 +172,26 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
             {"input": {"anyOf": [STRING, array(STRING), array(INTEGER)]}},
             {"model": _model(rules)},
         ),
+        "/completion": llama,
+        "/completions": llama,
+        "/infill": record(
+            {"input_prefix": STRING, "input_suffix": STRING},
+            {name: schema for name, schema in llama["properties"].items() if name != "prompt"}
+            | {"input_extra": nullable(array(record({"text": STRING}, {"filename": STRING})))},
+        ),
+        "/apply-template": record(
+            {"messages": chat["properties"]["messages"]},
+            {"model": _model(rules)} | {name: chat["properties"][name] for name in _TEMPLATE},
+        ),
         "/tokenize": {
             "anyOf": [
+                record(
+                    {"content": {"anyOf": [STRING, array({"anyOf": [STRING, ids]})]}},
+                    {"model": _model(rules)}
+                    | dict.fromkeys(
+                        ("add_special", "parse_special", "with_pieces"), nullable(BOOLEAN)
+                    ),
+                ),
                 record({"prompt": STRING}, told),
                 record(
                     {"messages": chat["properties"]["messages"]},
@@ -260,6 +283,7 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
             "choice, null for one that has ended",
         ),
         "explain": BOOLEAN,
+        "timings_per_token": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
     return {"model": _model(rules), **found, **dict.fromkeys(NO_EFFECT, _IGNORED)}
@@ -416,6 +440,50 @@ def _messages(rules: RequestRules) -> Schema:
     optional |= dict.fromkeys(ANTHROPIC_NO_EFFECT, _IGNORED)
     required = {"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1, INT32)}
     return closed(record(required, optional))
+
+
+_LLAMA_SAME: Final = (
+    "model", "n", "stream", "temperature", "top_k", "top_p", "min_p", "presence_penalty",
+    "frequency_penalty", "ignore_eos", "priority", "cache_salt", "slo",
+)  # fmt: skip
+
+
+def _llama(rules: RequestRules, completion: dict[str, Schema]) -> Schema:
+    part = {"anyOf": [STRING, _token_ids(rules)]}
+    prompt = {"anyOf": [STRING, array(part), record({"prompt_string": STRING})]}
+    limit = bounded(integer(-2, INT32), "below 0: as many as there is place for")
+    pair: Schema = {"type": "array", "minItems": 2, "maxItems": 2}
+    texts = {"anyOf": [string(high=1024), array(string(high=1024), 0, 64)]}
+    fields: dict[str, Schema] = {
+        "max_tokens": bounded({}, "n_predict, where that is not given"),
+        "n_predict": limit,
+        "n_cmpl": integer(1, rules.max_choices),
+        "seed": bounded(INTEGER, "-1: a random one"),
+        "stop": texts,
+        "repeat_penalty": number(0, 100, above=True),
+        "repeat_last_n": bounded(
+            integer(-1, INT32), "0: no penalties; others than -1 look at the whole context too"
+        ),
+        "logit_bias": {"anyOf": [OBJECT, array(pair)]},
+        "n_probs": integer(0, MAX_LOGPROBS),
+        "samplers": bounded(
+            {"type": ["array", "string", "null"]}, "those that are done, in the order that is"
+        ),
+        "json_schema": bounded({"type": ["object", "string", "boolean"]}, "a schema or its text"),
+        "grammar": STRING,
+        "cache_prompt": BOOLEAN,
+        "return_tokens": BOOLEAN,
+        "timings_per_token": BOOLEAN,
+        "t_max_predict_ms": integer(-1, INT32),
+        "response_fields": array(string(low=1, high=256), 0, 64),
+    }
+    ignored = dict.fromkeys((*LLAMA_NO_EFFECT, *LLAMA_OF_UNSERVED), _IGNORED)
+    return record(
+        {"prompt": {"anyOf": [prompt, array(prompt, 1, rules.max_prompts)]}},
+        {name: completion[name] for name in _LLAMA_SAME}
+        | {name: nullable(schema) for name, schema in fields.items()}
+        | ignored,
+    )
 
 
 _OLLAMA_CHAT: Final[dict[str, Schema]] = {

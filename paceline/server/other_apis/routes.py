@@ -17,7 +17,7 @@ from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_hea
 from paceline.server.errors import anthropic_error_body
 from paceline.server.exchange import principal_of, read_object, request_id_of, tenant_of
 from paceline.server.openai.embeddings import refuse_embeddings
-from paceline.server.openai.routes import JSON_BODY, Events, generate, naming, respond
+from paceline.server.openai.routes import JSON_BODY, Events, generate, respond, with_ignored
 from paceline.server.other_apis.anthropic import (
     count_tokens,
     messages_answer,
@@ -93,7 +93,7 @@ def other_apis_router(service: Service) -> APIRouter:
             messages_answer,
             failed,
         )
-        return naming(response, parsed.options.ignored_fields)
+        return with_ignored(response, parsed.options)
 
     async def messages_count_tokens(request: Request) -> Response:
         return json_response(await count_tokens(service, await body_of(request)))

@@ -25,7 +25,7 @@ from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_l
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.service import Service
 
-__all__ = ["BESIDE", "parse_token_generate", "token_answer", "token_events"]
+__all__ = ["BESIDE", "NOT_SAMPLING", "parse_token_generate", "token_answer", "token_events"]
 
 # fields of a body that are not in its sampling_params, beside the prompt
 BESIDE: Final[tuple[str, ...]] = (
@@ -38,6 +38,8 @@ BESIDE: Final[tuple[str, ...]] = (
     "slo",
     "resume_output_ids",
 )
+# of a completion's fields, those that are of no use here
+NOT_SAMPLING: Final = ("prompt", "echo", "stop", "timings_per_token")
 # OpenAI's default for completions
 _DEFAULT_MAX_TOKENS: Final = 16
 
@@ -75,7 +77,7 @@ def parse_token_generate(
             f"{', '.join(unknown)}: unknown here; sampling fields go into sampling_params",
             unknown[0].strip("'"),
         )
-    clash = sorted(sampling.keys() & {*BESIDE, "prompt", "echo", "stop"})
+    clash = sorted(sampling.keys() & {*BESIDE, *NOT_SAMPLING})
     if clash:
         raise InvalidRequestError(
             f"sampling_params must not hold {', '.join(clash)}", "sampling_params"

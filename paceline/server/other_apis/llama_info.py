@@ -1,0 +1,231 @@
+"""What llama-server tells of a server, and its way with texts: properties, slots, templates,
+tokens, and prompts that are to be filled in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import paceline
+from paceline.core.errors import InvalidRequestError
+from paceline.engine.protocol import Tokenizer
+from paceline.http.fields import Fields, check_string, show
+from paceline.server.bodies.protocol import (
+    RequestRules,
+    check_model,
+    parse_completion,
+    parse_template_options,
+)
+from paceline.server.bodies.unserved import note_unknown
+from paceline.server.other_apis.llama import NO_SLOT, generation_settings
+from paceline.server.other_apis.llama_request import Part, parse_parts
+from paceline.server.service import Service
+from paceline.server.under_way import Entry
+
+__all__ = [
+    "FimTokens",
+    "fim_tokens",
+    "infill_prompt",
+    "properties",
+    "slots",
+    "template_applied",
+    "tokens_of_content",
+]
+
+# before the prefix, before the suffix, before what is to be written; and, where a model has them,
+# before the name of a repository and of a file
+_FIM: Final = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", "", ""),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "", ""),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>", "", ""),
+)
+_MAX_FILES: Final = 256
+
+
+class FimTokens(NamedTuple):
+    """Ids of the tokens by which a model fills in the middle of a text."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    # None: it reads one file at a time
+    repository: int | None
+    file: int | None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """What a model writes when it is done, beside its own ends."""
+        return frozenset(token for token in self if token is not None)
+
+
+def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
+    """None: the model has none."""
+
+    def find(text: str) -> int | None:
+        ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+        whole = len(ids) == 1 and ids[0] in tokenizer.special_token_ids
+        return ids[0] if whole else None
+
+    for texts in _FIM:
+        prefix, suffix, middle, repository, file = map(find, texts)
+        if prefix is not None and suffix is not None and middle is not None:
+            both = repository is not None and file is not None
+            return FimTokens(prefix, suffix, middle, repository, file if both else None)
+    return None
+
+
+def infill_prompt(
+    body: dict[str, Any], rules: RequestRules, fim: FimTokens | None, model: str
+) -> dict[str, Any]:
+    """A body of ``/completion`` for one of ``/infill``.
+
+    Raises:
+        InvalidRequestError: the model cannot do it, or fields are not what they should be.
+    """
+    fields = Fields(body)
+    before = fields.string("input_prefix")
+    after = fields.string("input_suffix")
+    extra = fields.array("input_extra") or []
+    prompt = parse_parts(fields.raw("prompt") or "", "prompt", rules)
+    if before is None or after is None:
+        missing = "input_prefix" if before is None else "input_suffix"
+        raise InvalidRequestError(f"{missing} is missing", missing)
+    if fim is None:
+        raise InvalidRequestError(
+            f"the model {model} has no tokens for filling in the middle of a text; models made for "
+            "code have, such as Qwen2.5-Coder and StarCoder2",
+            "model",
+        )
+    if len(extra) > _MAX_FILES:
+        raise InvalidRequestError(
+            f"input_extra may hold {_MAX_FILES} files, got {len(extra)}", "input_extra"
+        )
+    # what the tokenizer puts before a text comes first
+    parts: list[Part] = [""]
+    if extra and fim.repository is not None and fim.file is not None:
+        parts += [fim.repository, "repository\n"]
+        for name, text in map(_file, extra):
+            parts += [fim.file, f"{name}\n{text}\n"]
+        parts += [fim.file, "filename\n"]
+    else:
+        parts += [text for _, text in map(_file, extra)]
+    parts += [fim.prefix, before, fim.suffix, after, fim.middle, *prompt]
+    kept = {name: value for name, value in body.items() if not name.startswith("input_")}
+    return kept | {"prompt": parts}
+
+
+def _file(value: Any) -> tuple[str, str]:
+    if type(value) is not dict:
+        raise InvalidRequestError(
+            f"input_extra must hold objects of filename and text, got {show(value)}", "input_extra"
+        )
+    text = check_string(value.get("text"), "input_extra.text", 0, None)
+    return check_string(value.get("filename") or "tmp", "input_extra.filename", 1, 1024), text
+
+
+def properties(service: Service) -> dict[str, Any]:
+    """The answer to ``/props``."""
+    source = service.client.tokenizer.chat_template_source
+    shows_tools = source is not None and "tools" in source
+    return {
+        "default_generation_settings": {
+            "id": NO_SLOT,
+            "n_ctx": service.rules.max_model_len,
+            "speculative": False,
+            "is_processing": service.client.stats.scheduler.num_running > 0,
+            "params": _defaults(service),
+        },
+        "total_slots": service.client.info.max_num_seqs,
+        "model_alias": service.model_name,
+        "model_path": service.client.info.model,
+        "chat_template": source or "",
+        "chat_template_caps": {"supports_tools": shows_tools},
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"paceline-{paceline.__version__}",
+        "is_sleeping": False,
+    }
+
+
+def _defaults(service: Service) -> dict[str, Any]:
+    options = parse_completion({"prompt": ""}, service.rules).options
+    return generation_settings(options.sampling, options, service)
+
+
+def slots(service: Service) -> list[dict[str, Any]]:
+    """The answer to ``/slots``: requests under way, waiting ones too, then places nobody has."""
+    taken = {entry.place: entry for entry in service.under_way.entries()}
+    total = max(service.client.info.max_num_seqs, max(taken, default=-1) + 1)
+    length = service.rules.max_model_len
+    return [
+        _slot(taken[place], length)
+        if place in taken
+        else {"id": place, "n_ctx": length, "speculative": False, "is_processing": False}
+        for place in range(total)
+    ]
+
+
+def _slot(entry: Entry, length: int) -> dict[str, Any]:
+    """One request, without what it says."""
+    request, done = entry.request, entry.counted.num_output_tokens
+    sampling = request.sampling
+    limit = request.n * sampling.max_tokens
+    return {
+        "id": entry.place,
+        "id_task": entry.number,
+        "n_ctx": length,
+        "speculative": False,
+        "is_processing": True,
+        "n_prompt_tokens": len(request.prompt_token_ids),
+        "params": {
+            "n_predict": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "stream": not request.whole,
+        },
+        "next_token": {"has_next_token": True, "n_remain": limit - done, "n_decoded": done},
+    }
+
+
+async def template_applied(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to ``/apply-template``."""
+    fields = Fields(body)
+    check_model(fields, service.rules)
+    template = parse_template_options(fields, service.rules)
+    note_unknown(fields, strict=service.rules.strict_fields)
+    return {"prompt": await service.prompts.render(template)}
+
+
+async def tokens_of_content(service: Service, fields: Fields) -> dict[str, Any]:
+    """The answer to ``/tokenize`` with ``content``, as llama-server has it."""
+    parts = parse_parts(fields.raw("content"), "content", service.rules)
+    special = fields.boolean("add_special", False)
+    (tokens,) = await service.prompts.mixed([parts], add_special_tokens=special)
+    tokenizer = service.client.tokenizer
+    if not fields.boolean("parse_special", True):
+        (plain,) = await service.prompts.mixed([parts], add_special_tokens=False)
+        if any(token in tokenizer.special_token_ids for token in plain):
+            raise InvalidRequestError(
+                "parse_special=False: the content has the text of a special token, which is always "
+                "read as one here",
+                "parse_special",
+            )
+    if not fields.boolean("with_pieces", False):
+        return {"tokens": tokens}
+    return {"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in tokens]}
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """A text, or the bytes of a part of a character."""
+    exact = tokenizer.token_bytes(token)
+    try:
+        return exact.decode()
+    except UnicodeDecodeError:
+        return list(exact)
