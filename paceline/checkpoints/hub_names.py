@@ -103,7 +103,7 @@ def quant_of(name: str) -> str:
 def parts_of(name: str) -> tuple[str, ...]:
     """All parts of a split file, in order, by the name of any; else the name alone."""
     match = _PART.search(name)
-    if match is None:
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         return (name,)
     count, stem = int(match[2]), name[: match.start()]
     suffix = name[-len(".gguf") :]

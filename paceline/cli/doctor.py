@@ -184,13 +184,14 @@ def _model(name: str) -> Finding:
     from paceline.backends.machine import available_memory
     from paceline.checkpoints.aliases import ALIASES
     from paceline.checkpoints.base import open_checkpoint
+    from paceline.checkpoints.gguf_parts import gguf_files
     from paceline.checkpoints.resolve import default_cache_dir, find_local, resolve_model
 
     if name in ALIASES and find_local(name, default_cache_dir()) is None:
         return Finding("model", "note", f"{name} is not here yet: paceline pull {name}")
     path = resolve_model(name, offline=True).path
     config = open_checkpoint(path).config
-    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    files = gguf_files(path) if path.is_file() else tuple(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     formats = choose_formats(
         config,

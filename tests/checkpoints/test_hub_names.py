@@ -78,7 +78,8 @@ def test_kinds(name: str, kind: str) -> None:
 def test_parts() -> None:
     parts = ("a/m-00001-of-00002.gguf", "a/m-00002-of-00002.gguf")
     assert parts_of(parts[0]) == parts_of(parts[1]) == parts
-    assert parts_of("m.gguf") == ("m.gguf",)
+    for odd in ("m.gguf", "m-00001-of-00000.gguf", "m-00003-of-00002.gguf"):
+        assert parts_of(odd) == (odd,)
     assert parts_of("m-00001-of-00002.safetensors") == ("m-00001-of-00002.safetensors",)
 
 
