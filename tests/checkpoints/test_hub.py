@@ -283,7 +283,7 @@ def test_a_listing_that_lies(
 
 
 def test_what_others_left_in_the_cache_serves_without_a_network(
-    server: HubServer, tmp_path: Path
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in FOLDER:
         if name.endswith((".json", ".safetensors")):
@@ -298,3 +298,9 @@ def test_what_others_left_in_the_cache_serves_without_a_network(
         CheckpointError, match="downloads are off, and it is not in the local cache"
     ):
         resolve_model("org/gguf", offline=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    server.requests.clear()
+    assert pulled("org/folder") == found
+    with pytest.raises(CheckpointError, match="downloads are off"):
+        pulled("org/gguf")
+    assert not server.requests
