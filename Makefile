@@ -7,6 +7,10 @@
 #   make rooms          draw the rooms from the imports, in docs/architecture.md too
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
+#   make test-all       make test, and the wheel as strangers would install it
+#   make wheel          dist/*.whl with the kernels compiled, tagged with the glibc that they need
+#   make wheel-aarch64  one for aarch64, cross-compiled, with the portable kernels alone
+#   make test-wheel     that wheel in an empty environment: size, seconds, an answer without PyTorch
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
 #                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
 #                       everything that the OpenAPI document allows and forbids
@@ -74,7 +78,7 @@ READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS
 
-.PHONY: serve test test-clients test-services quick check rooms replay format model venv clean clean-venv \
+.PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-services quick check rooms replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
@@ -88,6 +92,23 @@ serve: $(READY)
 # those with many tests come first, and the model's, few and long, at the end by themselves
 test: check $(READY) model test-services
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-all: test test-wheel
+
+# by way of the source distribution, so what that lacks is missed; older wheels would be tested too
+wheel: $(STAMP)
+	@rm -rf dist
+	@PACELINE_KERNELS=required $(BIN)/python -m build --outdir dist . >/dev/null
+	@ls -l dist
+
+# beside the other; CMake looks for a cross compiler (Debian: g++-aarch64-linux-gnu)
+wheel-aarch64: $(STAMP)
+	@CMAKE_TOOLCHAIN_FILE=$(CURDIR)/scripts/aarch64.cmake PACELINE_KERNELS=required \
+		$(BIN)/python -m build --wheel --outdir dist . >/dev/null
+	@ls -l dist
+
+test-wheel: wheel model
+	@$(BIN)/python -m tests.wheel dist/*.whl --constraint $(CONSTRAINTS)
 
 # Debian programs that some tests start for themselves; those tests skip without them
 test-services:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from paceline.backends.levels import Measured, fastest, measured, preferred
+from paceline.backends.machine import NO_TORCH, has_torch
 from paceline.backends.native import (
     DTYPES,
     KEPT,
@@ -112,6 +113,9 @@ def choose_formats(
             f"--isa {isa} chooses native kernels, and here PyTorch computes"
             + (f": {reasons[0]}" if reasons else "")
         )
+    if not has_torch():
+        why = reasons[0] if reasons else "--compute torch was asked for"
+        raise ConfigError(f"{why}, and {NO_TORCH}")
     if dtype == "auto":
         dtype = torch_dtype("auto")
         reasons.append(_multiplies(dtype, device))

@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.machine import available_memory, choose_num_blocks, may_have_cuda
+from paceline.backends.machine import (
+    NO_TORCH,
+    available_memory,
+    choose_num_blocks,
+    has_torch,
+    may_have_cuda,
+)
 from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
@@ -184,6 +190,11 @@ def _check_positions(config: ModelConfig, length: int) -> None:
 def _choose_device(name: str) -> str:
     """ "cpu", or what PyTorch calls another device. Raises ConfigError for what is not there."""
     if name == "cpu" or (name == "auto" and not may_have_cuda()):
+        return "cpu"
+    if not has_torch():
+        if name != "auto":
+            raise ConfigError(f"--device {name} is PyTorch's to use, and {NO_TORCH}")
+        _log.warning("device=cpu: there are signs of a GPU, but %s", NO_TORCH)
         return "cpu"
     from paceline.backends.torch.machine import choose_device
 

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +20,11 @@ __all__ = [
     "CGROUP",
     "CPU_SHARE",
     "MEMBERSHIP",
+    "NO_TORCH",
     "available_memory",
     "choose_num_blocks",
     "choose_threads",
+    "has_torch",
     "may_have_cuda",
     "swap_seconds",
     "within_quota",
@@ -29,10 +32,16 @@ __all__ = [
 
 CGROUP: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
+NO_TORCH: Final = "PyTorch is not installed: pip install 'paceline[torch]'"
 # of the host's free memory, for the KV pool
 CPU_SHARE: Final = 0.25
 # blocks moved to measure how long one takes
 _SWAPPED: Final = 8
+
+
+def has_torch() -> bool:
+    """Whether PyTorch is installed, which is not loaded to find out."""
+    return find_spec("torch") is not None
 
 
 def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig, RopeConfig
-from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor, read_gguf
+from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
+from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
@@ -127,18 +128,21 @@ def _our_name(name: str, parts: Mapping[str, str]) -> str:
 
 
 class GGUFCheckpoint:
-    """An opened ``.gguf`` file; see ``base.Checkpoint`` for the contract.
+    """An opened ``.gguf`` file, with all parts of a split one; see ``base.Checkpoint`` for the
+    contract.
 
     Raises:
-        CheckpointError: malformed (see ``gguf_format``), split over files, of an architecture not
-            in SUPPORTED_ARCHITECTURES, or with metadata and tensors that disagree.
+        CheckpointError: malformed (see ``gguf_format``), without one of its parts, of an
+            architecture not in SUPPORTED_ARCHITECTURES, or with metadata and tensors that disagree.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: GGUFFile = read_gguf(path)
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._data = np.frombuffer(self._map, dtype=np.uint8)
+        self._file, paths = read_gguf_parts(path)
+        self._maps: list[mmap.mmap] = []
+        for part in paths:
+            with part.open("rb") as file:
+                self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        self._data = [np.frombuffer(each, dtype=np.uint8) for each in self._maps]
         self._tensors: dict[str, GGUFTensor] = {}
         architecture = _find_architecture(self._file.metadata)
         names = {**_IN_LAYER, **(architecture.gguf_names if architecture else {})}
@@ -194,7 +198,8 @@ class GGUFCheckpoint:
         return self._reorder(name, self._bytes(tensor)), tensor.type.name
 
     def release(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)
+        for each in self._maps:
+            each.madvise(mmap.MADV_DONTNEED)
 
     def check_shapes(self) -> tuple[str, ...]:
         """Names of the model's tensors.
@@ -250,7 +255,7 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
     def _bytes(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        flat = self._data[tensor.start : tensor.start + tensor.num_bytes]
+        flat = self._data[tensor.part][tensor.start : tensor.start + tensor.num_bytes]
         return flat.reshape(-1, tensor.row_bytes)
 
     def _values(self, tensor: GGUFTensor) -> NDArray[np.float32]:
@@ -308,11 +313,6 @@ class _ConfigReader:
             raise CheckpointError(
                 f"architecture {self.arch!r} is not supported; "
                 f"these are: {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
-        if (parts := self.whole("split.count", 1)) > 1:
-            raise CheckpointError(
-                f"this is one of {parts} parts of a split model; join them first with "
-                "llama.cpp's `gguf-split --merge`"
             )
         experts = self.whole(f"{self.arch}.expert_count", 0)
         if experts > 0 and not architecture.gguf_experts:

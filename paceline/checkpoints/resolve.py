@@ -1,9 +1,9 @@
 """From what a user calls a model to the files on disk.
 
 A name is tried as, in this order: an alias (``smollm2-135m``), an existing folder or ``.gguf``
-file, a hub id (``org/name``). Names may come from a config file or a caller, so nothing in one can
-climb out of a folder: ``..``, encoded slashes and control characters are refused before anything
-looks at the disk.
+file, a short name of the catalogue, a name on the hub (``hub_names``). Names may come from a config
+file or a caller, so nothing in one can climb out of a folder: ``..``, encoded slashes and control
+characters are refused before anything looks at the disk.
 """
 
 from __future__ import annotations
@@ -15,27 +15,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from paceline.checkpoints.aliases import ALIASES
+from paceline.checkpoints.catalogue import catalogue
+from paceline.checkpoints.hub_names import parse_hub_name, parts_of
 from paceline.checkpoints.pull import Progress, cached_path, is_cached, pull
 from paceline.core.errors import CheckpointError
 
 __all__ = ["ResolvedModel", "default_cache_dir", "find_local", "resolve_model"]
 
-# what a checkpoint needs; no pickles, no Python, and not the second copy some repositories keep
-_HUB_FILES: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "model.safetensors.index.json",
-    "model*.safetensors",
-)
-_HUB_ID: Final = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII
-)
 _ENCODED: Final = re.compile(r"%(?:2e|2f|5c|00|25)", re.IGNORECASE)
 
 
@@ -70,9 +56,11 @@ def resolve_model(
     *,
     cache_dir: Path | None = None,
     offline: bool = False,
+    refresh: bool = False,
     progress: Progress | None = None,
 ) -> ResolvedModel:
-    """Find ``name``, fetching it if it is an alias or a hub id and ``offline`` is false.
+    """Find ``name``, fetching it if it is an alias or on the hub, not here, and ``offline`` is
+    false. ``refresh`` asks the hub for the newest even where the model is here.
 
     Hub models are kept in Hugging Face's own cache (``HF_HOME``), aliases under ``cache_dir``.
 
@@ -99,13 +87,26 @@ def resolve_model(
                 f"{path} is a {path.suffix or 'nameless'} file; "
                 "give a .gguf file or a folder with config.json and safetensors"
             )
-        return ResolvedModel(name, path, "gguf")
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        return ResolvedModel(name, _from_hub(name, offline), "hf")
-    raise CheckpointError(
-        f"no model {name!r}: not one of {', '.join(ALIASES)}, no such file or folder, "
-        "and not a hub id like org/name"
-    )
+        # of a split file the first part has the metadata
+        return ResolvedModel(name, path.with_name(parts_of(path.name)[0]), "gguf")
+    row = catalogue().get(name)
+    reference = parse_hub_name(row.hub if row else name)
+    if reference is None:
+        raise CheckpointError(
+            f"no model {name!r}: not one of {', '.join(ALIASES)} or `paceline pull --list`, no "
+            "such file or folder, and not a name on the hub like org/name or org/name:Q4_K_M"
+        )
+    # imported here: a server started on a local model never needs it
+    from paceline.checkpoints.hub import hub_model
+
+    try:
+        found, selection = hub_model(reference, offline=offline, refresh=refresh, progress=progress)
+    except CheckpointError as error:
+        if not reference.path:
+            raise
+        # what was meant may well have been a path
+        raise CheckpointError(f"no model {name!r} on this machine; {error}") from None
+    return ResolvedModel(name, found, selection.kind)
 
 
 def _refuse_unsafe(name: str) -> None:
@@ -118,27 +119,3 @@ def _refuse_unsafe(name: str) -> None:
             f"model name {name!r:.80} holds '..' or an encoded character; "
             "to use a folder elsewhere give its absolute path"
         )
-
-
-def _from_hub(repo_id: str, offline: bool) -> Path:
-    # imported here: a server started on a local model never needs it
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo_id, allow_patterns=list(_HUB_FILES), local_files_only=offline
-            )
-        )
-    except Exception as error:
-        # the hub client's errors come from several libraries and change with its version; every
-        # one of them means that the model could not be had
-        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-        advice = (
-            "downloads are off and it is not in the local cache"
-            if offline
-            else "check the name, the network and, for gated models, HF_TOKEN"
-        )
-        raise CheckpointError(
-            f"cannot get {repo_id} from the hub: {advice}. The hub client said: {detail:.300}"
-        ) from error

@@ -35,7 +35,7 @@ fault: something will not work. Exit codes: 0 without a fault, 1 with one.
 # what a server computes, serves and parses with
 _PACKAGES: Final = (
     "fastapi", "uvicorn", "httptools", "uvloop", "pyzmq", "msgspec", "jinja2", "tokenizers",
-    "llguidance", "numpy", "torch",
+    "llguidance", "numpy",
 )  # fmt: skip
 # modules that an extra brings, the extra, and what needs it
 _SERVICES: Final = (
@@ -144,6 +144,8 @@ def _kernels() -> Finding:
 
     reason = unavailable_reason()
     if reason is not None:
+        if find_spec("torch") is None:
+            return Finding("kernels", "fault", f"{reason}; or pip install 'paceline[torch]'")
         return Finding("kernels", "note", f"{reason}; until then PyTorch computes, more slowly")
     best, *others = variants()
     also = f", also {', '.join(others)}" if others else ""
@@ -153,7 +155,8 @@ def _kernels() -> Finding:
 def _torch() -> Finding:
     # loading it takes seconds; that it is there is enough
     if find_spec("torch") is None:
-        return Finding("torch", "note", "not installed: --compute torch and GPUs will not work")
+        text = "not installed; --compute torch and GPUs need it: pip install 'paceline[torch]'"
+        return Finding("torch", "note", text)
     return Finding("torch", "ok", f"{version('torch')}, loaded only where it computes")
 
 
@@ -181,13 +184,14 @@ def _model(name: str) -> Finding:
     from paceline.backends.machine import available_memory
     from paceline.checkpoints.aliases import ALIASES
     from paceline.checkpoints.base import open_checkpoint
+    from paceline.checkpoints.gguf_parts import gguf_files
     from paceline.checkpoints.resolve import default_cache_dir, find_local, resolve_model
 
     if name in ALIASES and find_local(name, default_cache_dir()) is None:
         return Finding("model", "note", f"{name} is not here yet: paceline pull {name}")
     path = resolve_model(name, offline=True).path
     config = open_checkpoint(path).config
-    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    files = gguf_files(path) if path.is_file() else tuple(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     formats = choose_formats(
         config,

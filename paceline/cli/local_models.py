@@ -54,11 +54,11 @@ def find(name: str) -> LocalModel:
 
 
 def _hub_models() -> Iterator[LocalModel]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repo in repos:

@@ -209,9 +209,10 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
 
 
-def resolve_path(model: str) -> tuple[str, str]:
-    """``(name, path)`` of a model argument, downloading it when it is an alias or hub id that is
-    not here yet. Progress goes to standard error.
+def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
+    """``(name, path)`` of a model argument, downloading it when it is an alias or a name on the hub
+    that is not here yet; ``refresh``: also when the hub has a newer one. Progress goes to standard
+    error.
 
     Raises CheckpointError or UnknownModelError with what to do next.
     """
@@ -219,7 +220,7 @@ def resolve_path(model: str) -> tuple[str, str]:
     from paceline.cli.progress import download_progress
 
     with download_progress() as progress:
-        resolved = resolve_model(model, cache_dir=None, progress=progress)
+        resolved = resolve_model(model, cache_dir=None, refresh=refresh, progress=progress)
     return resolved.name, str(resolved.path)
 
 

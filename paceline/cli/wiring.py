@@ -139,12 +139,14 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
     """KV blocks that cached prefixes may keep while nobody uses them: ``prefix_cache_bytes``, or
     where memory is taken as it is used as much as the model's files, at least 256 MiB. So a server
     takes a small multiple of its model, not all that the pool may grow to. None: any number."""
+    from paceline.checkpoints.gguf_parts import gguf_files
+
     size = settings.prefix_cache_bytes
     if size is None:
         if settings.model_path is None or info.device != "cpu":
             return None
         path = Path(settings.model_path)
-        files = path.glob("*.safetensors") if path.is_dir() else (path,)
+        files = path.glob("*.safetensors") if path.is_dir() else gguf_files(path)
         size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
     return size // info.block_bytes
 

@@ -72,10 +72,12 @@ def write_gguf(
     change: dict[str, Any] | None = None,
     tensors: dict[str, NDArray[Any]] | None = None,
     quantise: gguf.GGMLQuantizationType | None = None,
+    tensors_per_part: int = 0,
 ) -> Path:
     """Write a tiny model. ``change`` overrides metadata, None removes a key; ``quantise`` is the
-    type of the layers' matrices."""
-    writer = gguf.GGUFWriter(path, arch)
+    type of the layers' matrices; with ``tensors_per_part`` it is split over files, whose names
+    follow from ``path``."""
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     metadata = {**llama_metadata(arch), **(change or {})}
     for key, value in metadata.items():
         if value is None:

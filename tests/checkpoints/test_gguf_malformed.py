@@ -150,7 +150,11 @@ LIES: list[tuple[str, str, Lie]] = [
     ("no architecture", "not supported", drop("general.architecture")),
     ("architecture", "these are", put("general.architecture", STRING, text("mamba"))),
     ("architecture a number", "string", put("general.architecture", U32, scalar(U32, 1))),
-    ("split", "gguf-split", put("split.count", U32, scalar(U32, 3))),
+    (
+        "split",
+        "names like model-00001-of-00003.gguf",
+        put("split.count", U32, scalar(U32, 3)),
+    ),
     ("experts", "expert_used_count is missing", number("expert_count", U32, 8)),
     ("soft caps", "attn_logit_softcapping=50.0", number("attn_logit_softcapping", F32, 50.0)),
     ("scaled logits", "logit_scale=2.0", number("logit_scale", F32, 2.0)),

@@ -181,7 +181,7 @@ def test_concurrent_pulls_download_once(tmp_path: Path) -> None:
 
 
 def _hold_lock(path: Path, ready: Path) -> None:
-    with pull_module._locked(path, lambda *event: None):
+    with pull_module.locked(path, lambda *event: None):
         ready.touch()
         time.sleep(60)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 
+from paceline.checkpoints import hub
 from paceline.checkpoints import resolve as resolve_module
 from paceline.checkpoints.aliases import ALIASES
+from paceline.checkpoints.catalogue import catalogue
+from paceline.checkpoints.hub_names import HubReference, Selection, parse_hub_name
 from paceline.checkpoints.pull import cached_path
 from paceline.checkpoints.resolve import default_cache_dir, find_local, resolve_model
 from paceline.core.errors import CheckpointError
@@ -96,7 +97,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         resolve_model("weights.bin")
 
 
-@pytest.mark.parametrize("name", ["nothing", "./nothing", "/no/such/m.gguf", "org/m.gguf", "a/b/c"])
+@pytest.mark.parametrize("name", ["nothing", "./nothing", "/no/such/m.gguf", "org/m.gguf", "a:b/c"])
 def test_a_name_that_is_nothing(name: str) -> None:
     with pytest.raises(CheckpointError, match="no model"):
         resolve_model(name)
@@ -129,67 +130,36 @@ def test_a_name_that_climbs_or_hides_is_refused(name: str, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
-    """A stand-in for huggingface_hub that notes how it is called."""
-    calls: list[dict[str, Any]] = []
-
-    def snapshot_download(repo_id: str, **options: Any) -> str:
-        calls.append({"repo_id": repo_id, **options})
-        if repo_id == "org/gone":
-            raise OSError("404 Client Error\nsecond line")
-        return str(tmp_path / "snapshot")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return calls
+def test_a_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
+    for each in (1, 2):
+        (tmp_path / f"m-0000{each}-of-00002.gguf").touch()
+    found = resolve_model(str(tmp_path / "m-00002-of-00002.gguf"))
+    assert found.path.name == "m-00001-of-00002.gguf"
 
 
-def test_a_hub_id(hub: list[dict[str, Any]], tmp_path: Path) -> None:
-    found = resolve_model("org/Some-Model_1.5B", cache_dir=tmp_path)
-    assert (found.name, found.kind) == ("org/Some-Model_1.5B", "hf")
-    assert found.path == tmp_path / "snapshot"
-    assert hub[0]["repo_id"] == "org/Some-Model_1.5B" and hub[0]["local_files_only"] is False
-    resolve_model("org/model", offline=True)
-    assert hub[1]["local_files_only"] is True
+def test_a_short_name_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def hub_model(reference: HubReference, **options: Any) -> tuple[Path, Selection]:
+        asked.append((reference, options))
+        return Path("/m.gguf"), Selection("gguf", "m.gguf", ("m.gguf",))
+
+    monkeypatch.setattr(hub, "hub_model", hub_model)
+    found = resolve_model("qwen3-1.7b-q8", refresh=True)
+    assert (found.name, found.path, found.kind) == ("qwen3-1.7b-q8", Path("/m.gguf"), "gguf")
+    options = {"offline": False, "refresh": True, "progress": None}
+    assert asked == [(HubReference("Qwen/Qwen3-1.7B-GGUF", "", "Q8_0"), options)]
 
 
-def test_what_is_asked_of_the_hub_runs_no_code(hub: list[dict[str, Any]]) -> None:
-    resolve_model("org/model")
-    wanted = {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "model.safetensors",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-    }
-    refused = {
-        "pytorch_model.bin",
-        "modeling_own.py",
-        "model.py",
-        "consolidated.safetensors",
-        "training_args.bin",
-        "model.pt",
-        "model.pkl",
-        "original/params.json",
-        "README.md",
-    }
-    kept = set(
-        filter_repo_objects(sorted(wanted | refused), allow_patterns=hub[0]["allow_patterns"])
-    )
-    assert kept == wanted
-
-
-def test_a_hub_that_fails_is_explained(hub: list[dict[str, Any]]) -> None:
-    with pytest.raises(CheckpointError, match=r"HF_TOKEN.*404 Client Error$"):
-        resolve_model("org/gone")
-    with pytest.raises(CheckpointError, match="downloads are off"):
-        resolve_model("org/gone", offline=True)
-
-
-def test_the_real_hub_client_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="downloads are off"):
-        resolve_model("paceline-tests/no-such-model", offline=True)
+def test_the_catalogue_is_data_that_can_be_followed() -> None:
+    rows = catalogue()
+    assert 24 <= len(rows) <= 36
+    for name, row in rows.items():
+        assert name == row.name and name not in ALIASES
+        # no folder or file is likely to have such a name, and no other name hides it
+        assert parse_hub_name(name) is None
+        reference = parse_hub_name(row.hub)
+        assert reference is not None and not reference.path
+        assert row.source == f"https://huggingface.co/{reference.repo}"
+        assert row.licence and row.title and float(row.parameters.removesuffix("B")) > 0
+        assert row.tried is False, "nothing could be downloaded where this was written"

@@ -75,7 +75,14 @@ def test_what_is_not_installed(
         "note",
         "not installed; --rate-limit-storage needs it: pip install 'paceline[redis]'",
     ]
-    assert found["torch"][0] == "note"
+    assert found["torch"] == [
+        "note",
+        "not installed; --compute torch and GPUs need it: pip install 'paceline[torch]'",
+    ]
+    # then nothing computes
+    monkeypatch.setattr("paceline.backends.native.unavailable_reason", lambda: "no library")
+    _, found = findings(capsys)
+    assert found["kernels"] == ["fault", "no library; or pip install 'paceline[torch]'"]
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,8 +127,8 @@ def test_what_the_image_is_made_of_is_there() -> None:
     assert copied and all((ROOT / word).exists() for word in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert instruction("ENTRYPOINT")[0] in project["scripts"]
-    (extra,) = re.findall(r"'\.\[(\w+)\]'", DOCKERFILE)
-    assert extra in project["optional-dependencies"]
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 def test_the_key_is_read_where_it_is_put() -> None:

@@ -38,6 +38,7 @@ SIMULATION = (
 PLACES = {
     "checkpoints/private.py": "the functions that the others use",
     "checkpoints/pull.py": "",
+    "checkpoints/hub_cache.py": "models of the hub, in a cache that other programs read too",
     "cli/batch_files.py": "",
     "engine/recorder.py": "",
     "server/batches/contents.py": "",

@@ -1,12 +1,14 @@
 """Compile the native library next to this file: ``python -m paceline.backends.native.build``.
 
-``make`` runs it after installing and whenever the sources change; it needs CMake and a C++20
-compiler. Without it everything works but ``--compute native``.
+``make`` runs it after installing and whenever the sources change, ``setup.py`` while it makes a
+wheel; it needs CMake and a C++20 compiler. Without it everything works but ``--compute native``.
+Nothing of the package is imported here, since both run before there is one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +17,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-__all__ = ["build", "main"]
+__all__ = ["LIBRARY", "build", "main", "platform_tag"]
 
+LIBRARY: Final = "_lib.so"
 _HERE = Path(__file__).resolve().parent
+# versions of the C++ runtime's symbols, and the oldest glibc beside which distributions have them,
+# as the manylinux policies of auditwheel 6.8 pair them
+_RUNTIMES: Final = {
+    b"GLIBCXX": {(3, 4, 19): 17, (3, 4, 22): 24, (3, 4, 24): 27, (3, 4, 28): 31, (3, 4, 29): 34,
+                 (3, 4, 30): 35},
+    b"CXXABI": {(1, 3, 7): 17, (1, 3, 10): 24, (1, 3, 11): 27, (1, 3, 12): 31, (1, 3, 13): 34},
+}  # fmt: skip
 
 
 def _find_sources() -> Path:
@@ -61,7 +72,33 @@ def build(sources: Path | None = None, target: Path = _HERE, options: Sequence[s
             if done.returncode != 0:
                 output = (done.stdout + done.stderr)[-4000:]
                 raise RuntimeError(f"{' '.join(command[:2])} failed:\n{output}")
-        return _put(next(Path(folder).glob("_lib*.so")), target)
+        return _put(Path(folder, LIBRARY), target)
+
+
+def platform_tag(library: Path) -> str:
+    """The platform of a wheel that holds ``library``: "manylinux_2_29_x86_64" runs where glibc is
+    2.29 or later (PEP 600). "linux_x86_64", which package indexes refuse, where its C++ runtime is
+    younger than any that ``_RUNTIMES`` knows.
+
+    Read from the versions of symbols that the file names, so what a compiler or a source adds
+    raises the floor by itself. Raises RuntimeError for a file that is no such library.
+    """
+    data = library.read_bytes()
+    # e_machine of the ELF header
+    machine = {62: "x86_64", 183: "aarch64"}.get(int.from_bytes(data[18:20], "little"))
+    if data[:4] != b"\x7fELF" or machine is None:
+        raise RuntimeError(f"{library} is no library for x86-64 or aarch64")
+    floors = [int(minor) for minor in re.findall(rb"\0GLIBC_2\.([0-9]+)", data)]
+    for runtime, known in _RUNTIMES.items():
+        found = [tuple(map(int, text.split(b"."))) for text in
+                 re.findall(rb"\0%s_([0-9]+(?:\.[0-9]+)*)" % runtime, data)]  # fmt: skip
+        if not found:
+            continue
+        enough = [glibc for version, glibc in known.items() if max(found) <= version]
+        if not enough:
+            return f"linux_{machine}"
+        floors.append(enough[0])
+    return f"manylinux_2_{max(floors)}_{machine}" if floors else f"linux_{machine}"
 
 
 def _put(made: Path, target: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from paceline.checkpoints.gguf_format import read_gguf
+from paceline.checkpoints.gguf_parts import gguf_files
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer
 from paceline.checkpoints.hf_fields import token_ids
 from paceline.checkpoints.json_file import read_json_object
@@ -181,7 +182,7 @@ def load_tokenizer(path: Path) -> HFTokenizer:
 
 
 def _from_gguf(path: Path) -> HFTokenizer:
-    metadata = read_gguf(path).metadata
+    metadata = read_gguf(gguf_files(path)[0]).metadata
     try:
         backend = build_tokenizer(metadata)
     except CheckpointError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.gguf_format import read_gguf
+from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.core.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 
@@ -37,7 +37,8 @@ def find_model(name: str, models: Sequence[ModelShape] = ()) -> ModelShape:
     config = open_checkpoint(path).config
     stored = 0
     if path.is_file():
-        stored = sum(tensor.num_bytes for tensor in read_gguf(path).tensors.values())
+        file, _ = read_gguf_parts(path)
+        stored = sum(tensor.num_bytes for tensor in file.tensors.values())
     return ModelShape(
         name=name,
         num_layers=config.num_hidden_layers,

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.backends.native import build, library, unavailable_reason
 from paceline.backends.native.build import build as build_library
+from paceline.backends.native.build import platform_tag
 
 # writes the file that stands for the library, as slowly as a compiler
 CMAKE = """#!/bin/sh
@@ -130,6 +131,34 @@ def test_an_installed_package_has_its_sources_among_its_data(
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
     build_library(target=here)
     assert f"-S {installed} " in compiler.read_text()
+
+
+@pytest.mark.parametrize(
+    ("machine", "symbols", "tag"),
+    [
+        (62, "GLIBC_2.2.5 GLIBC_2.29 GLIBC_PRIVATE GLIBCXX_3.4.22", "manylinux_2_29_x86_64"),
+        # the runtime of GCC 11 came with a younger glibc than the symbols tell
+        (62, "GLIBC_2.17 GLIBCXX_3.4 GLIBCXX_3.4.29", "manylinux_2_34_x86_64"),
+        (62, "GLIBC_2.17 CXXABI_1.3 CXXABI_1.3.12 CXXABI_FLOAT128", "manylinux_2_31_x86_64"),
+        (183, "GLIBC_2.17", "manylinux_2_17_aarch64"),
+        # nobody knows where such a runtime is
+        (62, "GLIBC_2.17 GLIBCXX_3.4.99", "linux_x86_64"),
+        (62, "", "linux_x86_64"),
+    ],
+)
+def test_the_tag_of_a_wheel(tmp_path: Path, machine: int, symbols: str, tag: str) -> None:
+    header = b"\x7fELF".ljust(18, b"\0") + machine.to_bytes(2, "little")
+    path = tmp_path / "_lib.so"
+    path.write_bytes(header + b"".join(b"\0" + each.encode() for each in symbols.split()) + b"\0")
+    assert platform_tag(path) == tag
+
+
+def test_only_a_library_has_a_tag(tmp_path: Path) -> None:
+    path = tmp_path / "_lib.so"
+    for content in (b"", b"MZ".ljust(64), b"\x7fELF".ljust(64)):
+        path.write_bytes(content)
+        with pytest.raises(RuntimeError, match="no library for x86-64 or aarch64"):
+            platform_tag(path)
 
 
 class TestLoading:

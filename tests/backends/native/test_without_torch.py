@@ -1,4 +1,4 @@
-"""Serving natively never loads PyTorch, whatever requests ask for."""
+"""Serving natively never loads PyTorch, whatever requests ask for, and needs none."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.backends import load
 from paceline.backends.native import unavailable_reason
+from paceline.core.errors import ConfigError
+from tests.backends.loading import load_backend
+from tests.cli.servers import start_server
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -67,3 +72,64 @@ def test_torch_is_not_loaded(llama_folder: Path) -> None:
         cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0, done.stderr
+
+
+# first on the path of every process: whoever asks for torch is written down, and gets none
+HOOK = """
+import os, sys, traceback
+class Refused:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            with open(os.environ["ASKED_FOR_TORCH"], "a") as file:
+                traceback.print_stack(file=file)
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, Refused)
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where processes that start from here on write down that they asked for torch."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ASKED_FOR_TORCH", str(tmp_path / "asked"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path / "asked"
+
+
+def test_no_process_of_a_server_asks_for_torch(smollm2_path: Path, asked: Path) -> None:
+    with start_server(str(smollm2_path)) as server:
+        body = {"prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+        status, answer = server.request("/v1/completions", body)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 4
+    assert not asked.exists(), asked.read_text()
+    # the hook sees what there is to see
+    refused = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True)
+    assert refused.returncode == 1 and asked.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compute": "torch"}, "--compute torch was asked for, and PyTorch is not installed: pip"),
+        ({"device": "cuda"}, r"--device cuda is PyTorch's to use, and PyTorch is not installed"),
+        ({"compute": "auto", "block_size": 7}, "the native path .*, and PyTorch is not installed"),
+    ],
+)
+def test_refusals_without_torch(
+    llama_folder: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=message):
+        load_backend(llama_folder, **settings)
+
+
+def test_a_gpu_that_nothing_can_use_is_left_alone(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "may_have_cuda", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    backend = load_backend(llama_folder, device="auto", compute="auto", num_blocks=8)
+    assert (backend.info.name, backend.info.device) == ("native", "cpu")
+    backend.close()

@@ -1,0 +1,102 @@
+"""A wheel as strangers install it: ``python -m tests.wheel dist/*.whl``.
+
+An empty virtual environment gets the wheel and what it depends on, nothing else, and works in a
+folder of its own. Printed: the sizes of the wheel and of what was installed, the seconds to
+install, to be ready and to answer, and the answer. Fails where the environment has PyTorch, where
+the server does not compute natively, or where no tokens come. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import venv
+from pathlib import Path
+from typing import Any
+
+READY = "paceline ready: "
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--constraint", type=Path, default=None)
+    parser.add_argument("--model", default="smollm2-135m")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="paceline-wheel-") as folder:
+        results = examine(args.wheel, args.constraint, args.model, Path(folder))
+    print("\n".join(f"{name:24} {value}" for name, value in results.items()))
+    print(json.dumps({"test": "wheel", "results": results}))
+    return 0
+
+
+def examine(wheel: Path, constraint: Path | None, model: str, folder: Path) -> dict[str, Any]:
+    environment = folder / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    before = _megabytes(environment)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    began = time.monotonic()
+    subprocess.run(
+        [*pip, *(["--constraint", constraint] if constraint else []), wheel.resolve()],
+        check=True,
+    )
+    install_s = time.monotonic() - began
+    code = "from importlib.util import find_spec; raise SystemExit(find_spec('torch') is not None)"
+    subprocess.run([python, "-c", code], check=True)
+    results: dict[str, Any] = {
+        "wheel": wheel.name,
+        "wheel_mb": round(wheel.stat().st_size / 1e6, 1),
+        "installed_mb": round(_megabytes(environment) - before),
+        "install_s": round(install_s, 1),
+    }
+    return results | _serve(environment / "bin" / "paceline", model, folder)
+
+
+def _megabytes(folder: Path) -> float:
+    return sum(path.lstat().st_size for path in folder.rglob("*")) / 1e6
+
+
+def _serve(program: Path, model: str, folder: Path) -> dict[str, Any]:
+    # nothing of this checkout or of this environment may be found
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    began = time.monotonic()
+    server = subprocess.Popen(
+        [program, "serve", model, "--port", "0"],
+        stdout=subprocess.PIPE, text=True, cwd=folder, env=env,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline().strip()
+        ready_s = time.monotonic() - began
+        assert line.startswith(READY) and "native" in line, f"not ready natively: {line!r}"
+        body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+        request = urllib.request.Request(
+            f"{line.removeprefix(READY).split()[0]}/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)
+    finally:
+        server.terminate()
+        code = server.wait(30)
+        server.stdout.close() if server.stdout else None
+    assert answer["usage"]["completion_tokens"] == 8, answer
+    assert code == 0, f"the server ended with {code}"
+    return {
+        "ready_s": round(ready_s, 2),
+        "answer_s": round(time.monotonic() - began - ready_s, 2),
+        "answer": answer["choices"][0]["text"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
