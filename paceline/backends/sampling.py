@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import TokenLogprobs
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["PreparedSampling", "Reshaping", "SampleRow", "Samples", "uniforms"]
 
@@ -56,13 +56,17 @@ class PreparedSampling:
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         self.params = params
-        for token_id, _ in params.logit_bias:
-            if token_id >= vocab_size:
-                raise InvalidRequestError(
-                    f"logit_bias names token {token_id}, the vocabulary has {vocab_size}",
-                    "logit_bias",
-                )
-        self.bias_ids = [token_id for token_id, _ in params.logit_bias]
+        biased = [token_id for token_id, _ in params.logit_bias]
+        for name, ids in (
+            ("logit_bias", biased),
+            ("logprob_token_ids", params.logprob_token_ids),
+        ):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} names token {token_id}, the vocabulary has {vocab_size}", name
+                    )
+        self.bias_ids = biased
         self.bias_values = [bias for _, bias in params.logit_bias]
         ending = params.eos_token_ids | params.stop_token_ids
         self.ending_ids = sorted(token_id for token_id in ending if 0 <= token_id < vocab_size)
@@ -90,6 +94,34 @@ class PreparedSampling:
             or self.reshapes
             or bool(self.ending_ids and params.min_tokens)
         )
+
+
+def asks_widely(params: SamplingParams) -> bool:
+    """Whether more log-probabilities are asked for than a kernel's few likeliest."""
+    return params.logprobs is not None and (
+        params.logprobs > MAX_LOGPROBS or bool(params.logprob_token_ids)
+    )
+
+
+def wide_logprobs(
+    logits: NDArray[np.float32], token_id: int, params: SamplingParams
+) -> TokenLogprobs:
+    """What ``asks_widely`` is about: of any number of tokens, or of those that are named.
+
+    Args:
+        logits: [vocab], of one row.
+    """
+    row = logits.astype(np.float64)
+    top = row.max()
+    logprobs = row - (top + np.log(np.exp(row - top).sum()))
+    if params.logprob_token_ids:
+        ids = np.array(params.logprob_token_ids)
+        ids = ids[np.argsort(-logprobs[ids], kind="stable")]
+    else:
+        ids = np.argsort(-logprobs, kind="stable")[: params.logprobs]
+    rank = 1 + int((row > row[token_id]).sum())
+    named = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, named)
 
 
 class Reshaping(NamedTuple):

@@ -167,6 +167,19 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "otherwise the header x-paceline-ignored-fields names it",
     )
     group.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=20,
+        metavar="N",
+        help="tokens whose log-probabilities a request may ask for at each place; -1: all of the "
+        "vocabulary, up to 64 MiB an answer (default 20)",
+    )
+    group.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="serve GET /tokenizer_info, which shows the chat template",
+    )
+    group.add_argument(
         "--enable-per-request-metrics",
         action="store_true",
         help="answers of one choice tell its times as vLLM's do: metrics.queue_time_ms, "
@@ -336,6 +349,8 @@ def _server_config(
         metrics_tenants=args.metrics_tenants,
         trust_request_chat_template=args.trust_request_chat_template,
         strict_fields=args.strict_fields,
+        max_logprobs=args.max_logprobs,
+        enable_tokenizer_info=args.enable_tokenizer_info_endpoint,
         enable_per_request_metrics=args.enable_per_request_metrics,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

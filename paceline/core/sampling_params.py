@@ -27,7 +27,7 @@ _RANGES: Final = {
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0, 100, above=True),
     "min_tokens": Range(0),
-    "logprobs": Range(0, MAX_LOGPROBS),
+    "logprobs": Range(0, 2**31),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "seed": Range(-(2**63), 2**63 - 1),
 }
@@ -64,6 +64,8 @@ class SamplingParams:
     seed: int = 0
     # None: no logprobs; k: the chosen token's and the k likeliest tokens'
     logprobs: int | None = None
+    # with ``logprobs``: of these tokens instead of the likeliest
+    logprob_token_ids: tuple[int, ...] = ()
     # ids that end the output; the id itself is kept in the output tokens
     stop_token_ids: frozenset[int] = frozenset()
     # the model's end-of-sequence ids; empty when the caller set ignore_eos

@@ -65,6 +65,10 @@ class Tokenizer(Protocol):
         """The exact bytes one id stands for; may be half a character."""
         ...
 
+    def vocabulary_token(self, token_id: int) -> str:
+        """One id as the vocabulary spells it, such as "\u0120the"; empty without a token."""
+        ...
+
     def token_text(self, token_id: int) -> str | None:
         """What one id adds to a decoded text whatever its neighbours are, as long as those before
         it leave no character open; None where that depends on them."""

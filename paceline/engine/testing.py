@@ -82,6 +82,9 @@ class ByteTokenizer:
             return bytes((token_id,))
         return self.SPECIAL.get(token_id, "").encode()
 
+    def vocabulary_token(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("latin-1")
+
     def token_text(self, token_id: int) -> str | None:
         try:
             return self.token_bytes(token_id).decode()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError, InvalidRequestError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.http.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.http.keys import ApiKey, KeyRing
@@ -60,6 +60,10 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     # refuse chat and completions with fields that nothing reads, instead of naming them in a header
     strict_fields: bool = False
+    # tokens whose log-probabilities a request may ask for at each place; -1: all of the vocabulary
+    max_logprobs: int = MAX_LOGPROBS
+    # serve GET /tokenizer_info, which shows the chat template
+    enable_tokenizer_info: bool = False
     # vLLM's times of a request go with its answer
     enable_per_request_metrics: bool = False
     # targets by name, beside or instead of the built-in classes
@@ -139,6 +143,10 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, got {value}")
+        _require(
+            -1 <= self.max_logprobs < 2**31,
+            f"max_logprobs must be -1 (all) or 0 and more, got {self.max_logprobs}",
+        )
         _require(
             self.reasoning_parser in (None, "none", *REASONING_FORMATS),
             f"reasoning_parser must be none or one of {', '.join(REASONING_FORMATS)}, "

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 import paceline
 from paceline.core.errors import InvalidRequestError
+from paceline.http.errors import HttpError
 from paceline.http.fields import Fields
 from paceline.server.bodies.protocol import check_model, parse_template_options
 from paceline.server.bodies.unserved import note_unknown
@@ -54,6 +55,13 @@ def info_router(service: Service) -> APIRouter:
         check_model(Fields({"model": name}), service.rules)
         return encoded(_card(service, name))
 
+    async def tokenizer_info(_request: Request) -> Response:
+        if not service.config.enable_tokenizer_info:
+            raise HttpError(
+                404, "GET /tokenizer_info is served with --enable-tokenizer-info-endpoint alone"
+            )
+        return encoded(_tokenizer_info(service))
+
     async def tokenize(request: Request) -> Response:
         return await _tokenize(service, request)
 
@@ -69,6 +77,7 @@ def info_router(service: Service) -> APIRouter:
         ("/version", version, ["GET"]),
         ("/load", load, ["GET"]),
         ("/metrics", metrics, ["GET"]),
+        ("/tokenizer_info", tokenizer_info, ["GET"]),
         ("/v1/models", models, ["GET"]),
         ("/v1/models/{name:path}", model, ["GET"]),
     ):
@@ -120,6 +129,21 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+def _tokenizer_info(service: Service) -> dict[str, Any]:
+    """Fields of a ``tokenizer_config.json``, of what is known here."""
+    tokenizer = service.client.tokenizer
+    spelt = tokenizer.vocabulary_token
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template_source,
+        "model_max_length": service.rules.max_model_len,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_tokens": [spelt(token) for token in sorted(tokenizer.eos_token_ids)],
+        "all_special_tokens": [spelt(token) for token in sorted(tokenizer.special_token_ids)],
+        "all_special_ids": sorted(tokenizer.special_token_ids),
+    }
+
+
 async def _tokenize(service: Service, request: Request) -> Response:
     fields = Fields(await read_object(request, service.config))
     check_model(fields, service.rules)
@@ -152,8 +176,8 @@ async def _tokenize(service: Service, request: Request) -> Response:
     note_unknown(fields)
     strings = None
     if wants_strings:
-        token_bytes = service.client.tokenizer.token_bytes
-        strings = [token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        spelt = service.client.tokenizer.vocabulary_token
+        strings = [spelt(token) for token in tokens]
     return encoded(
         {
             "count": len(tokens),

@@ -275,6 +275,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             trust_request_chat_template=config.trust_request_chat_template,
             strict_fields=config.strict_fields,
             cache_block=info.block_size if info.enable_prefix_caching else 0,
+            max_logprobs=info.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
             tells_metrics=config.enable_per_request_metrics,
             slo_classes=dict(CLASSES) | dict(config.slo_classes),
             tool_format=TOOL_FORMATS[config.tool_call_parser]

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from paceline.backends.native.library import Draw, Logprobs, check, library
 from paceline.backends.native.model import NativeModel
-from paceline.backends.sampling import Reshaping, SampleRow, Samples, uniforms
+from paceline.backends.sampling import (
+    Reshaping,
+    SampleRow,
+    Samples,
+    asks_widely,
+    uniforms,
+    wide_logprobs,
+)
 from paceline.core.outputs import TokenLogprobs
 
 __all__ = ["NativeSampler", "token_logprobs"]
@@ -76,6 +83,10 @@ class NativeSampler:
             for index, row in enumerate(rows)
             if row.sampling.params.logprobs is not None and finite[index] and token_ids[index] >= 0
         ]
+        for index in [i for i in asking if asks_widely(rows[i].sampling.params)]:
+            asking.remove(index)
+            params = rows[index].sampling.params
+            result[index] = wide_logprobs(logits[index], token_ids[index], params)
         if asking:
             entries = _logprobs(
                 _addresses(logits, asking),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.sampling import SampleRow, Samples, uniforms
+from paceline.backends.sampling import SampleRow, Samples, asks_widely, uniforms, wide_logprobs
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -302,6 +302,10 @@ def _logprobs(
         for index, row in enumerate(rows)
         if finite[index] and token_ids[index] >= 0 and row.sampling.params.logprobs is not None
     ]
+    for index in [i for i in asking if asks_widely(rows[i].sampling.params)]:
+        asking.remove(index)
+        row = logits[index].float().cpu().numpy()
+        result[index] = wide_logprobs(row, token_ids[index], rows[index].sampling.params)
     for start in range(0, len(asking), _ROWS):
         chunk = asking[start : start + _ROWS]
         entries = token_logprobs(

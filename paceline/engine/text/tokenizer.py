@@ -114,6 +114,9 @@ class HFTokenizer:
                 self._bytes[token_id] = known
         return known
 
+    def vocabulary_token(self, token_id: int) -> str:
+        return (self._backend.id_to_token(token_id) if token_id >= 0 else None) or ""
+
     def token_text(self, token_id: int) -> str | None:
         try:
             return self._texts[token_id]

@@ -24,6 +24,8 @@ from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.sampling_fields import (
     INT32,
     INT64,
+    check_logprob_bytes,
+    logprob_count,
     or_else,
     parse_bad_words,
     parse_sampling,
@@ -166,7 +168,7 @@ def parse_chat(
     refuse_unserved(fields, REFUSED_IN_CHAT)
     template = parse_template_options(fields, rules)
     wanted = fields.boolean("logprobs", False)
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    top = logprob_count(fields, "top_logprobs", rules)
     # 0 asks for nothing: some clients write every default out
     if top and not wanted:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs=true", "top_logprobs")
@@ -211,7 +213,11 @@ def parse_completion(
     refuse_unserved(fields, REFUSED_IN_COMPLETIONS, NO_EFFECT_IN_COMPLETIONS)
     prompts = _prompts(fields.raw("prompt"), rules)
     echo = fields.boolean("echo", False)
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    logprobs = logprob_count(fields, "logprobs", rules)
+    if echo and logprobs is not None and logprobs > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprobs={logprobs} with echo: of a prompt {MAX_LOGPROBS} are served", "logprobs"
+        )
     if echo and logprobs is not None and fields.boolean("stream", False):
         raise InvalidRequestError("echo with logprobs is not served with stream=true", "echo")
     options = _options(
@@ -379,6 +385,7 @@ def _options(
         raise InvalidRequestError(
             "resume_output_ids with tools needs stream=true", "resume_output_ids"
         )
+    check_logprob_bytes(logprobs, max_tokens or rules.max_model_len, n, "logprobs")
     service_tier, tier_class = parse_service_tier(fields.raw("service_tier"))
     for name in CALLER_FIELDS:
         # the tenant was made from them

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.slo import Slo
 from paceline.server.bodies.targets import CLASSES
 from paceline.server.reasoning import Thinking
@@ -39,6 +40,8 @@ class RequestRules:
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls
     tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
+    # tokens whose log-probabilities are told at each place
+    max_logprobs: int = MAX_LOGPROBS
     # how it thinks; None: it does not
     thinking: Thinking | None = None
 

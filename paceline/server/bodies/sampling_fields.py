@@ -7,18 +7,36 @@ import secrets
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_STOP_TOKENS, SamplingParams
+from paceline.core.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
 from paceline.http.fields import Fields, check_string, show
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.structured import parse_structured
 from paceline.server.bodies.tool_calls import ToolPlan
 
-__all__ = ["INT32", "INT64", "or_else", "parse_bad_words", "parse_sampling"]
+__all__ = [
+    "INT32",
+    "INT64",
+    "MAX_NAMED_LOGPROBS",
+    "check_logprob_bytes",
+    "logprob_count",
+    "or_else",
+    "parse_bad_words",
+    "parse_sampling",
+]
 
 INT32: Final = 2**31 - 1
 INT64: Final = 2**63
 _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
 _MAX_WORD_CHARS: Final = 1024
+MAX_NAMED_LOGPROBS: Final = 128
+# about what one takes in an answer, and all of an answer together may
+_LOGPROB_BYTES: Final = 64
+_MAX_LOGPROB_BYTES: Final = 64 << 20
 
 
 def parse_sampling(
@@ -49,6 +67,14 @@ def parse_sampling(
             "ignore_eos",
         )
     allowed = fields.token_ids("allowed_token_ids", rules.vocab_size)
+    named = fields.token_ids("logprob_token_ids", rules.vocab_size) or []
+    if named and logprobs is None:
+        raise InvalidRequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+    if len(named) > MAX_NAMED_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprob_token_ids may hold {MAX_NAMED_LOGPROBS} ids, got {len(named)}",
+            "logprob_token_ids",
+        )
     return SamplingParams(
         max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
         temperature=or_else(fields.number("temperature"), default.get("temperature", 1.0)),
@@ -63,12 +89,41 @@ def parse_sampling(
         logit_bias=_logit_bias(fields.object("logit_bias") or {}, rules.vocab_size),
         seed=secrets.randbits(63) if seed is None else seed,
         logprobs=logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(named)),
         stop_token_ids=frozenset(stop_token_ids),
         eos_token_ids=frozenset() if ignore_eos else rules.eos_token_ids,
         min_tokens=min_tokens,
         grammar=grammar,
         allowed_token_ids=None if allowed is None else frozenset(allowed),
     )
+
+
+def logprob_count(fields: Fields, name: str, rules: RequestRules) -> int | None:
+    """How many tokens' log-probabilities are asked for at each place; -1 asks for all."""
+    count = fields.integer(name, -1, INT32)
+    if count is None:
+        return None
+    wanted = rules.vocab_size if count == -1 else count
+    if wanted > rules.max_logprobs:
+        asks = f"asks for all {wanted} of the vocabulary" if count == -1 else "is too many"
+        raise InvalidRequestError(
+            f"{name}={count} {asks}: this server tells {rules.max_logprobs} at most "
+            "(--max-logprobs)",
+            name,
+        )
+    return wanted
+
+
+def check_logprob_bytes(count: int | None, max_tokens: int, n: int, name: str) -> None:
+    """Raises InvalidRequestError if so many log-probabilities at each place make an answer too
+    large to hold."""
+    told = (count or 0) * max_tokens * n * _LOGPROB_BYTES
+    if told > _MAX_LOGPROB_BYTES and (count or 0) > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"{count} log-probabilities for each of up to {max_tokens} tokens of {n} choices are "
+            f"about {told >> 20} MiB; {_MAX_LOGPROB_BYTES >> 20} are served: lower max_tokens",
+            name,
+        )
 
 
 def _logit_bias(values: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -46,7 +46,6 @@ _EVERYWHERE: Final[RefusedFields] = {
     "use_beam_search": (_given, "beam search"),
     "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
     "prompt_embeds": (_given, "a prompt of embeddings"),
-    "logprob_token_ids": (_given, "log-probabilities of chosen ids"),
     "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
     "spaces_between_special_tokens": (lambda v: v is False, "joining special tokens"),
     "kv_transfer_params": (_given, "KV transfer"),

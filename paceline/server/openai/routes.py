@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from paceline.core.errors import InvalidRequestError
 from paceline.engine.types import GenerationOutput
 from paceline.http.errors import Reply, error_body, reply_to
 from paceline.http.shortcut import Shortcut
@@ -85,7 +86,21 @@ def generate_router(service: Service) -> APIRouter:
             service, request, parse_completion, completion_events, completion_answer
         )
 
+    async def invocations(request: Request) -> Response:
+        # the body is read once and kept by the request
+        body = await read_object(request, service.config)
+        if "messages" in body:
+            return await chat_completions(request)
+        if "prompt" in body:
+            return await completions(request)
+        raise InvalidRequestError(
+            "a body of /invocations holds messages, as /v1/chat/completions, or a prompt, as "
+            "/v1/completions",
+            "messages",
+        )
+
     for path, handler in (
+        ("/invocations", invocations),
         ("/v1/chat/completions", chat_completions),
         ("/v1/completions", completions),
     ):

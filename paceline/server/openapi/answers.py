@@ -272,6 +272,12 @@ _LLAMA_ANSWER: Final = Answer(
 # by method and path
 ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("POST", "/v1/chat/completions"): Answer("a message", ref("ChatAnswer"), ref("ChatChunk")),
+    ("POST", "/invocations"): Answer(
+        "as of the endpoint whose body it is",
+        {"anyOf": [ref("ChatAnswer"), ref("CompletionAnswer")]},
+        {"anyOf": [ref("ChatChunk"), ref("CompletionChunk")]},
+    ),
+    ("GET", "/tokenizer_info"): Answer("fields of its tokenizer_config.json", OBJECT),
     ("POST", "/v1/completions"): Answer(
         "continuations of the prompts", ref("CompletionAnswer"), ref("CompletionChunk")
     ),

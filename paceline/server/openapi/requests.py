@@ -10,7 +10,7 @@ from typing import Final
 
 from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.sampling_fields import INT32, INT64
+from paceline.server.bodies.sampling_fields import INT32, INT64, MAX_NAMED_LOGPROBS
 from paceline.server.bodies.structured import STRUCTURED_KINDS
 from paceline.server.bodies.targets import SERVICE_TIERS
 from paceline.server.bodies.unserved import NO_EFFECT
@@ -147,6 +147,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     }
     return {
         "/v1/chat/completions": chat,
+        "/invocations": {"anyOf": [chat, completion]},
         "/v1/completions": completion,
         "/v1/responses": _responses(rules),
         "/v1/responses/input_tokens": _responses(rules),
@@ -259,6 +260,7 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
         "allowed_token_ids": array(ids, 1),
         "bad_words": array(string(low=1, high=1024), 0, MAX_BAD_WORDS[0] // 2),
         "prompt_logprobs": bounded(integer(0, MAX_LOGPROBS), "without stream"),
+        "logprob_token_ids": array(ids, 0, MAX_NAMED_LOGPROBS),
         "response_format": ref("ResponseFormat"),
         "structured_outputs": ref("StructuredOutputs"),
         "add_special_tokens": BOOLEAN,
@@ -289,13 +291,19 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
     return {"model": _model(rules), **found, **dict.fromkeys(NO_EFFECT, _IGNORED)}
 
 
+def _count(rules: RequestRules) -> Schema:
+    """Of log-probabilities at one place; -1 is all, where all are told."""
+    told_all = rules.max_logprobs >= rules.vocab_size
+    return integer(-1 if told_all else 0, rules.max_logprobs)
+
+
 def _chat(rules: RequestRules) -> Schema:
     sampling = _sampling(rules)
     fields: dict[str, Schema] = {
         "max_completion_tokens": sampling["max_tokens"],
         "max_tokens": nullable(bounded(integer(1, INT32), "the older name; the other one counts")),
         "logprobs": BOOLEAN,
-        "top_logprobs": bounded(integer(0, MAX_LOGPROBS), "above 0 with logprobs alone"),
+        "top_logprobs": bounded(_count(rules), "above 0 with logprobs alone"),
         "tools": array(ref("Tool"), 0, 128),
         "tool_choice": {
             "anyOf": [
@@ -326,7 +334,7 @@ def _completion(rules: RequestRules) -> Schema:
             array(array(ids, 1), 1, rules.max_prompts),
         ]
     }
-    logprobs = nullable(integer(0, MAX_LOGPROBS))
+    logprobs = nullable(_count(rules))
     return record(
         {"prompt": prompt},
         _sampling(rules)

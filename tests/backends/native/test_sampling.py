@@ -278,6 +278,24 @@ class TestReshaped:
             with pytest.raises(ValueError, match="do not go together"):
                 native.sample(nothing, [greedy, other], likeliest)
 
+    def test_logprobs_of_any_number_and_of_named_tokens(self) -> None:
+        logits = make_logits(3, 100)
+        rows = [
+            make_row(vocab=100, logprobs=65),
+            make_row(vocab=100, logprobs=0, logprob_token_ids=(7, 3)),
+            make_row(vocab=100, logprobs=3),
+        ]
+        samples = NativeSampler().sample(logits, rows, likeliest_of(logits))
+        exact = logits.astype(np.float64)
+        exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+        for index, wanted in ((0, 65), (1, 2), (2, 3)):
+            entry = samples.logprobs[index]
+            assert entry is not None and entry.rank == 1 and len(entry.top) == wanted
+            for token, value in entry.top:
+                assert value == pytest.approx(exact[index, token], abs=1e-6)
+        named = samples.logprobs[1]
+        assert named is not None and {token for token, _ in named.top} == {3, 7}
+
     def test_masks_of_another_size_are_refused(self) -> None:
         logits = make_logits(1, 20)
         row = make_row(vocab=20, forbidden=np.zeros(21, dtype=np.bool_))

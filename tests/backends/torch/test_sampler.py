@@ -364,6 +364,31 @@ class TestLogprobs:
             )
         assert result.logprobs[2] is None
 
+    def test_of_any_number_and_of_named_tokens(self) -> None:
+        logits = make_logits(4)
+        rows = [
+            make_row(logprobs=21),
+            make_row(logprobs=2, logprob_token_ids=(7, 3, 250), temperature=1.0),
+            make_row(logprobs=2),
+            make_row(logprobs=VOCAB),
+        ]
+        result = sample(logits, rows)
+        reference = logits.double().log_softmax(-1)
+        for index, wanted in ((0, 21), (1, 3), (2, 2), (3, VOCAB)):
+            entry = result.logprobs[index]
+            assert entry is not None and len(entry.top) == wanted
+            own = float(reference[index, entry.token_id])
+            assert entry.logprob == pytest.approx(own, abs=1e-5)
+            assert entry.rank == 1 + int((reference[index] > own).sum())
+            for token, value in entry.top:
+                assert value == pytest.approx(float(reference[index, token]), abs=1e-5)
+            values = [value for _, value in entry.top]
+            assert values == sorted(values, reverse=True)
+        named = result.logprobs[1]
+        assert named is not None and {token for token, _ in named.top} == {3, 7, 250}
+        with pytest.raises(InvalidRequestError, match=r"token 300, the vocabulary has 300"):
+            make_row(logprobs=1, logprob_token_ids=(VOCAB,))
+
     def test_more_than_the_vocabulary(self) -> None:
         result = sample(make_logits(1, 7), [make_row(vocab=7, logprobs=20)])
         assert result.logprobs[0] is not None

@@ -244,3 +244,62 @@ async def test_openais_client_checks_every_answer(app: FastAPI) -> None:
     assert counted.input_tokens == response.usage.input_tokens
     with pytest.raises(openai.NotFoundError, match="text models only"):
         await client.moderations.create(input="a")
+
+
+async def test_invocations_go_by_their_body(http: httpx.AsyncClient) -> None:
+    asked = chat_body(max_tokens=6)
+    chatted = (await http.post("/invocations", json=asked)).json()
+    assert chatted["object"] == "chat.completion"
+    assert chatted["choices"] == (await http.post(CHAT, json=asked)).json()["choices"]
+    stream = await http.post("/invocations", json=asked | {"stream": True})
+    assert events(stream.text)[0]["object"] == "chat.completion.chunk"
+    text = (await http.post("/invocations", json={"prompt": "x", "max_tokens": 2})).json()
+    assert text["object"] == "text_completion"
+    neither = await http.post("/invocations", json={"inputs": "x"})
+    assert neither.status_code == 400 and "holds messages" in neither.text
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+async def test_tokenizer_info(anyio_backend: str, enabled: bool) -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB, max_model_len=512))
+    config = ServerConfig(enable_tokenizer_info=enabled)
+    async with connect(create_app(client, config)) as http:
+        answer = await http.get("/tokenizer_info")
+    await client.close()
+    assert answer.status_code == (200 if enabled else 404)
+    if enabled:
+        assert answer.json()["eos_tokens"] == ["<|im_end|>"]
+        assert answer.json()["model_max_length"] == 512
+
+
+async def wide(http: httpx.AsyncClient, path: str = CHAT, **fields: Any) -> httpx.Response:
+    body = {"prompt": "x"} if path != CHAT else chat_body()
+    return await http.post(path, json=body | {"max_tokens": 2} | fields)
+
+
+async def test_how_many_logprobs_are_told_is_a_setting(anyio_backend: str) -> None:
+    backend = NullBackend(vocab_size=VOCAB, max_model_len=512)
+    client = null_client(backend)
+    async with connect(create_app(client, ServerConfig())) as http:
+        for count in (21, -1):
+            refused = await wide(http, logprobs=True, top_logprobs=count)
+            assert refused.status_code == 400 and "20 at most" in refused.text
+            assert (await wide(http, "/v1/completions", logprobs=count)).status_code == 400
+        named = await wide(http, logprob_token_ids=[1])
+        assert named.status_code == 400 and "needs logprobs" in named.text
+        many = await wide(http, logprobs=True, logprob_token_ids=[1] * 129)
+        assert many.status_code == 400 and "may hold 128" in many.text
+    async with connect(create_app(client, ServerConfig(max_logprobs=-1))) as http:
+        assert (await wide(http, logprobs=True, top_logprobs=-1)).status_code == 200
+        echoed = await wide(http, "/v1/completions", logprobs=-1, echo=True)
+        assert echoed.status_code == 400 and "with echo" in echoed.text
+    await client.close()
+
+
+async def test_an_answer_of_many_logprobs_is_bounded_in_bytes(anyio_backend: str) -> None:
+    client = null_client(NullBackend(vocab_size=50_000, max_model_len=512))
+    async with connect(create_app(client, ServerConfig(max_logprobs=-1))) as http:
+        refused = await wide(http, logprobs=True, top_logprobs=-1, max_tokens=30)
+        assert refused.status_code == 400 and "91 MiB; 64 are served" in refused.text
+        assert (await wide(http, logprobs=True, top_logprobs=-1, max_tokens=2)).status_code == 200
+    await client.close()
