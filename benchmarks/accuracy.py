@@ -50,6 +50,7 @@ from paceline.backends.machine import choose_threads
 from paceline.backends.native import (
     NativeModel,
     checkpoint_tensors,
+    choose_kinds,
     unavailable_reason,
     variants,
 )
@@ -186,6 +187,7 @@ def build(
         block_size=BLOCK,
         threads=threads,
         isa=isa,
+        wide=choose_kinds(checkpoint, dtype).wide,
     )
 
 

@@ -64,11 +64,12 @@ Model::Model(const PacelineConfig& config)
   layers_.resize(size_t(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) {
     Layer& layer = layers_[size_t(i)];
-    make_linear(layer.qkv, qkv_rows_, c.hidden, c.qkv_bias);
-    make_linear(layer.out, c.hidden, c.heads * c.head_dim, c.o_bias);
+    const int wide = c.wide ? c.wide[i] : 0;
+    make_linear(layer.qkv, qkv_rows_, c.hidden, c.qkv_bias, wide & 1);
+    make_linear(layer.out, c.hidden, c.heads * c.head_dim, c.o_bias, wide & 2);
     // gate and up interleaved by 16, so that a panel holds both halves of 16 products
-    make_linear(layer.gate_up, 2 * inner_pad_, c.hidden, c.mlp_bias);
-    make_linear(layer.down, c.hidden, c.inner, c.mlp_bias);
+    make_linear(layer.gate_up, 2 * inner_pad_, c.hidden, c.mlp_bias, wide & 4);
+    make_linear(layer.down, c.hidden, c.inner, c.mlp_bias, wide & 8);
     if (c.norms & 1) {
       layer.attention_norm.resize(size_t(c.hidden));
       layer.mlp_norm.resize(size_t(c.hidden));
@@ -87,6 +88,7 @@ Model::Model(const PacelineConfig& config)
   }
   config_.sliding = nullptr;
   config_.ropes = nullptr;
+  config_.wide = nullptr;
   config_.isa = nullptr;
   const Weights table = weights_ == Weights::kQ4 ? Weights::kI8 : weights_;
   head_.main = Matrix(table, c.vocab, c.hidden, arena_);
@@ -107,8 +109,8 @@ void Model::reserve_cache() {
   }
 }
 
-void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias) {
-  const bool q4 = weights_ == Weights::kQ4 && columns % kGroup == 0;
+void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias, bool wide) {
+  const bool q4 = weights_ == Weights::kQ4 && columns % kGroup == 0 && !wide;
   linear.main = Matrix(q4 ? Weights::kQ4 : weights_ == Weights::kQ4 ? Weights::kI8 : weights_, rows, columns, arena_);
   if (q4 && kernels_->q4_rows != kAllRows) linear.batch = Matrix(Weights::kI8, rows, columns, arena_);
   linear.has_bias = bias;
@@ -180,12 +182,12 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
   const int64_t d = config_.head_dim, q = config_.heads * d, k = config_.kv_heads * d;
   auto vector = [&](std::vector<float>& out, int64_t offset = 0) {
     require(int64_t(out.size()) >= offset + columns, std::string(kNames[kind]) + " is not part of this model");
-    decode_row(type, data, columns, out.data() + offset);
+    decode_row(type, data, 0, columns, out.data() + offset);
   };
   auto interleaved = [&](std::vector<float>& out, int64_t phase) {
     require(!out.empty(), std::string(kNames[kind]) + " is not part of this model");
     std::vector<float> row(size_t(columns), 0.0f);
-    decode_row(type, data, columns, row.data());
+    decode_row(type, data, 0, columns, row.data());
     for (int64_t i = 0; i < columns; ++i) out[size_t(i / 16 * 32 + phase + i % 16)] = row[size_t(i)];
   };
   switch (kind) {

@@ -62,6 +62,58 @@ void rotate_row(float* x, int64_t columns) {
   }
 }
 
+// What GGUF calls K: blocks of 256 values in groups of 32, whose scales and minimums are whole numbers of 6
+// bits times two halves of the block. Q6_K has no minimums and a scale of 8 bits for each 16 values.
+constexpr int64_t kBlock = 256, kGroupsOfK = kBlock / kGroup;
+constexpr int64_t kQ4KBytes = 144, kQ5KBytes = 176, kQ6KBytes = 210;
+
+// One group of a block of Q4_K or Q5_K: a value is scale * q - minimum.
+struct GroupOfK {
+  // `low` is where the low bits begin; Q5_K has 32 bytes of fifth bits between the scales and them
+  GroupOfK(const uint8_t* block, int64_t group, int64_t between = 0) {
+    const uint8_t* six = block + 4;
+    int factor, lowest;
+    if (group < 4) {
+      factor = six[group] & 63;
+      lowest = six[group + 4] & 63;
+    } else {
+      factor = (six[group + 4] & 15) | six[group - 4] >> 6 << 4;
+      lowest = six[group + 4] >> 4 | six[group] >> 6 << 4;
+    }
+    scale = half_to_float(read<uint16_t>(block)) * float(factor);
+    minimum = half_to_float(read<uint16_t>(block + 2)) * float(lowest);
+    low = block + 16 + between + group / 2 * 32;
+    shift = int(group % 2) * 4;
+  }
+  float scale, minimum;
+  const uint8_t* low;
+  int shift;
+};
+
+void decode_q45k(const uint8_t* row, int64_t group, bool fifth, float* out) {
+  const uint8_t* block = row + group / kGroupsOfK * (fifth ? kQ5KBytes : kQ4KBytes);
+  const int64_t in_block = group % kGroupsOfK;
+  const GroupOfK own(block, in_block, fifth ? 32 : 0);
+  for (int i = 0; i < 32; ++i) {
+    const int high = fifth ? (block[16 + i] >> in_block & 1) << 4 : 0;
+    out[i] = own.scale * float((own.low[i] >> own.shift & 15) | high) - own.minimum;
+  }
+}
+
+// 128 values share 64 bytes of low bits, in two halves by nibble, and 32 bytes of two high bits.
+void decode_q6k(const uint8_t* row, int64_t group, float* out) {
+  const uint8_t* block = row + group / kGroupsOfK * kQ6KBytes;
+  const int64_t half = group % kGroupsOfK / 4, quarter = group % 4;
+  const uint8_t* low = block + half * 64 + quarter % 2 * 32;
+  const uint8_t* high = block + 128 + half * 32;
+  const float scale = half_to_float(read<uint16_t>(block + 208));
+  for (int i = 0; i < 32; ++i) {
+    const int q = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> quarter * 2 & 3) << 4;
+    const int factor = int8_t(block[192 + half * 8 + quarter * 2 + i / 16]);
+    out[i] = scale * float(factor) * float(q - 32);
+  }
+}
+
 }  // namespace
 
 Memory::~Memory() {
@@ -101,7 +153,7 @@ void Memory::reserve(size_t bytes) {
 }
 
 int64_t source_row_bytes(Source type, int64_t columns) {
-  const bool grouped = columns % 32 == 0;
+  const bool grouped = columns % 32 == 0, blocks = columns % kBlock == 0;
   switch (type) {
     case Source::kF32: return columns * 4;
     case Source::kF16:
@@ -109,12 +161,24 @@ int64_t source_row_bytes(Source type, int64_t columns) {
     case Source::kQ4_0: return grouped ? columns / 32 * 18 : -1;
     case Source::kQ4_1: return grouped ? columns / 32 * 20 : -1;
     case Source::kQ8_0: return grouped ? columns / 32 * 34 : -1;
+    case Source::kQ4_K: return blocks ? columns / kBlock * kQ4KBytes : -1;
+    case Source::kQ5_K: return blocks ? columns / kBlock * kQ5KBytes : -1;
+    case Source::kQ6_K: return blocks ? columns / kBlock * kQ6KBytes : -1;
   }
   return -1;
 }
 
-void decode_row(Source type, const void* row, int64_t columns, float* out) {
-  const uint8_t* p = static_cast<const uint8_t*>(row);
+void decode_row(Source type, const void* row, int64_t first, int64_t columns, float* out) {
+  if (type == Source::kQ4_K || type == Source::kQ5_K || type == Source::kQ6_K) {
+    for (int64_t g = 0; g < columns; g += kGroup) {
+      if (type == Source::kQ6_K)
+        decode_q6k(static_cast<const uint8_t*>(row), (first + g) / kGroup, out + g);
+      else
+        decode_q45k(static_cast<const uint8_t*>(row), (first + g) / kGroup, type == Source::kQ5_K, out + g);
+    }
+    return;
+  }
+  const uint8_t* p = static_cast<const uint8_t*>(row) + (first ? source_row_bytes(type, first) : 0);
   switch (type) {
     case Source::kF32: memcpy(out, p, size_t(columns) * 4); return;
     case Source::kF16:
@@ -144,6 +208,7 @@ void decode_row(Source type, const void* row, int64_t columns, float* out) {
         for (int i = 0; i < 32; ++i) out[g + i] = scale * float(int8_t(p[2 + i]));
       }
       return;
+    default: return;
   }
 }
 
@@ -189,7 +254,7 @@ Panels Matrix::view() const {
 void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratch) {
   const bool stored = type == Source::kQ4_0 || type == Source::kQ4_1;
   const uint8_t* in = static_cast<const uint8_t*>(source);
-  if (!stored) decode_row(type, source, columns_, scratch);
+  if (!stored && type != Source::kQ4_K) decode_row(type, source, 0, columns_, scratch);
   const int64_t lane = row % kPanel;
   uint8_t* out = data_ + row / kPanel * panel_bytes_;
   for (int64_t g = 0; g < columns_ / kGroup; ++g, out += kQ4GroupBytes) {
@@ -201,6 +266,12 @@ void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratc
       in += type == Source::kQ4_1 ? 4 : 2;
       memcpy(nibbles, in, 16);
       in += 16;
+    } else if (type == Source::kQ4_K) {
+      const GroupOfK group(in + g / kGroupsOfK * kQ4KBytes, g % kGroupsOfK);
+      scale = float_to_half(group.scale);
+      low = float_to_half(-group.minimum);
+      for (int i = 0; i < 16; ++i)
+        nibbles[i] = uint8_t((group.low[i] >> group.shift & 15) | (group.low[i + 16] >> group.shift & 15) << 4);
     } else {
       const float* x = scratch + g * kGroup;
       float least = x[0], most = x[0];
@@ -240,12 +311,10 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
   Lanes* turned = reinterpret_cast<Lanes*>(scratch);
   for (int64_t c = 0; c < columns_; c += kActGroup) {
     const int64_t width = columns_ - c < kActGroup ? columns_ - c : kActGroup;
-    // stored types keep 32 values together, so a group begins where so many columns end
-    const int64_t skip = c ? source_row_bytes(type, c) : 0;
     float values[kActGroup] = {};
     if (count < kPanel) memset(turned + c, 0, sizeof(Lanes) * kActGroup);
     for (int64_t r = 0; r < count; ++r) {
-      decode_row(type, from + r * stride + skip, width, values);
+      decode_row(type, from + r * stride, c, width, values);
       for (int64_t i = 0; i < kActGroup; ++i) turned[c + i][r] = values[i];
     }
     if (kind_ == Weights::kI8 && width == kActGroup) rotate(turned + c);

@@ -9,11 +9,15 @@
 namespace paceline {
 
 // Numbers of GGUF's types where one exists.
-enum class Source : int { kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kBF16 = 30 };
+enum class Source : int {
+  kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30
+};
 
 // Bytes of a stored row of `columns` values, or -1 where the type cannot hold such a row.
 int64_t source_row_bytes(Source type, int64_t columns);
-void decode_row(Source type, const void* row, int64_t columns, float* out);
+// `columns` values of a stored row from column `first`, which is a multiple of 32; the row itself holds
+// whole blocks of its type.
+void decode_row(Source type, const void* row, int64_t first, int64_t columns, float* out);
 
 // Zeroed memory, aligned to pages and backed by huge ones where the kernel grants them. Grows on
 // demand; growing loses the contents.

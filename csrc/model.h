@@ -102,7 +102,7 @@ class Model {
  private:
   void reserve_cache();
   void expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const;
-  void make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias);
+  void make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias, bool wide);
   void pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
             int64_t phase);
   void prepare(const PacelineStep& step);

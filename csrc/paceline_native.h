@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 11
+#define PACELINE_ABI 12
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -38,6 +38,9 @@ typedef struct {
   float attention_scale; /* 0: 1 / sqrt(head_dim) */
   const uint8_t* ropes;   /* [layers] 0 not rotated, else 1 and the number of the layer's tables */
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
+  /* [layers], may be null. Matrices that are int8 though weights are q4, in bits: 1 q, k and v, 2 o, 4 gate
+   * and up, 8 down */
+  const uint8_t* wide;
   const char* isa;        /* null: the best that works here */
 } PacelineConfig;
 
@@ -93,7 +96,8 @@ const char* paceline_variants(void);
 
 PacelineModel* paceline_create(const PacelineConfig* config);
 void paceline_destroy(PacelineModel* model);
-/* data: [rows, columns] as `type` (GGUF numbers: 0 f32, 1 f16, 2 q4_0, 3 q4_1, 8 q8_0, 30 bf16) */
+/* data: [rows, columns] as `type` (GGUF numbers: 0 f32, 1 f16, 2 q4_0, 3 q4_1, 8 q8_0, 12 q4_k,
+ * 13 q5_k, 14 q6_k, 30 bf16) */
 int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, const void* data,
                   int64_t rows, int64_t columns);
 /* tables 0 or 1, each [max_positions, head_dim / 2] */

@@ -20,6 +20,7 @@ from paceline.backends.machine import (
     has_torch,
     may_have_cuda,
 )
+from paceline.backends.native import choose_kinds
 from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
@@ -87,6 +88,7 @@ def _load(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
     )  # fmt: skip
+    kinds = choose_kinds(checkpoint, formats.dtype).note if formats.compute == "native" else ""
     loader = _choose_loader(
         checkpoint,
         formats,
@@ -120,7 +122,7 @@ def _load(
         dtype=formats.dtype,
         device=device,
         kv_dtype=formats.kv_dtype,
-        choice="; ".join(filter(None, (formats.why, placement.describe(settings.threads)))),
+        choice="; ".join(filter(None, (formats.why, kinds, placement.describe(settings.threads)))),
         numa_nodes=placement.nodes,
         num_host_blocks=host_blocks,
         swap_block_seconds=loaded.swap_block_seconds,

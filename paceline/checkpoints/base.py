@@ -57,6 +57,11 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def tensor_type(self, name: str) -> str:
+        """GGUF's name of the type that a tensor is stored as. Raises CheckpointError for an
+        unknown name."""
+        ...
+
     def release(self) -> None:
         """Give back memory that holds what was read so far. Raw tensors stay readable: the system
         reads them again."""

@@ -97,6 +97,9 @@ class HFCheckpoint:
         rows = np.frombuffer(_read(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
         return self._ordered(name, rows), entry.dtype
 
+    def tensor_type(self, name: str) -> str:
+        return self._find(name).dtype
+
     def release(self) -> None:
         """Nothing to do: what was read belongs to whoever asked for it."""
 

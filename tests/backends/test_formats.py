@@ -87,8 +87,8 @@ def names(chosen: Formats) -> tuple[str, str, str]:
         # as stored in both, so that nothing is rounded twice
         ("Q4_0", ("q4", "int8"), ("int8", "int8")),
         ("Q4_1", ("q4", "int8"), ("int8", "int8")),
+        ("Q4_K", ("q4", "int8"), ("int8", "int8")),
         # 4 bits on another grid, or more of them; int8 KV is not 5 % faster on the best level
-        ("Q4_K", ("int8", "bfloat16"), ("int8", "int8")),
         ("IQ4_NL", ("int8", "bfloat16"), ("int8", "int8")),
         ("Q6_K", ("int8", "bfloat16"), ("int8", "int8")),
         ("Q8_0", ("int8", "bfloat16"), ("int8", "int8")),

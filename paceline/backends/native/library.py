@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 11
+ABI: Final = 12
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -72,6 +72,7 @@ class Config(ctypes.Structure):
         ("attention_scale", c_float),
         ("ropes", c_char_p),
         ("sliding", c_char_p),
+        ("wide", c_char_p),
         ("isa", c_char_p),
     )
 

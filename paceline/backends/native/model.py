@@ -90,6 +90,8 @@ class NativeModel:
         isa: a name of ``variants()``; None: the best.
         screen_head: find the likeliest tokens of one or two rows without reading the whole head
             (csrc/screen.cpp), right but for errors of more than 6 standard deviations.
+        wide: a byte a layer, of the matrices that are int8 though ``dtype`` is "q4"
+            (``kinds.Kinds``); empty: none.
 
     Raises:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
@@ -109,6 +111,7 @@ class NativeModel:
         isa: str | None = None,
         screen_head: bool = False,
         sliding_rope: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
+        wide: bytes = b"",
     ) -> None:
         self._handle: int | None = None
         self._library = library()
@@ -121,6 +124,8 @@ class NativeModel:
         reason = unsupported_reason(config, block_size)
         if reason is not None:
             raise ConfigError(reason)
+        if wide and len(wide) != config.num_hidden_layers:
+            raise ConfigError(f"{len(wide)} bytes of wide for {config.num_hidden_layers} layers")
         tables = [_checked_tables(config, *rope)]
         if config.sliding_rope is not None:
             if sliding_rope is None:
@@ -178,6 +183,7 @@ class NativeModel:
             attention_scale=config.attention_scale or 0.0,
             ropes=bytes(ropes),
             sliding=sliding,
+            wide=wide or None,
             isa=None if isa is None else isa.encode(),
         )
         self._handle = self._library.paceline_create(ctypes.byref(values))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.native.kinds import choose_kinds
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.tensors import checkpoint_tensors
@@ -118,6 +119,7 @@ class NativeLoader:
             threads=self.threads,
             isa=self.isa,
             screen_head=self.screen_head,
+            wide=choose_kinds(self.checkpoint, self.dtype).wide,
         )
 
         def move(count: int) -> None:

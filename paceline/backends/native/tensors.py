@@ -16,10 +16,14 @@ from paceline.core.errors import CheckpointError
 __all__ = ["KEPT", "KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
 
 # GGUF's names and numbers of the types that the library reads
-TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30}
+TYPES: Final = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "BF16": 30,
+}  # fmt: skip
 
-# those whose blocks 4-bit weights take as they are (csrc/matrix.cpp): nothing is rounded again
-KEPT: Final = frozenset({"Q4_0", "Q4_1"})
+# those whose blocks 4-bit weights take as they are (csrc/matrix.cpp): no weight is
+# rounded again. Only a scale of Q4_K, six bits times a half, is rounded to a half (1 in 2048)
+KEPT: Final = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 
 # PacelineTensor by the name's part behind the layer
 KINDS: Final = {

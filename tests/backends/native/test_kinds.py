@@ -1,0 +1,177 @@
+"""GGUF's K kinds: read as the ``gguf`` package does, and each matrix of a mixed file in its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Q
+from numpy.typing import NDArray
+
+from paceline.backends.native import (
+    NativeModel,
+    RawTensor,
+    checkpoint_tensors,
+    choose_kinds,
+    unavailable_reason,
+    variants,
+)
+from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.rope import rotary_tables
+from paceline.checkpoints.gguf import GGUFCheckpoint
+from tests.checkpoints.builders import llama_metadata
+
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+
+# places of the halves of a block
+HALVES = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+HIDDEN, INNER, VOCAB, LAYERS = 256, 512, 64, 2
+
+
+def _blocks(kind: Q, rows: int, columns: int, seed: int) -> NDArray[np.uint8]:
+    """Random bytes are valid blocks, once their halves are numbers of a sensible size."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
+    for place in HALVES[kind]:
+        # of Q4_K and Q5_K, so that values lie around zero: the minimum is about 8 or 16 scales
+        factor = 2.0**-14 if kind == Q.Q6_K else 2.0**-11
+        if place == 2:
+            factor *= 7.5 if kind == Q.Q4_K else 15.5
+        halves = rng.uniform(0.5, 1.0, blocks.shape[:2]) * factor
+        blocks[:, :, place : place + 2] = halves.astype("<f2")[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_blocks_are_read_as_gguf_reads_them(kind: Q) -> None:
+    stored = _blocks(kind, 37, 768, 1)
+    # a half that is subnormal, and a negative one
+    first, *_ = HALVES[kind]
+    stored[3, first : first + 2] = np.array([3e-6], dtype="<f2").view(np.uint8)
+    stored[4, first : first + 2] = np.array([-0.01], dtype="<f2").view(np.uint8)
+    expected = gguf.quants.dequantize(stored, kind)
+    matrix = PackedMatrix(RawTensor(stored, kind.name, 768), "float32")
+    np.testing.assert_allclose(matrix.unpack(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_packed_q4_k_keeps_every_value_but_for_the_rounding_of_scales() -> None:
+    stored = _blocks(Q.Q4_K, 37, 768, 2)
+    expected = gguf.quants.dequantize(stored, Q.Q4_K)
+    packed = PackedMatrix(RawTensor(stored, "Q4_K", 768), "q4").unpack()
+    # a value is a scale times at most 15, less a minimum; both are rounded to halves of 11 bits
+    grouped = expected.reshape(37, -1, 32)
+    span = grouped.max(axis=2) - grouped.min(axis=2)
+    most = span + np.abs(grouped).max(axis=2)
+    error = np.abs(packed - expected).reshape(grouped.shape).max(axis=2)
+    assert (error <= most * 2.0**-10 + 1e-7).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("isa", variants())
+def test_products_of_q4_k_are_those_of_its_values(isa: str) -> None:
+    stored = _blocks(Q.Q4_K, 70, 512, 3)
+    weights = gguf.quants.dequantize(stored, Q.Q4_K).astype(np.float64)
+    # whole numbers up to 127 in each group: nothing of them is lost in 8 bits
+    x = np.random.default_rng(4).integers(-127, 128, (14, 512)).astype(np.float32)
+    x[:, ::32] = 127
+    matrix = PackedMatrix(RawTensor(stored, "Q4_K", 512), "q4", isa=isa)
+    whole = matrix.multiply(x)
+    size = np.abs(x) @ np.abs(weights).T
+    assert (np.abs(whole - x @ weights.T) <= 2.0**-9 * size).all()
+    for rows in (1, 2, 3, 5, 6, 7, 13):
+        # a row's bits do not depend on who else is multiplied
+        np.testing.assert_array_equal(matrix.multiply(x[:rows]), whole[:rows])
+
+
+def _file(path: Path, kinds: dict[str, Q]) -> GGUFCheckpoint:
+    """Two layers, mainly of Q4_K; ``kinds`` of other matrices by the ends of their names."""
+    writer = gguf.GGUFWriter(path, "llama")
+    metadata: dict[str, Any] = llama_metadata("llama") | {
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": INNER,
+        "llama.block_count": LAYERS,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 64,
+        "llama.vocab_size": VOCAB,
+    }
+    for key, value in metadata.items():
+        if isinstance(value, int):
+            writer.add_uint64(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    shapes = {
+        "attn_q": (256, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN),
+        "attn_output": (HIDDEN, 256), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }  # fmt: skip
+    rng = np.random.default_rng(5)
+    names = ["token_embd", *(f"blk.{i}.{name}" for i in range(LAYERS) for name in shapes)]
+    for seed, name in enumerate(names):
+        rows, columns = shapes.get(name.split(".")[-1], (VOCAB, HIDDEN))
+        kind = next((k for end, k in kinds.items() if name.endswith(end)), Q.Q4_K)
+        writer.add_tensor(f"{name}.weight", _blocks(kind, rows, columns, seed), raw_dtype=kind)
+    norms = [f"blk.{i}.{n}" for i in range(LAYERS) for n in ("attn_norm", "ffn_norm")]
+    for name in [*norms, "output_norm"]:
+        # so small before attention that no key takes all of it, which would magnify any rounding
+        size = 0.2 if name.endswith("attn_norm") else 1.0
+        norm = rng.uniform(0.5 * size, 1.5 * size, HIDDEN).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", norm)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFCheckpoint(path)
+
+
+def _logits(
+    checkpoint: GGUFCheckpoint, dtype: str, wide: bytes, isa: str | None = None
+) -> NDArray[np.float32]:
+    model = NativeModel(
+        checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
+        dtype=dtype, kv_dtype="float32", num_blocks=2, threads=2, wide=wide, isa=isa,
+    )  # fmt: skip
+    # so few rows that no level takes its int8 copy for many
+    rows = np.arange(5)
+    out = model.forward(rows * 13 % VOCAB, rows, np.array([0, 5]), np.array([[1, 0]]), rows).copy()
+    model.close()
+    return out
+
+
+@pytest.mark.parametrize("isa", variants())
+def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) -> None:
+    checkpoint = _file(
+        tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q6_K}
+    )
+    kinds = choose_kinds(checkpoint, "q4")
+    # down in both layers; in the second q and k too, which are multiplied together with v
+    assert kinds.wide == bytes([8, 9])
+    assert kinds.note.startswith("9 Q4_K in their 4 bits, 2 Q4_K, 4 Q6_K as int8")
+    exact = _logits(checkpoint, "float32", b"")
+
+    def error(dtype: str, wide: bytes = b"") -> float:
+        out = _logits(checkpoint, dtype, wide, isa)
+        return float(np.sqrt(((out - exact) ** 2).mean()) / exact.std())
+
+    kept = error("q4", kinds.wide)
+    assert kept <= error("int8")
+    # what the same file loses if its six bits become four
+    assert error("q4") > 2 * kept
+
+
+def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:
+    checkpoint = _file(tmp_path / "m.gguf", {})
+    assert choose_kinds(checkpoint, "q4").wide == bytes(LAYERS)
+    assert choose_kinds(checkpoint, "int8").note == ""
+    six = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up", "attn_output"), Q.Q6_K)
+    rounded = choose_kinds(_file(tmp_path / "six.gguf", six), "q4")
+    # somebody asked for 4 bits, of a file that has more
+    assert rounded.wide == b"" and rounded.note == ""
