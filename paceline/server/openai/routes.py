@@ -87,12 +87,18 @@ def generate_router(service: Service) -> APIRouter:
         )
 
     async def invocations(request: Request) -> Response:
-        # the body is read once and kept by the request
         body = await read_object(request, service.config)
         if "messages" in body:
-            return await chat_completions(request)
+            return await generate(service, request, parse_chat, chat_events, chat_answer, body=body)
         if "prompt" in body:
-            return await completions(request)
+            return await generate(
+                service,
+                request,
+                parse_completion,
+                completion_events,
+                completion_answer,
+                body=body,
+            )
         raise InvalidRequestError(
             "a body of /invocations holds messages, as /v1/chat/completions, or a prompt, as "
             "/v1/completions",
@@ -121,11 +127,14 @@ async def generate(
     events: Events[_R],
     answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
     failed: Callable[[Reply], bytes] = lambda reply: event(error_body(reply)) + DONE,
+    body: dict[str, Any] | None = None,
 ) -> Response:
-    """Read, check, run and answer a request of one body shape; see ``respond``."""
+    """Read (unless ``body`` was), check, run and answer a request of one body shape; see
+    ``respond``."""
     arrival = time.monotonic()
     service.refuse_if_draining()
-    body = await read_object(request, service.config)
+    if body is None:
+        body = await read_object(request, service.config)
     body = with_headers(body, request.headers)
     parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
     options = parsed.options
