@@ -67,10 +67,13 @@ async def http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for HTTPException alone"
     path = request.scope["path"]
     said = str(error.detail)
-    if error.status_code == 404:
-        said = why_unserved(path) or f"there is no {request.method} {show(path)}"
-    elif error.status_code == 405:
-        said = f"{show(path)} is not served with {request.method}"
+    if error.status_code in (404, 405):
+        known = error.status_code == 405
+        said = why_unserved(path, request.method) or (
+            f"{show(path)} is not served with {request.method}"
+            if known
+            else f"there is no {request.method} {show(path)}"
+        )
     response = error_response(reply_to(HttpError(error.status_code, said), drain_timeout=0.0))
     response.headers.update(error.headers or {})
     if error.status_code == 405:
@@ -84,9 +87,17 @@ async def http_exception(request: Request, error: Exception) -> Response:
 
 
 def _is_served(request: Request, method: str) -> bool:
-    """Whether the request's path has that method."""
-    scope = {**request.scope, "method": method}
-    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    """Whether the request's path has that method. Of a path that a route names letter by letter,
+    those that it could be a parameter of say nothing."""
+    found: list[tuple[Match, bool]] = []
+    for route in request.app.routes:
+        match, child = route.matches({**request.scope, "method": method, "path_params": {}})
+        if match is not Match.NONE:
+            found.append((match, bool(child.get("path_params"))))
+    literal = not all(has_parameters for _, has_parameters in found)
+    return any(
+        match is Match.FULL and not (literal and has_parameters) for match, has_parameters in found
+    )
 
 
 def encoded(value: Any) -> Response:

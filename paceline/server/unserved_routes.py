@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["UNSERVED_ROUTES", "why_unserved"]
+__all__ = ["UNSERVED_METHODS", "UNSERVED_ROUTES", "why_unserved"]
 
 _DECODERS: Final = "decoders only"
 _TEXT: Final = "text models only"
@@ -62,9 +62,16 @@ UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
     ),
     **dict.fromkeys(("/is_sleeping", "/is_paused", "/server_info"), ("GET", _DEVELOPMENT)),
 }
+# methods that llama-server has on paths that are served with others
+UNSERVED_METHODS: Final[dict[tuple[str, str], str]] = {
+    ("POST", "/props"): "the flags of paceline serve say how the server is",
+    ("POST", "/lora-adapters"): _ADAPTERS,
+}
 
 
-def why_unserved(path: str) -> str | None:
-    """What a 404 says about ``path``; None for one that no other server has either."""
-    found = UNSERVED_ROUTES.get(path)
-    return None if found is None else f"{found[0]} {path} is not served here: {found[1]}"
+def why_unserved(path: str, method: str) -> str | None:
+    """What a 404 or 405 says; None for what no other server has either."""
+    method, why = UNSERVED_ROUTES.get(path, (method, UNSERVED_METHODS.get((method, path), "")))
+    if path.startswith("/slots/"):
+        why = "there are no slots whose cache could be saved: all requests share the prefix cache"
+    return f"{method} {path[:80]} is not served here: {why}" if why else None

@@ -185,6 +185,9 @@ def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
     if "{" in path or path in ("/v1/files", "/v1/batches"):
         # of lists, what ``after`` names
         found.append("404")
+    if path == "/tokenizer_info":
+        # unless a flag is set
+        found.append("404")
     if path.startswith(("/v1/files", "/v1/batches")):
         found += ["400", "409", "501"]
         if method == "POST":

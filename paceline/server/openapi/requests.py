@@ -152,7 +152,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         "/v1/responses": _responses(rules),
         "/v1/responses/input_tokens": _responses(rules),
         "/v1/messages": messages,
-        "/api/chat": _ollama(rules, _OLLAMA_CHAT, {"tools": chat["properties"]["tools"]}),
+        "/api/chat": _ollama(rules, {}, {**_OLLAMA_CHAT, "tools": chat["properties"]["tools"]}),
         "/api/generate": _ollama(
             rules,
             {},
@@ -495,8 +495,8 @@ def _llama(rules: RequestRules, completion: dict[str, Schema]) -> Schema:
 
 
 _OLLAMA_CHAT: Final[dict[str, Schema]] = {
-    "messages": array(
-        record({"role": string("system", "user", "assistant", "tool")}, {"content": STRING})
+    "messages": nullable(
+        array(record({"role": string("system", "user", "assistant", "tool")}, {"content": STRING}))
     )
 }
 

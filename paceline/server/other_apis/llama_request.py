@@ -227,7 +227,7 @@ def _stop(value: Any) -> Any:
     """Without the empty strings that some clients send; the rest is looked at elsewhere."""
     if type(value) is list and len(value) <= _MAX_FIELDS:
         return [text for text in value if text != ""]
-    return value or None
+    return None if value == "" else value
 
 
 def _biases(

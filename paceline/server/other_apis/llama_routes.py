@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -30,19 +30,7 @@ from paceline.server.other_apis.llama_request import LlamaRequest, parse_llama_c
 from paceline.server.responding import Handler, answering, encoded
 from paceline.server.service import Service
 
-__all__ = ["REFUSED_ROUTES", "llama_router"]
-
-_SLOTS: Final = (
-    "there are no slots whose cache could be saved: the prefix cache is everybody's and looks "
-    "after itself"
-)
-REFUSED_ROUTES: Final = {
-    ("POST", "/props"): (
-        "properties are not changed over HTTP: the flags of paceline serve say how the server is"
-    ),
-    ("POST", "/lora-adapters"): "no adapters yet",
-    ("POST", "/slots/{id_slot}"): _SLOTS,
-}
+__all__ = ["llama_router"]
 
 
 def llama_router(service: Service) -> APIRouter:
@@ -121,13 +109,4 @@ def llama_router(service: Service) -> APIRouter:
     add("GET", "/props", props)
     add("GET", "/slots", all_slots)
     add("GET", "/lora-adapters", lora_adapters)
-    for (method, path), why in REFUSED_ROUTES.items():
-        add(method, path, _refusing(why), name=path, include_in_schema=False)
     return router
-
-
-def _refusing(why: str) -> Handler:
-    async def refuse(_request: Request) -> Response:
-        raise HttpError(404, why)
-
-    return refuse

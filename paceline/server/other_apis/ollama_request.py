@@ -189,8 +189,8 @@ def _options(options: dict[str, Any], rules: RequestRules) -> dict[str, Any]:
                 )
         elif name not in OPTIONS_NO_EFFECT:
             raise InvalidRequestError(f"options.{show(name)} is unknown", "options")
-    longest = options.get("num_ctx")
-    if type(longest) is int and longest > rules.max_model_len:
+    longest = Fields(options).integer("num_ctx", 0, 2**31 - 1) or 0
+    if longest > rules.max_model_len:
         raise InvalidRequestError(
             f"options.num_ctx={longest}: the maximum context length here is {rules.max_model_len} "
             "tokens",

@@ -19,7 +19,7 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.other_apis.llama_info import fim_tokens
 from paceline.server.other_apis.llama_request import REFUSED, SAMPLERS, parse_parts
-from paceline.server.other_apis.llama_routes import REFUSED_ROUTES
+from paceline.server.unserved_routes import UNSERVED_METHODS
 from tests.server.helpers import VOCAB, chat_prompt, connect, events, expected_text
 from tests.server.test_api_doc import RULES
 
@@ -271,10 +271,14 @@ async def test_errors_have_its_shape(http: httpx.AsyncClient, engine: LocalEngin
     unknown = await http.post(PATH, json={"prompt": "x", "model": "else"})
     assert unknown.status_code == 404
     assert unknown.json()["error"]["type"] == "not_found_error"
-    for (method, path), why in REFUSED_ROUTES.items():
-        answer = await http.request(method, path.replace("{id_slot}", "0"), json={})
-        error = {"code": 404, "message": why, "type": "not_found_error"}
-        assert (answer.status_code, answer.json()) == (404, {"error": error})
+    for (method, path), why in UNSERVED_METHODS.items():
+        answer = await http.request(method, path, json={})
+        assert answer.status_code == 405 and why in answer.json()["error"]["message"]
+        assert "POST" not in answer.headers["Allow"]
+    slot = await http.post("/slots/0", json={})
+    assert slot.status_code == 404 and "share the prefix cache" in slot.text
+    inputs = await http.options("/v1/responses/input_tokens")
+    assert inputs.headers["Allow"] == "POST"
     keys = (ApiKey.of("u", "user", "user-key-1"),)
     async with connect(create_app(engine, ServerConfig(api_keys=keys))) as guarded:
         for path in (PATH, "/infill", "/slots/1"):
