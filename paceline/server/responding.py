@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from starlette.exceptions import HTTPException
@@ -89,15 +89,22 @@ async def http_exception(request: Request, error: Exception) -> Response:
 def _is_served(request: Request, method: str) -> bool:
     """Whether the request's path has that method. Of a path that a route names letter by letter,
     those that it could be a parameter of say nothing."""
-    found: list[tuple[Match, bool]] = []
-    for route in request.app.routes:
-        match, child = route.matches({**request.scope, "method": method, "path_params": {}})
-        if match is not Match.NONE:
-            found.append((match, bool(child.get("path_params"))))
-    literal = not all(has_parameters for _, has_parameters in found)
-    return any(
-        match is Match.FULL and not (literal and has_parameters) for match, has_parameters in found
-    )
+    scope = {**request.scope, "method": method, "path_params": {}}
+    found = [
+        (match, bool(child.get("path_params")))
+        for route in _leaves(request.app.routes)
+        for match, child in (route.matches(scope),)
+        if match is not Match.NONE
+    ]
+    named = not all(has_parameters for _, has_parameters in found)
+    return any(match is Match.FULL and not (named and varies) for match, varies in found)
+
+
+def _leaves(routes: Iterable[Any]) -> Iterator[Any]:
+    """Routes, also those of routers that were included, which FastAPI keeps as they were."""
+    for route in routes:
+        inner = getattr(getattr(route, "original_router", route), "routes", None)
+        yield from _leaves(inner) if inner else (route,)
 
 
 def encoded(value: Any) -> Response:
