@@ -32,7 +32,7 @@ def told(answer: httpx.Response) -> Any:
     body = answer.json()
     if answer.is_error:
         error = body["error"]
-        assert set(error) == {"code", "message", "type"} and error["code"] == answer.status_code
+        assert {"code", "message", "type"} <= set(error) and error["code"] == answer.status_code
         raise ValueError(f"{error['code']} {error['type']}: {error['message']}")
     return body
 
