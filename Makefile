@@ -78,7 +78,7 @@ READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS
 
-.PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-services quick check rooms replay format model venv clean clean-venv \
+.PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
@@ -118,6 +118,11 @@ test-services:
 test-clients: $(READY) model
 	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
+
+# the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
+test-ui: $(READY) test-services
+	@scripts/vendor-ui --check
+	@PACELINE_UI_TESTS=require $(BIN)/python -m pytest tests/ui tests/server/test_ui.py
 
 quick: $(READY) check
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(QUICK_TESTS)

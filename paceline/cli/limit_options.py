@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
@@ -130,6 +131,16 @@ def add_limit_options(parser: Parser) -> None:
         "(default: any)",
     )
     web.add_argument(
+        "--no-ui", dest="ui", action="store_false", help="do not serve the page at /ui"
+    )
+    web.add_argument(
+        "--ui-dir",
+        type=Path,
+        metavar="PATH",
+        help="serve the page from the files of this folder, read anew at each request, for work on "
+        "it (default: those of the package)",
+    )
+    web.add_argument(
         "--share-prefix-cache",
         action="store_true",
         help="let callers with different keys share cached prompt prefixes: faster where they have "
@@ -153,5 +164,7 @@ def limit_settings(args: argparse.Namespace) -> dict[str, Any]:
         "bounds": Bounds(**{name: value for name, value in given.items() if value is not None}),
         "cors_origins": tuple(args.cors_origin),
         "allowed_hosts": tuple(args.allowed_host),
+        "ui": args.ui,
+        "ui_dir": args.ui_dir,
         "share_prefix_cache": args.share_prefix_cache,
     }

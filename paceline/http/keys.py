@@ -8,6 +8,8 @@ key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
 ::
 
     /health... /ping         nobody is asked
+    / /ui /ui/...            nobody is asked: the page's files, which are public code
+    /ui/api/...              scope admin
     /metrics, /status, /slots  scope admin
     /admin/...               scope admin, also where there are no keys: then nobody may
     everything else          scope user or admin
@@ -29,18 +31,36 @@ from paceline.core.errors import ConfigError
 from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import parse_override
 
-__all__ = ["ADMIN_PATHS", "ADMIN_PREFIX", "OPEN_PATHS", "ApiKey", "KeyRing", "parse_key_file"]
+__all__ = [
+    "ADMIN_PATHS",
+    "ADMIN_PREFIX",
+    "OPEN_PATHS",
+    "ApiKey",
+    "KeyRing",
+    "is_page",
+    "parse_key_file",
+]
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 # they tell about everybody's requests
 ADMIN_PATHS: Final = frozenset({"/metrics", "/slots", "/status"})
 # they change the server
 ADMIN_PREFIX: Final = "/admin/"
+# what the page asks about everybody's requests
+_PAGE_API_PREFIX: Final = "/ui/api/"
 _SCOPES: Final = ("user", "admin")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_KEYS: Final = 10_000
 _MAX_KEY_CHARS: Final = 512
+
+
+def is_page(path: str) -> bool:
+    """Whether a path is of the page at ``/ui`` or leads there, and so asks for no key."""
+    if path.startswith("/ui/"):
+        # also "/ui/api" itself: whatever may come to be served there is not the page
+        return not f"{path}/".startswith(_PAGE_API_PREFIX)
+    return path in ("/", "/ui")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +152,14 @@ class KeyRing:
             raise HttpError(
                 403, f"{ADMIN_PREFIX} is for keys of scope admin, and this server was given no keys"
             )
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys or path in OPEN_PATHS or is_page(path):
             return None
         key = self._find(_presented(headers))
         if key is None:
             raise HttpError(
                 401, "this server wants an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             )
-        wants_admin = path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)
+        wants_admin = path in ADMIN_PATHS or path.startswith((ADMIN_PREFIX, _PAGE_API_PREFIX))
         if wants_admin and key.scope != "admin":
             raise HttpError(403, f"{path} wants a key of scope admin; this one has {key.scope}")
         return key

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paceline.http.errors import HttpError
 from paceline.http.keys import OPEN_PATHS
 
-__all__ = ["add_web_middleware", "refuse_other_origins"]
+__all__ = ["add_web_middleware", "host_name", "refuse_other_origins"]
 
 _log = logging.getLogger("paceline.server")
 
@@ -75,6 +75,13 @@ def _netloc(origin: str) -> str:
         return ""
 
 
+def host_name(host: str) -> str:
+    """A Host header without its port, in lower case; an IPv6 address keeps its brackets."""
+    name, colon, port = host.lower().rpartition(":")
+    # the colons of an IPv6 address are no port's
+    return name if colon and port.isdigit() else host.lower()
+
+
 def add_web_middleware(
     app: Starlette,
     *,
@@ -111,9 +118,7 @@ class _AllowedHosts:
             # probes go by address
             await self._app(scope, receive, send)
             return
-        host = Headers(scope=scope).get("host", "").lower()
-        # a port, but not the colons of an IPv6 address
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name = host_name(Headers(scope=scope).get("host", ""))
         if name in self._names or (self._ends and name.endswith(self._ends)):
             await self._app(scope, receive, send)
             return

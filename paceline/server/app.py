@@ -7,6 +7,7 @@
         routes_generate           parse -> prompt ids -> engine -> events or one body
         batches/routes            files and batches, answered in the background
         routes_info               models, health, metrics, tokenizer
+        ui/routes                 the page's files
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from paceline.server.other_apis.routes import other_apis_router
 from paceline.server.responding import http_exception
 from paceline.server.routes_info import info_router
 from paceline.server.service import Service, make_service
+from paceline.server.ui.routes import ui_router
 
 __all__ = ["batches_of", "create_app", "service_of"]
 
@@ -59,6 +61,8 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(llama_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
+    if config.ui:
+        app.include_router(ui_router(service))
     app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)

@@ -94,6 +94,10 @@ class ServerConfig:
     batches: BatchConfig | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
+    # serve the page at /ui
+    ui: bool = True
+    # its files, read anew at each request; None: those of the package, read once
+    ui_dir: Path | None = None
     # of connections, heads and JSON
     bounds: Bounds = DEFAULT_BOUNDS
     # what a caller may ask for; a key's own limits come before it
@@ -156,6 +160,10 @@ class ServerConfig:
             self.tool_call_parser is None or self.tool_call_parser in TOOL_FORMATS,
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
             f"got {self.tool_call_parser!r}",
+        )
+        _require(
+            self.ui_dir is None or (self.ui and (self.ui_dir / "index.html").is_file()),
+            f"ui_dir {self.ui_dir} must hold an index.html, and the page be served",
         )
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)

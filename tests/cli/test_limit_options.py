@@ -44,6 +44,7 @@ def config(*flags: str) -> ServerConfig:
             {"cors_origins": ("https://a.example", "https://b.example")},
         ),
         (["--allowed-host", "*.example.org"], {"allowed_hosts": ("*.example.org",)}),
+        (["--no-ui"], {"ui": False}),
         (["--share-prefix-cache"], {"share_prefix_cache": True}),
     ],
 )

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.anyio
 
 # a route that is in neither set asks for a key of any scope; one that is added to them is seen here
 OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
+# the page's files, which are public code
+PAGE = {"/", "/ui", "/ui/", "/ui/x", "/ui/v/x/x"}
 # the last one is the gateway's
 FOR_ADMINS = {"/metrics", "/slots", "/status"}
 NOBODY: list[dict[str, Any]] = [
@@ -77,7 +79,7 @@ async def test_every_route_times_every_caller(guarded: FastAPI) -> None:
         for method, path in routes:
             for headers in NOBODY:
                 status = await statuses(http, method, path, headers)
-                assert (status != 401) == (path in OPEN), (method, path, headers, status)
+                assert (status != 401) == (path in OPEN | PAGE), (method, path, headers, status)
             for key, scope in ((USER, "user"), (OTHER, "user"), (ADMIN, "admin")):
                 for headers in (bearer(key), {"x-api-key": key}):
                     status = await statuses(http, method, path, headers)
@@ -94,6 +96,7 @@ async def test_no_way_round_by_spelling(guarded: FastAPI) -> None:
             "/metrics/", "//metrics", "/health/../metrics", "/METRICS", "/metrics%2f", "/%6detrics",
             "/metrics?x=/health", "/health/../v1/models", "/v1/../health/..%2fmetrics",
             "/ping/metrics", "/health%00/metrics", "/v1//models", "/health;/metrics", "/.",
+            "/ui/../metrics", "/ui/api", "/ui/api/", "/ui/api/timeline",
         ):  # fmt: skip
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "TRACE", "BREW"):
                 answer = await http.request(method, spelling, follow_redirects=False)

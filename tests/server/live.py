@@ -4,7 +4,7 @@
 
 Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
 whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own),
-``metrics_port`` (serve /metrics there too).
+``metrics_port`` (serve /metrics there too), ``keys`` (arguments of ApiKey.of).
 ``supervise`` (that process is replaced when it ends; arguments of SupervisedEngineClient.start).
 """
 
@@ -26,6 +26,7 @@ from paceline.engine.protocol import EngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.http.bounds import Bounds
+from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, serve
 from paceline.server.batch_config import BatchConfig
 from paceline.server.lifecycle import bind
@@ -80,6 +81,8 @@ async def main() -> int:
     if "batches" in config:
         folder = Path(config["batches"]["folder"])
         config["batches"] = BatchConfig(**config["batches"] | {"folder": folder})
+    if "keys" in settings:
+        config["api_keys"] = tuple(ApiKey.of(**key) for key in settings["keys"])
     return await serve(
         client,
         ServerConfig(**config),

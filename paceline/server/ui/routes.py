@@ -1,0 +1,130 @@
+"""``/ui``: the page, its files, and who may be shown them.
+
+::
+
+    GET /                      a browser is sent to /ui/; other programs get 404, as before
+    GET /ui/  /ui/TAB          index.html, asked for anew each time
+    GET /ui/v/VERSION/PATH     a file, kept by the browser for good
+
+None asks for a key: they are this package's public code. What the page shows comes from the API,
+with the key that its reader types in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from functools import lru_cache
+from typing import Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.http.errors import HttpError
+from paceline.http.web import host_name
+from paceline.server.responding import answering
+from paceline.server.service import Service
+from paceline.server.ui.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
+
+__all__ = ["ui_router"]
+
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_FOR_GOOD: Final = "public, max-age=31536000, immutable"
+
+
+def ui_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    config = service.config
+    folder = BUILT_IN if config.ui_dir is None else config.ui_dir
+
+    @lru_cache(maxsize=1)
+    def kept() -> Assets | None:
+        return load_assets(folder)
+
+    def assets() -> Assets:
+        # whoever works on the page sees a change at the next reload
+        found = kept() if config.ui_dir is None else load_assets(folder)
+        if found is None:
+            raise HttpError(404, "the page's files are missing from this installation")
+        return found
+
+    async def root(request: Request) -> Response:
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HttpError(404, f"there is no {request.method} /; the page for browsers is /ui/")
+        return _to_page(request)
+
+    async def bare(request: Request) -> Response:
+        return _to_page(request)
+
+    async def page(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        name = request.path_params.get("tab", "")
+        if "/" in name or "." in name:
+            raise HttpError(404, "the page has no such file")
+        return _answer(request, assets().page, "no-cache")
+
+    async def file(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        found = assets()
+        asset = found.files.get(request.path_params["path"])
+        if asset is None:
+            raise HttpError(404, "the page has no such file")
+        current = request.path_params["version"] == found.version
+        return _answer(request, asset, _FOR_GOOD if current else "no-cache")
+
+    for path, handler in (
+        ("/", root),
+        ("/ui", bare),
+        ("/ui/", page),
+        ("/ui/v/{version}/{path:path}", file),
+        ("/ui/{tab:path}", page),
+    ):
+        # not of the API: its document is for programs
+        router.add_api_route(
+            path, answering(service, handler), methods=["GET"], include_in_schema=False
+        )
+    return router
+
+
+def _to_page(request: Request) -> Response:
+    base = request.scope.get("root_path", "")
+    return Response(status_code=307, headers={"Location": f"{base}/ui/", "Vary": "Accept"})
+
+
+def _answer(request: Request, asset: Asset, keep: str) -> Response:
+    headers = {
+        **SECURITY_HEADERS,
+        "Cache-Control": keep,
+        "ETag": asset.etag,
+        "Vary": "Accept-Encoding",
+    }
+    if request.headers.get("if-none-match") == asset.etag:
+        return Response(status_code=304, headers=headers)
+    body = asset.body
+    if "gzip" in request.headers.get("accept-encoding", "") and len(asset.packed) < len(body):
+        body = asset.packed
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, media_type=asset.media_type, headers=headers)
+
+
+def _refuse_strange_names(request: Request, service: Service) -> None:
+    """Raises HttpError 421 where a page of another name may have been made to point here.
+
+    That is: nobody is asked for a key, the connection came to a loopback address, no list of hosts
+    was given, and Host is not a name of this machine's own.
+    """
+    if len(service.keys) or service.config.allowed_hosts:
+        return
+    address = (request.scope.get("server") or ("",))[0]
+    try:
+        if not ipaddress.ip_address(address).is_loopback:
+            return
+    except ValueError:
+        # a Unix socket, which no browser reaches
+        return
+    if host_name(request.headers.get("host", "")) not in _LOCAL_NAMES:
+        raise HttpError(
+            421,
+            "without keys, the page answers on this address to localhost, 127.0.0.1 and [::1] "
+            "alone; --allowed-host lets another name",
+        )

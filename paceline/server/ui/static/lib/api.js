@@ -1,0 +1,78 @@
+// Every request to the server passes here: the key goes in a header, an error comes back as one shape.
+import { signal } from "../vendor/preact.js";
+import { lines } from "./format.js";
+
+const STORED = "paceline-key";
+
+/** The reader's API key: in memory, and in this tab's storage if asked to be kept. */
+export const key = signal(sessionStorage.getItem(STORED) ?? "");
+/** True once an answer said that a key is wanted. */
+export const keyWanted = signal(false);
+
+/** @param {string} value @param {boolean} keep */
+export function setKey(value, keep) {
+  key.value = value;
+  keyWanted.value = false;
+  if (keep && value) sessionStorage.setItem(STORED, value);
+  else sessionStorage.removeItem(STORED);
+}
+
+/** What the server refused, in its own words. */
+export class ApiError extends Error {
+  /** @param {number} status @param {string} message @param {string | null} param @param {number} retryAfter */
+  constructor(status, message, param, retryAfter) {
+    super(message);
+    this.status = status;
+    this.param = param;
+    this.retryAfter = retryAfter;
+  }
+}
+
+/**
+ * @param {string} path
+ * @param {{ method?: string, body?: string, signal?: AbortSignal }} [options]
+ * @returns {Promise<Response>} only of answers that are no errors
+ */
+export async function call(path, options = {}) {
+  /** @type {Record<string, string>} */
+  const headers = {};
+  if (key.value) headers.Authorization = `Bearer ${key.value}`;
+  if (options.body !== undefined) headers["Content-Type"] = "application/json";
+  const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  if (response.ok) return response;
+  const text = await response.text();
+  let told = { message: text || response.statusText, param: null };
+  try {
+    const parsed = JSON.parse(text);
+    if (parsed.error?.message) told = parsed.error;
+  } catch {
+    // a proxy's page: its text is all there is
+  }
+  if (response.status === 401) keyWanted.value = true;
+  const wait = Number(response.headers.get("retry-after")) || 0;
+  throw new ApiError(response.status, told.message.slice(0, 2000), told.param, wait);
+}
+
+/** @param {string} path @returns {Promise<any>} */
+export const getJson = async (path) => (await call(path)).json();
+
+/**
+ * The events of a stream of server-sent events, parsed; [DONE] ends it.
+ * @param {Response} response
+ * @returns {AsyncGenerator<any>}
+ */
+export async function* events(response) {
+  if (!response.body) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const split = lines();
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    for (const line of split(value)) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}

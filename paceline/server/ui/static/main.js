@@ -1,0 +1,137 @@
+// The shell: tabs, what the server is, the key, the theme, and the page that the address names.
+import { h, render, signal, effect, useEffect, useRef } from "./vendor/preact.js";
+import { getJson, key, keyWanted, setKey } from "./lib/api.js";
+import { Playground } from "./pages/playground.js";
+import { Server } from "./pages/server.js";
+
+const TABS = [
+  { name: "playground", title: "Playground", page: Playground },
+  { name: "server", title: "Server", page: Server },
+];
+
+/** @returns {string} the tab that the address names */
+const named = () => location.pathname.replace(/^.*\/ui\/?/, "").split("/")[0] || TABS[0].name;
+const tab = signal(named());
+addEventListener("popstate", () => (tab.value = named()));
+
+/** @type {{ value: any }} what /v1/models says, or null */
+const server = signal(null);
+const problem = signal("");
+async function look() {
+  try {
+    const [models, version] = await Promise.all([getJson("/v1/models"), getJson("/version")]);
+    await getJson("/health");
+    server.value = { model: models.data[0].id, version: version.version };
+    problem.value = "";
+  } catch (error) {
+    problem.value = keyWanted.value ? "wants a key" : error instanceof TypeError ? "no answer" : "not ready";
+  }
+}
+
+const theme = signal(localStorage.getItem("paceline-theme") ?? "auto");
+effect(() => {
+  document.documentElement.dataset.theme = theme.value;
+  localStorage.setItem("paceline-theme", theme.value);
+});
+
+const KEYS = [
+  ["Enter", "send (Shift+Enter: a new line)"],
+  ["Esc", "stop the answer that is coming"],
+  ["← →", "go from token to token, in token probabilities"],
+  ["?", "this help"],
+];
+
+function Help() {
+  /** @type {{ current: HTMLDialogElement | null }} */
+  const dialog = useRef(null);
+  useEffect(() => {
+    const open = (/** @type {KeyboardEvent} */ event) => {
+      const typing = event.target instanceof HTMLElement && event.target.matches("input, textarea, select");
+      if (event.key === "?" && !typing) dialog.current?.showModal();
+    };
+    addEventListener("keydown", open);
+    return () => removeEventListener("keydown", open);
+  }, []);
+  return [
+    h("button", { type: "button", onClick: () => dialog.current?.showModal() }, "Keys ", h("kbd", null, "?")),
+    h("dialog", { ref: dialog, "aria-labelledby": "keys-title" },
+      h("h2", { id: "keys-title" }, "Keys"),
+      h("table", null, h("tbody", null, KEYS.map(([name, what]) =>
+        h("tr", null, h("th", { scope: "row" }, h("kbd", null, name)), h("td", null, what))))),
+      h("div", { class: "row" }, h("button", { type: "button", onClick: () => dialog.current?.close() }, "Close"))),
+  ];
+}
+
+function KeyDialog() {
+  /** @type {{ current: HTMLDialogElement | null }} */
+  const dialog = useRef(null);
+  const wanted = keyWanted.value;
+  useEffect(() => {
+    if (wanted && !dialog.current?.open) dialog.current?.showModal();
+  }, [wanted]);
+  const submit = (/** @type {SubmitEvent} */ event) => {
+    event.preventDefault();
+    const form = new FormData(/** @type {HTMLFormElement} */ (event.target));
+    setKey(String(form.get("key") ?? "").trim(), form.has("keep"));
+    dialog.current?.close();
+    look();
+  };
+  return [
+    h("button", { type: "button", onClick: () => dialog.current?.showModal() }, key.value ? "API key: set" : "API key"),
+    h("dialog", { ref: dialog, "aria-labelledby": "key-title" },
+      h("form", { onSubmit: submit },
+        h("h2", { id: "key-title" }, "API key"),
+        h("p", null, wanted ? "This server asks for a key, or does not know the one you gave." : "It is kept in memory until this page is left or reloaded."),
+        h("label", null, h("span", null, "Key"),
+          h("input", { name: "key", type: "password", autocomplete: "off", spellcheck: false })),
+        h("label", { class: "tick row" }, h("input", { name: "keep", type: "checkbox" }), "Keep it in this tab over reloads"),
+        h("div", { class: "row" },
+          h("button", { type: "submit", class: "main" }, "Use this key"),
+          h("button", { type: "button", onClick: () => dialog.current?.close() }, "Close")))),
+  ];
+}
+
+/** @param {MouseEvent} event @param {string} name */
+function go(event, name) {
+  if (event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
+  // without a reload, which would forget the key and the conversation
+  event.preventDefault();
+  history.pushState(null, "", `/ui/${name}`);
+  tab.value = name;
+}
+
+function App() {
+  const shown = TABS.find((each) => each.name === tab.value);
+  useEffect(() => {
+    document.title = `${shown?.title ?? "Not found"} · Paceline`;
+  });
+  return [
+    h("a", { class: "skip", href: "#main" }, "Skip to the page"),
+    h("header", null,
+      h("span", { class: "brand" },
+        h("svg", { viewBox: "0 0 32 32", "aria-hidden": "true" },
+          h("path", { d: "M6 22h6V10h6v8h8", fill: "none", stroke: "currentColor", "stroke-width": 3, "stroke-linejoin": "round", "stroke-linecap": "round" })),
+        "Paceline"),
+      h("nav", { "aria-label": "Pages" }, TABS.map(({ name, title }) =>
+        h("a", { href: `/ui/${name}`, "aria-current": tab.value === name ? "page" : undefined,
+          onClick: (/** @type {MouseEvent} */ event) => go(event, name) }, title))),
+      h("span", { class: "state", role: "status" },
+        h("span", { class: problem.value ? "dot off" : "dot", "aria-hidden": "true" }),
+        problem.value || (server.value ? "ready" : "asking"),
+        server.value && h("b", null, server.value.model)),
+      h("div", { class: "tools" },
+        h("label", null, h("span", { class: "hidden" }, "Theme"),
+          h("select", { value: theme.value, onChange: (/** @type {any} */ event) => (theme.value = event.target.value) },
+            ["auto", "light", "dark"].map((each) => h("option", { value: each }, `Theme: ${each}`)))),
+        h(KeyDialog, null),
+        h(Help, null))),
+    h("main", { id: "main", tabIndex: -1 },
+      // kept while hidden, so that a conversation outlives a look at another page
+      TABS.map(({ name, page }) => h("div", { hidden: tab.value !== name, key: name }, h(page, { shown: tab.value === name }))),
+      !shown && h("p", { class: "pad" }, "There is no such page here.")),
+  ];
+}
+
+render(h(App, null), /** @type {Element} */ (document.getElementById("app")));
+look();
+setInterval(() => document.hidden || keyWanted.value || look(), 5000);

@@ -1,0 +1,264 @@
+// Chat, completion and raw requests, and what became of each.
+import { h, signal, useEffect } from "../vendor/preact.js";
+import { ApiError, call, events, getJson, key } from "../lib/api.js";
+import { bodyOf, FieldError, FIELDS, fieldOf } from "../lib/fields.js";
+import { visible } from "../lib/format.js";
+import { Outcome, Tokens } from "./outcome.js";
+
+const MODES = [["chat", "Chat"], ["completion", "Completion"], ["raw", "Raw request"]];
+const mode = signal("chat");
+const draft = signal("");
+/** @type {{ value: Record<string, any> }} */
+const values = signal({ explain: true });
+/** @type {{ value: Record<string, string> }} what the server does without a field */
+const defaults = signal({});
+const model = signal("");
+/** @type {{ value: any[] }} */
+const turns = signal([]);
+/** @type {{ value: AbortController | null }} */
+const running = signal(null);
+/** @type {{ value: any }} the last refusal: text, field, when to come back */
+const refused = signal(null);
+const rawPath = signal("/v1/chat/completions");
+const rawBody = signal("");
+
+async function learn() {
+  try {
+    model.value = (await getJson("/v1/models")).data[0].id;
+    rawBody.value ||= JSON.stringify(
+      { model: model.value, messages: [{ role: "user", content: "Say hello." }], max_tokens: 32 }, null, 2);
+    const told = (await getJson("/props")).default_generation_settings?.params ?? {};
+    const mapped = { ...told, repetition_penalty: told.repeat_penalty };
+    defaults.value = Object.fromEntries(
+      FIELDS.filter(({ name, group }) => group === "Sampling" && typeof mapped[name] === "number" && !["seed", "max_tokens"].includes(name))
+        .map(({ name }) => [name, String(Number(mapped[name].toPrecision(6)))]));
+  } catch {
+    // the shell says that the server does not answer; the API's own defaults are shown
+  }
+}
+
+/** Text that grows at most once a frame, whatever the tokens' rate. */
+function growing() {
+  const text = signal("");
+  let more = "", asked = 0;
+  const flush = () => {
+    asked = 0;
+    if (more) text.value += visible(more);
+    more = "";
+  };
+  return { text, flush, add: (/** @type {string} */ piece) => {
+    more += piece;
+    // a hidden tab draws no frames, and has nobody to read
+    if (!asked) asked = requestAnimationFrame(flush);
+  } };
+}
+
+const history = () => turns.value.filter((turn) => turn.plain).map(({ role, plain }) => ({ role, content: plain }));
+
+async function send() {
+  if (running.value) return;
+  const how = mode.value;
+  const text = draft.value;
+  if (how !== "raw" && !text.trim()) return;
+  refused.value = null;
+  let path = how === "chat" ? "/v1/chat/completions" : "/v1/completions";
+  let body = "";
+  try {
+    if (how === "raw") {
+      path = rawPath.value;
+      body = rawBody.value;
+    } else {
+      const said = how === "chat" ? [...history(), { role: "user", content: text }] : text;
+      body = JSON.stringify(bodyOf(/** @type {any} */ (how), model.value, values.value, said));
+    }
+  } catch (error) {
+    if (!(error instanceof FieldError)) throw error;
+    refused.value = { message: error.message, field: error.param };
+    return;
+  }
+  const abort = new AbortController();
+  running.value = abort;
+  const before = turns.value;
+  const asked = { role: "user", text: signal(visible(how === "raw" ? `POST ${path}` : text)), plain: how === "chat" ? text : "" };
+  const grown = growing(), thought = growing();
+  const answer = { role: "assistant", text: grown.text, thought: thought.text, plain: "", tokens: signal([]), outcome: signal(null) };
+  turns.value = [...before, asked, answer];
+  draft.value = "";
+  const began = performance.now();
+  const outcome = { total: 0, first: null, usage: null, finish: "", target: Number(values.value.ttft_ms) || null };
+  try {
+    const response = await call(path, { method: "POST", body, signal: abort.signal });
+    if (response.headers.get("content-type")?.startsWith("text/event-stream")) await read(response, answer, grown, thought, outcome, began);
+    else grown.add(JSON.stringify(await response.json(), null, 2));
+  } catch (error) {
+    fail(error, abort, answer, before, text, outcome, how);
+  }
+  grown.flush();
+  thought.flush();
+  outcome.total = performance.now() - began;
+  answer.outcome.value = outcome;
+  running.value = null;
+}
+
+/**
+ * @param {Response} response @param {any} answer @param {any} grown @param {any} thought @param {any} outcome
+ * @param {number} began
+ */
+async function read(response, answer, grown, thought, outcome, began) {
+  /** @type {any[]} */
+  const tokens = [];
+  for await (const event of events(response)) {
+    if (event.error) throw new ApiError(event.error.code ?? 500, event.error.message, event.error.param, 0);
+    if (event.usage) outcome.usage = event.usage;
+    const choice = event.choices?.[0];
+    if (!choice) continue;
+    const piece = choice.delta?.content ?? choice.text ?? "";
+    const thinks = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
+    if (piece || thinks) outcome.first ??= performance.now() - began;
+    if (thinks) thought.add(thinks);
+    for (const made of choice.delta?.tool_calls ?? []) {
+      outcome.first ??= performance.now() - began;
+      if (made.function?.name) grown.add(`\ncalls ${made.function.name} `);
+      grown.add(made.function?.arguments ?? "");
+    }
+    if (piece) {
+      answer.plain += piece;
+      grown.add(piece);
+    }
+    for (const each of choice.logprobs?.content ?? []) tokens.push(each);
+    const old = choice.logprobs?.tokens ?? [];
+    old.forEach((/** @type {string} */ token, /** @type {number} */ i) => {
+      const others = Object.entries(choice.logprobs.top_logprobs?.[i] ?? {});
+      tokens.push({ token, logprob: choice.logprobs.token_logprobs[i],
+        top_logprobs: others.map(([name, logprob]) => ({ token: name, logprob })) });
+    });
+    if (choice.finish_reason) outcome.finish = choice.finish_reason;
+  }
+  answer.tokens.value = tokens;
+}
+
+/**
+ * @param {unknown} error @param {AbortController} abort @param {any} answer @param {any[]} before
+ * @param {string} text @param {any} outcome @param {string} how
+ */
+function fail(error, abort, answer, before, text, outcome, how) {
+  if (abort.signal.aborted) {
+    outcome.finish = "stopped by you";
+    return;
+  }
+  if (!(error instanceof ApiError) && !(error instanceof TypeError)) throw error;
+  const told = error instanceof ApiError ? error : new ApiError(0, "The server did not answer, or the stream was cut.", null, 0);
+  refused.value = { message: told.message, field: how === "raw" ? null : fieldOf(told.param), status: told.status,
+    until: told.retryAfter ? Date.now() + 1000 * told.retryAfter : 0 };
+  if (!answer.plain) {
+    // nothing came of it: the draft is given back
+    turns.value = before;
+    draft.value = text;
+  } else outcome.finish = "cut off";
+}
+
+const left = signal(0);
+function Refusal() {
+  const told = refused.value;
+  useEffect(() => {
+    if (!told?.until) return;
+    const tick = () => (left.value = Math.max(0, Math.ceil((told.until - Date.now()) / 1000)));
+    tick();
+    const timer = setInterval(tick, 250);
+    return () => clearInterval(timer);
+  }, [told]);
+  if (!told || told.field) return null;
+  return h("div", { class: "error", role: "alert" },
+    h("b", null, told.status === 429 ? "Too many requests. " : told.status ? `Refused (${told.status}). ` : ""),
+    visible(told.message),
+    told.until ? h("p", { class: "countdown" }, left.value ? `Try again in ${left.value} s.` : "You may try again now.") : null);
+}
+
+/** @param {{ field: import("../lib/fields.js").Field }} props */
+function Input({ field }) {
+  const { name, label, kind = "number", fallback } = field;
+  const value = values.value[name] ?? "";
+  const set = (/** @type {any} */ told) => (values.value = { ...values.value, [name]: told });
+  if (kind === "tick") {
+    return h("label", { class: "tick wide" },
+      h("input", { type: "checkbox", checked: !!value, onChange: (/** @type {any} */ event) => set(event.target.checked) }), label);
+  }
+  const at = refused.value?.field === name ? refused.value : null;
+  const standard = defaults.value[name] ?? fallback;
+  const changed = value !== "" && value !== standard;
+  const shared = { value, placeholder: standard, "aria-invalid": at ? "true" : undefined, "aria-describedby": at ? `bad-${name}` : undefined,
+    onInput: (/** @type {any} */ event) => set(event.target.value) };
+  return h("div", { class: kind === "code" ? "wide" : undefined },
+    h("label", { class: changed ? "changed" : undefined }, h("span", null, label),
+      kind === "code" ? h("textarea", { class: "code", rows: 4, spellcheck: false, ...shared })
+        : h("input", { type: kind === "number" ? "number" : "text", step: "any", ...shared })),
+    at && h("div", { class: "error", role: "alert", id: `bad-${name}` }, visible(at.message)));
+}
+
+function Settings() {
+  const groups = ["Sampling", "Promise", "Tell", "Shape"];
+  const titles = { Sampling: "Sampling", Promise: "What this request needs", Tell: "What to tell", Shape: "Tools and shape" };
+  return h("aside", { "aria-label": "Settings of the next request" }, groups.map((group) => {
+    const own = FIELDS.filter((field) => field.group === group && (!field.only || field.only === mode.value));
+    return own.length > 0 && h("fieldset", { key: group },
+      h("legend", null, titles[/** @type {keyof typeof titles} */ (group)]),
+      h("div", { class: "fields" }, own.map((field) => h(Input, { field, key: field.name }))));
+  }));
+}
+
+/** @param {{ turn: any }} props */
+function Turn({ turn }) {
+  const tokens = turn.tokens?.value ?? [];
+  return h("div", { class: `turn ${turn.role}` },
+    h("div", { class: "who" }, turn.role === "user" ? "You" : "Model"),
+    turn.thought?.value && h("details", { class: "thought" }, h("summary", null, "Thoughts"), h("div", { class: "said" }, turn.thought)),
+    tokens.length ? h(Tokens, { tokens }) : h("div", { class: "said" }, turn.text),
+    turn.outcome?.value && h(Outcome, { told: turn.outcome.value }));
+}
+
+function Ask() {
+  const raw = mode.value === "raw";
+  const text = raw ? rawBody : draft;
+  const keydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key !== "Enter" || event.isComposing || (raw ? !event.ctrlKey : event.shiftKey)) return;
+    event.preventDefault();
+    send();
+  };
+  return h("form", { class: "ask", onSubmit: (/** @type {Event} */ event) => { event.preventDefault(); send(); } },
+    raw && h("label", { class: "row" }, h("span", null, "POST"),
+      h("select", { value: rawPath.value, onChange: (/** @type {any} */ event) => (rawPath.value = event.target.value) },
+        ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"].map((path) => h("option", { value: path }, path)))),
+    h("label", null, h("span", { class: "hidden" }, raw ? "Body, JSON" : mode.value === "chat" ? "Message" : "Text to go on from"),
+      h("textarea", { rows: raw ? 10 : 3, class: raw ? "code" : undefined, value: text.value, onKeyDown: keydown,
+        placeholder: mode.value === "chat" ? "Write a message" : "Write the beginning of a text",
+        onInput: (/** @type {any} */ event) => (text.value = event.target.value) })),
+    h("div", { class: "row" },
+      running.value
+        ? h("button", { type: "button", class: "main", onClick: () => running.value?.abort() }, "Stop")
+        : h("button", { type: "submit", class: "main" }, "Send"),
+      turns.value.length > 0 && !running.value && h("button", { type: "button", onClick: () => (turns.value = []) }, "Clear"),
+      h("span", { class: "quiet" }, running.value ? "Esc stops" : raw ? "Ctrl+Enter sends" : "Enter sends, Shift+Enter begins a line")));
+}
+
+export function Playground() {
+  useEffect(() => {
+    learn();
+  }, [key.value]);
+  useEffect(() => {
+    const stop = (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && running.value?.abort();
+    addEventListener("keydown", stop);
+    return () => removeEventListener("keydown", stop);
+  }, []);
+  return h("div", { class: mode.value === "raw" ? "" : "grid" },
+    h("div", { class: "talk" },
+      h("h1", { class: "hidden" }, "Playground"),
+      h("div", { class: "modes", role: "group", "aria-label": "Kind of request" }, MODES.map(([name, title]) =>
+        h("button", { type: "button", "aria-pressed": String(mode.value === name), onClick: () => (mode.value = name) }, title))),
+      h("div", { class: "turns" },
+        turns.value.length === 0 && h("p", { class: "empty" },
+          "Nothing was said yet. Each answer comes with the time it took, why it waited, and, if you tick them, the probabilities of its tokens."),
+        turns.value.map((turn, i) => h(Turn, { turn, key: i }))),
+      h(Refusal, null),
+      h(Ask, null)),
+    mode.value !== "raw" && h(Settings, null));
+}

@@ -1,0 +1,1 @@
+"""The page at /ui in a real browser."""

@@ -1,0 +1,208 @@
+"""What a reader does with the page, in Chromium, with the null backend behind it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security.keys import KEYS, USER
+from tests.server.live_process import LiveServer, eventually, live_server
+from tests.ui.conftest import OpenPage
+
+KEY = KEYS[0]
+
+
+def say(page: Any, text: str, **fields: str) -> None:
+    for label, value in fields.items():
+        page.get_by_label(label.replace("_", " "), exact=True).fill(value)
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def test_a_chat_streams_and_says_what_became_of_it(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    page.get_by_text("ready").wait_for()
+    say(page, "hello", Max_tokens="24")
+    page.locator(".story").wait_for()
+    facts = page.locator(".facts").inner_text()
+    assert "finished: length · 24 tokens" in facts
+    assert re.search(r"Prompt of \d+ tokens in 1 chunk", facts)
+    assert re.search(r"First token after [\d.]+ ms", facts)
+    # what the model said is in the next request, in full: the prompt has grown by both
+    first = int(re.findall(r"Prompt of (\d+)", facts)[0])
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "more")
+    body = asked.value.post_data_json
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+    assert body["max_tokens"] == 24 and "temperature" not in body
+    page.locator(".story").nth(1).wait_for()
+    second = int(re.findall(r"Prompt of (\d+)", page.locator(".story").nth(1).inner_text())[0])
+    assert second > first + 24
+
+
+def test_stop_ends_the_request_in_the_engine(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    say(page, "go on", Max_tokens="3000")
+    stop = page.get_by_role("button", name="Stop")
+    stop.wait_for()
+    eventually(lambda: server.running() == 1)
+    page.keyboard.press("Escape")
+    page.get_by_text("stopped by you").wait_for()
+    eventually(lambda: server.running() == 0)
+    assert page.get_by_role("button", name="Send").is_visible()
+
+
+def test_errors_stand_beside_their_field(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    schema = page.get_by_label("JSON schema of the answer")
+    schema.fill('{"type": "nope"}')
+    say(page, "hello")
+    told = page.locator("#bad-response_format")
+    told.wait_for()
+    assert "must be of object, array, string" in told.inner_text()
+    assert schema.get_attribute("aria-invalid") == "true"
+    # nothing came of it, so what was written is still there
+    assert page.get_by_label("Message").input_value() == "hello"
+    schema.fill("{")
+    page.get_by_label("Message").press("Enter")
+    page.get_by_text("This is not JSON").wait_for()
+    schema.fill("")
+    say(page, "hello", Temperature="-3")
+    page.locator("#bad-temperature").wait_for()
+
+
+def test_probabilities_by_keyboard(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    page.get_by_label("Token probabilities").check()
+    say(page, "hello", Max_tokens="5")
+    page.locator("caption").get_by_text("Token 1 of 5").wait_for()
+    page.locator("button.token").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.locator("caption").get_by_text("Token 3 of 5").wait_for()
+    assert page.locator("table.alternatives tbody tr").count() >= 1
+
+
+def test_a_completion_and_a_raw_request(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/playground")
+    page.get_by_role("button", name="Completion").click()
+    assert page.get_by_label("Tools (JSON list)").count() == 0
+    page.get_by_label("Max tokens").fill("4")
+    page.get_by_label("Text to go on from").fill("once")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("finished: length · 4 tokens").wait_for()
+    page.get_by_role("button", name="Raw request").click()
+    page.locator("select").nth(1).select_option("/tokenize")
+    page.get_by_label("Body, JSON").fill('{"prompt": "ab", "add_special_tokens": false}')
+    page.get_by_label("Body, JSON").press("Control+Enter")
+    page.get_by_text('"count": 2').wait_for()
+
+
+def test_what_a_model_says_is_text(server: LiveServer, open_page: OpenPage) -> None:
+    """The reader's words and the model's pass the same way; these would run as HTML."""
+    page = open_page(f"{server.url}/ui/")
+    hostile = "<img src=x onerror=alert(1)><script>alert(1)</script>\u202etxet"
+    say(page, hostile, Max_tokens="2")
+    page.locator(".story").wait_for()
+    assert page.locator(".turn img, .turn script").count() == 0
+    shown = page.locator(".user .said").inner_text()
+    assert shown == hostile.replace("\u202e", "\u27e6U+202E\u27e7")
+
+
+def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: OpenPage) -> None:
+    keys = [{"name": KEY.name, "scope": KEY.scope, "key": USER}]
+    with live_server(tmp_path / "log", backend={"step_time": 0.001}, keys=keys) as server:
+        page = open_page(f"{server.url}/ui/")
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.wait_for()
+        dialog.get_by_label("Key").fill("wrong-key-01234567")
+        dialog.get_by_role("button", name="Use this key").click()
+        # asked again: the server does not know it
+        dialog.get_by_text("does not know the one you gave").wait_for()
+        dialog.get_by_label("Key").fill(USER)
+        dialog.get_by_role("button", name="Use this key").click()
+        page.get_by_text("ready").wait_for()
+        with page.expect_request("**/v1/chat/completions") as asked:
+            say(page, "hello", Max_tokens="3")
+        page.locator(".story").wait_for()
+        assert asked.value.post_data_json["model"] == "null"
+        kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+        assert USER not in kept and USER not in page.url
+        assert page.context.cookies() == []
+
+
+def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    body = '{"error": {"message": "one request a second", "param": null, "code": 429}}'
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=429, headers={"Retry-After": "2"}, body=body),
+    )
+    say(page, "hello")
+    page.get_by_text("one request a second").wait_for()
+    page.get_by_text(re.compile(r"Try again in [12] s\.")).wait_for()
+    page.get_by_text("You may try again now.").wait_for()
+    assert page.get_by_label("Message").input_value() == "hello"
+
+
+def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    say(page, "remember me", Max_tokens="2")
+    page.locator(".story").wait_for()
+    page.get_by_role("link", name="Server").click()
+    page.get_by_role("cell", name="4096 tokens").wait_for()
+    assert page.url.endswith("/ui/server")
+    page.go_back()
+    assert page.get_by_text("remember me").is_visible()
+    page.goto(f"{server.url}/ui/server")
+    page.get_by_role("heading", name="Server").wait_for()
+
+
+def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    page.get_by_text("ready").wait_for()
+    focused = "document.activeElement.textContent || document.activeElement.placeholder"
+    seen = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate(focused))
+        if seen[-1] == "Write a message":
+            break
+    assert seen[0] == "Skip to the page" and seen[1:3] == ["Playground", "Server"]
+    assert seen[-1] == "Write a message"
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    page.get_by_text("finished:").wait_for()
+    page.get_by_role("link", name="Server").focus()
+    page.keyboard.press("?")
+    page.get_by_role("dialog", name="Keys").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog", name="Keys").wait_for(state="hidden")
+
+
+@pytest.mark.parametrize("width", [360, 640])
+def test_a_narrow_page_does_not_scroll_sideways(
+    server: LiveServer, open_page: OpenPage, width: int
+) -> None:
+    """640 is 1280 at a zoom of 200 %."""
+    page = open_page(f"{server.url}/ui/", viewport={"width": width, "height": 700})
+    say(page, "x" * 300, Max_tokens="40")
+    page.locator(".story").wait_for()
+    for path in ("playground", "server"):
+        page.get_by_role("link", name=path.title()).click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_theme_is_kept(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/", color_scheme="light")
+    ground = "getComputedStyle(document.documentElement).backgroundColor"
+    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    page.get_by_label("Theme").select_option("dark")
+    assert page.evaluate(ground) == "rgb(16, 20, 24)"
+    page.reload()
+    page.get_by_text("ready").wait_for()
+    assert page.evaluate(ground) == "rgb(16, 20, 24)"

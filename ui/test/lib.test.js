@@ -1,0 +1,63 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { bodyOf, FieldError, FIELDS, fieldOf } from "../../paceline/server/ui/static/lib/fields.js";
+import { duration, lines, story, visible } from "../../paceline/server/ui/static/lib/format.js";
+
+test("times have three digits and the unit that fits", () => {
+  const cases = { 0: "0 ms", 0.1234: "0.123 ms", 12.345: "12.3 ms", 999.4: "999 ms", 999.6: "1 s", 12345: "12.3 s" };
+  for (const [ms, told] of Object.entries(cases)) assert.equal(duration(Number(ms)), told);
+});
+
+test("lines are whole however the text was cut", () => {
+  const text = 'data: {"a": 1}\r\n\r\ndata: [DONE]\n\n';
+  const whole = lines()(text);
+  assert.deepEqual(whole, ['data: {"a": 1}', "", "data: [DONE]", ""]);
+  for (let cut = 0; cut <= text.length; cut++) {
+    const split = lines();
+    assert.deepEqual([...split(text.slice(0, cut)), ...split(text.slice(cut))], whole, `cut at ${cut}`);
+  }
+});
+
+test("characters that would deceive are shown, others stay", () => {
+  assert.equal(visible("a\u202eb\u0000c\u2066"), "a\u27e6U+202E\u27e7b\u27e6U+0000\u27e7c\u27e6U+2066\u27e7");
+  assert.equal(visible("a\n\tb é 漢 😀"), "a\n\tb é 漢 😀");
+});
+
+test("a body holds what was filled in and nothing else", () => {
+  assert.deepEqual(bodyOf("chat", "m", { temperature: "", explain: false }, []), {
+    model: "m", stream: true, stream_options: { include_usage: true }, messages: [],
+  });
+  const body = bodyOf("chat", "m", {
+    temperature: "0", ttft_ms: "500", class: "batch", logprobs: true, stop: "x", tools: "[1]", response_format: '{"type": "object"}',
+  }, []);
+  assert.equal(body.temperature, 0);
+  assert.deepEqual(body.slo, { class: "batch", ttft_ms: 500 });
+  assert.deepEqual([body.logprobs, body.top_logprobs, body.stop, body.tools], [true, 5, "x", [1]]);
+  assert.deepEqual(body.response_format.json_schema.schema, { type: "object" });
+  const completion = bodyOf("completion", "m", { tools: "[1]", logprobs: true }, "text");
+  assert.deepEqual([completion.prompt, completion.logprobs, completion.tools], ["text", 5, undefined]);
+  assert.throws(() => bodyOf("chat", "m", { tools: "[" }, []), (error) => error instanceof FieldError && error.param === "tools");
+});
+
+test("an error finds its field", () => {
+  assert.equal(fieldOf("response_format.json_schema.schema"), "response_format");
+  assert.equal(fieldOf("slo.ttft_ms"), "ttft_ms");
+  assert.equal(fieldOf("slo"), "class");
+  assert.equal(fieldOf("messages[0].content"), null);
+  assert.equal(fieldOf(null), null);
+  assert.equal(new Set(FIELDS.map(({ name }) => name)).size, FIELDS.length);
+});
+
+test("a story adds up what a request waited for, and judges its target", () => {
+  const told = {
+    queued_ms: 212.4, waited_ms: { step: 18.1, slots: 194.3 }, chunks: 2, preemptions: 1, recomputed_tokens: 640, swapped_tokens: 0,
+    relegated: false, predicted_ttft_ms: 240.1, ttft_ms: 251.7, tokens_per_second: 38.2,
+  };
+  const usage = { prompt_tokens: 812, prompt_tokens_details: { cached_tokens: 16 } };
+  assert.equal(story(told, usage, 500).join(" "),
+    "Waited 212 ms: 18.1 ms for the step under way, 194 ms for a place. Prompt of 812 tokens in 2 chunks, 16 of them from the cache. " +
+    "Preempted once: 640 tokens computed again, 0 swapped. First token after 252 ms, predicted 240 ms, target 500 ms: met. Then 38.2 tokens a second.");
+  assert.match(story(told, usage, 250).join(" "), /target 250 ms: missed/);
+  assert.equal(story({ ...told, waited_ms: {}, queued_ms: 0 }, usage, null)[0], "Did not wait.");
+});
