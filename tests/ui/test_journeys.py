@@ -31,6 +31,9 @@ def test_a_chat_streams_and_says_what_became_of_it(server: LiveServer, open_page
     assert "finished: length · 24 tokens" in facts
     assert re.search(r"Prompt of \d+ tokens in 1 chunk", facts)
     assert re.search(r"First token after [\d.]+ ms", facts)
+    # steps take 10 ms, and 23 tokens follow the first: not the few that deliveries were made of
+    speed = float(re.findall(r"Then ([\d.]+) tokens a second", facts)[0])
+    assert 10 < speed <= 100
     # what the model said is in the next request, in full: the prompt has grown by both
     first = int(re.findall(r"Prompt of (\d+)", facts)[0])
     with page.expect_request("**/v1/chat/completions") as asked:

@@ -84,6 +84,7 @@ class UsageCount:
         cache_block: int = 0,
         metrics: bool = False,
         timings: bool = False,
+        single: bool = False,
     ) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
         self._cache_block = cache_block
@@ -94,6 +95,8 @@ class UsageCount:
         self._demoted = False
         # tokens of thoughts; None: the model has none
         self._reasoning: int | None = None
+        # one choice a prompt: its tokens are the prompt's
+        self._single = single
         # of each choice so far; only where its speed is to be told
         self._tokens: Counter[tuple[int, int]] = Counter()
 
@@ -105,6 +108,8 @@ class UsageCount:
             cache_block=options.cache_block,
             metrics=options.tells_metrics and options.n == 1,
             timings=options.tells_timings,
+            # what was made before it was resumed is among the prompt's, and not of this speed
+            single=options.n == 1 and not options.resume_output_ids,
         )
 
     def expect(self, index: int, num_prompt_tokens: int) -> None:
@@ -129,7 +134,10 @@ class UsageCount:
             self._tokens[index, delta.index] += len(delta.token_ids)
             if delta.timeline is not None:
                 seconds = 0.0 if times is None else times.last_token - times.first_token
-                speed = tokens_per_second(self._tokens[index, delta.index], 1, seconds)
+                # a shortcut takes deltas of a single choice past this count
+                made = self._tokens[index, delta.index]
+                made = output.num_output_tokens if self._single else made
+                speed = tokens_per_second(made, 1, seconds)
                 gap = None if times is None or not times.longest_gap else times.longest_gap
                 explained = Explanation.of(delta.timeline, ttft, gap, speed)
                 self._timelines[index, delta.index] = explained
