@@ -26,7 +26,7 @@ from paceline.core.sampling_params import SamplingParams
         ("frequency_penalty", math.nan),
         ("repetition_penalty", 0.0),
         ("min_tokens", 11),
-        ("logprobs", 21),
+        ("logprobs", -1),
         ("seed", 2**63),
         ("logit_bias", ((-1, 0.0),)),
         ("logit_bias", ((1, math.nan),)),
