@@ -38,12 +38,7 @@ TOKENS = 48 if QUICK else 96
 MODEL = os.environ.get("MODEL", "")
 DTYPE = os.environ.get("DTYPE", "auto")
 SIZES = {"single": 1, "eight": 8, "many": 64}
-SPECULATION = {
-    "method": "ngram",
-    "num_speculative_tokens": 5,
-    "prompt_lookup_max": 4,
-    "prompt_lookup_min": 2,
-}
+SPECULATION = {"method": "auto"}
 _CODE = """def area(width, height):
     result = width * height
     return result

@@ -236,8 +236,8 @@ SCHEDULING: Final = (
         parse=json_object,
         metavar="JSON",
         help="guess next tokens and verify several in one step, for as long as few requests run: "
-        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, '
-        '"prompt_lookup_min": 2}. Answers stay the same',
+        '{"method": "auto"}, or {"method": "ngram", "num_speculative_tokens": 5, '
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}. Answers stay the same',
     ),
     Flag(
         name="--pipeline-depth",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
+from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.core.tier import Move, Tier, after, tier_of
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class RequestSpec:
     tenant: str = ""
     # None: it begins here
     resumed: ResumedOutput | None = None
+    # tokens that may be guessed of it at a time; 0: none
+    max_draft_tokens: int = MOST_TOKENS
 
 
 class Forecast(NamedTuple):

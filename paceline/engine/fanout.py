@@ -71,6 +71,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
                 fork_of=choice_id(request.request_id, 0) if index and is_new else None,
                 num_forks=request.n - 1 if is_new and not index else 0,
                 resumed=_resumed(request, index),
+                max_draft_tokens=request.max_draft_tokens,
             )
         )
         try:

@@ -16,6 +16,7 @@ import msgspec
 from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
+from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.core.stats import ClassUse, SchedulerStats
 
 __all__ = [
@@ -98,6 +99,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     # nothing is shown to the caller before the end
     whole: bool = False
+    # tokens that may be guessed of it at a time
+    max_draft_tokens: int = MOST_TOKENS
     # None: it begins here
     resume: Resume | None = None
 

@@ -14,6 +14,7 @@ import pytest
 import paceline
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
+from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
@@ -324,11 +325,14 @@ async def test_fields_reach_the_engine(engine: LocalEngineClient) -> None:
         top_logprobs=3,
         priority=-2,
         cache_salt="salt",
+        speculation={"max_tokens": 0},
     )
     async with connect(create_app(Spy(engine), ServerConfig())) as http:
         await http.post("/v1/chat/completions", json=body)
-        await http.post("/v1/chat/completions", json={**body, "ignore_eos": True})
+        other = {**body, "ignore_eos": True, "speculation": None}
+        await http.post("/v1/chat/completions", json=other)
     request, ignoring = seen
+    assert (request.max_draft_tokens, ignoring.max_draft_tokens) == (0, MOST_TOKENS)
     sampling = request.sampling
     assert (request.n, request.stop, request.priority) == (2, ("a", "b"), -2)
     assert (request.cache_salt, request.include_stop_str_in_output) == ("salt", True)

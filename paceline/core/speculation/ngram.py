@@ -6,15 +6,26 @@ This module does not know requests, steps or how many guesses are worth their ti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
-__all__ = ["Drafter", "NgramDrafter"]
+__all__ = ["NO_GUESS", "Drafter", "Guess", "NgramDrafter"]
+
+
+class Guess(NamedTuple):
+    """What may come next."""
+
+    token_ids: Sequence[int]
+    # so many of the latest tokens speak for it
+    match: int
+
+
+NO_GUESS: Final = Guess((), 0)
 
 
 class Drafter(Protocol):
     """Guesses the next tokens of one sequence."""
 
-    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
         """Up to ``count`` guesses, most often fewer or none.
 
         Args:
@@ -34,7 +45,7 @@ class NgramDrafter:
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_indexed = 0
 
-    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
         total, ends = len(tokens), self._ends
         for end in range(self._num_indexed, total):
             for length in self._lengths:
@@ -47,5 +58,5 @@ class NgramDrafter:
             found = ends.get(tuple(tokens[total - length :]))
             if found is not None:
                 # a text that repeats itself is taken to go on doing so
-                return [tokens[found + i % (total - found)] for i in range(count)]
-        return ()
+                return Guess([tokens[found + i % (total - found)] for i in range(count)], length)
+        return NO_GUESS

@@ -14,11 +14,14 @@ __all__ = ["MOST_TOKENS", "NgramSettings"]
 MOST_TOKENS: Final = 32
 _MOST_LOOKUP: Final = 32
 _NAME: Final = "speculative_config"
+# of the method "auto": as many guesses as a step may hold before rows cost what they would alone,
+# and whatever match there is, as how often each is right is learned
+_AUTO: Final = {"num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class NgramSettings:
-    """Of the method "ngram"."""
+    """Of the methods "ngram" and "auto", which is the former with settings of its own."""
 
     # guesses of one row at most
     num_tokens: int
@@ -33,8 +36,11 @@ class NgramSettings:
         for key in config:
             if key not in known:
                 raise ConfigError(f"{_NAME}: {key!r} is not one of {', '.join(sorted(known))}")
-        if config.get("method") != "ngram":
-            raise ConfigError(f'{_NAME}: method must be "ngram", got {config.get("method")!r}')
+        method = config.get("method")
+        if method == "auto":
+            config = _AUTO | dict(config)
+        elif method != "ngram":
+            raise ConfigError(f'{_NAME}: method must be "auto" or "ngram", got {method!r}')
         num_tokens = _number(config, "num_speculative_tokens", None, MOST_TOKENS)
         # as in vLLM, one stands for both, and 5 for none
         least = config.get("prompt_lookup_min", config.get("prompt_lookup_max", 5))

@@ -17,7 +17,7 @@ from typing import Final
 from paceline.core.outputs import Draft, ScheduledRow
 from paceline.core.predict.chunk import LATE_QUANTILE
 from paceline.core.request import Request
-from paceline.core.speculation.guesser import Guesser
+from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import Drafter, NgramDrafter
 from paceline.core.speculation.settings import NgramSettings
 from paceline.core.step.builder import StepBuilder
@@ -40,6 +40,9 @@ _TRY: Final = 32
 # steps with guesses before which it is not known what they cost: where one request runs, all others
 # have one row, and rows cannot be told from the fixed part of a step
 _UNPRICED: Final = 16
+# share of tokens guessed from which on the next step is planned when the last one's are known: what
+# follows tokens that are not known cannot be guessed, and planning meanwhile saves less than that
+_WORTH_WAITING: Final = 0.1
 
 
 class Drafts:
@@ -56,14 +59,15 @@ class Drafts:
             lambda _: NgramDrafter(settings.lookup_min, settings.lookup_max)
         )
         self._most = settings.num_tokens
+        self._acceptance = Acceptance()
         self._waiting = state.waiting
         self._running = state.running
         self._forks = state.forks
         self._kv = state.kv
         self._step_time = state.step_time
         self._num_steps = self._num_lengthened = 0
-        # a request of the last step had guesses that are worth verifying: the next step is best
-        # planned when that one's tokens are known
+        # requests of the last step had guesses that are worth verifying, or often have: the next
+        # step is best planned when that one's tokens are known
         self.awaits_tokens = False
 
     def add(self, step: StepBuilder) -> tuple[Draft, ...]:
@@ -80,6 +84,8 @@ class Drafts:
         ):
             return ()
         guesses = [self._guesses(request) for request in requests]
+        shares = sum(r.guesser.share for r in requests if r.guesser is not None)
+        self.awaits_tokens = shares > _WORTH_WAITING * len(requests)
         counts = self._choose(step, guesses) if any(guesses) else None
         if counts is None:
             return ()
@@ -99,13 +105,13 @@ class Drafts:
     def _guesses(self, request: Request) -> tuple[int, ...]:
         # the last token that a request can get is never computed
         room = request.max_total_tokens - request.num_tokens - request.num_pending_tokens
-        most = min(self._most, room)
+        most = min(self._most, room, request.asked.max_draft_tokens)
         if most <= 0 or request.shares_tail or request.asked.sampling.grammar is not None:
             return ()
         guesser = request.guesser
         if guesser is None:
             prompt = request.asked.prompt_token_ids
-            guesser = request.guesser = Guesser(self._make(request), prompt)
+            guesser = request.guesser = Guesser(self._make(request), prompt, self._acceptance)
         return tuple(guesser.guess(request.num_prompt_tokens, request.output_token_ids, most))
 
     def _choose(self, step: StepBuilder, guesses: list[tuple[int, ...]]) -> list[int] | None:
@@ -174,8 +180,7 @@ def _by_likelihood(
     for index, (request, ids) in enumerate(zip(requests, guesses, strict=True)):
         if ids:
             assert request.guesser is not None, "it has guessed"
-            each = request.guesser.acceptance
-            likely += [(each**place, index) for place in range(1, len(ids) + 1)]
+            likely += [(each, index) for each in request.guesser.survivals(len(ids))]
     likely.sort(key=lambda entry: -entry[0])
     return likely
 

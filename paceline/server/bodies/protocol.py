@@ -17,6 +17,7 @@ from typing import Any, Final
 from paceline.core.errors import InvalidRequestError, UnknownModelError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
+from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.http.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.bodies.foreign import translated
 from paceline.server.bodies.messages import parse_messages
@@ -101,6 +102,8 @@ class GenerationOptions:
     return_tokens_as_token_ids: bool
     # not to be said; tokenised with the prompt
     bad_words: tuple[str, ...]
+    # guessed at a time
+    max_draft_tokens: int = MOST_TOKENS
     # False: no text is made
     detokenize: bool = True
     # tokens of a block of the prefix cache; 0: it keeps nothing of this request
@@ -421,12 +424,21 @@ def _options(
         return_token_ids=fields.boolean("return_token_ids", False),
         return_tokens_as_token_ids=fields.boolean("return_tokens_as_token_ids", False),
         bad_words=parse_bad_words(fields.array("bad_words") or []),
+        max_draft_tokens=_max_draft_tokens(fields.object("speculation")),
         # a prompt whose log-probabilities are told shares nothing
         cache_block=rules.cache_block if asked is None else 0,
         tells_metrics=rules.tells_metrics,
         tells_timings=fields.boolean("timings_per_token", False),
         cuts_max_tokens=cuts_max_tokens,
     )
+
+
+def _max_draft_tokens(speculation: dict[str, Any] | None) -> int:
+    """``{"max_tokens": 0}`` keeps a request from being guessed."""
+    try:
+        return or_else(Fields(speculation or {}).integer("max_tokens", 0, MOST_TOKENS), MOST_TOKENS)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"speculation.{error}", "speculation") from None
 
 
 def _usage_options(stream_options: dict[str, Any]) -> tuple[bool, bool]:

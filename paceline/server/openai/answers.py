@@ -283,4 +283,5 @@ def generation_request(
         if options.resume_output_ids
         else None,
         whole=not options.stream,
+        max_draft_tokens=options.max_draft_tokens,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.sampling_fields import INT32, INT64, MAX_NAMED_LOGPROBS
 from paceline.server.bodies.structured import STRUCTURED_KINDS
@@ -285,6 +286,10 @@ def _sampling(rules: RequestRules) -> dict[str, Schema]:
             "choice, null for one that has ended",
         ),
         "explain": BOOLEAN,
+        "speculation": bounded(
+            record({}, {"max_tokens": nullable(integer(0, MOST_TOKENS))}),
+            "tokens guessed at a time; 0: none",
+        ),
         "timings_per_token": BOOLEAN,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
