@@ -84,8 +84,7 @@ class Drafts:
         ):
             return ()
         guesses = [self._guesses(request) for request in requests]
-        shares = sum(r.guesser.share for r in requests if r.guesser is not None)
-        self.awaits_tokens = shares > _WORTH_WAITING * len(requests)
+        self.awaits_tokens = _share(requests) > _WORTH_WAITING
         counts = self._choose(step, guesses) if any(guesses) else None
         if counts is None:
             return ()
@@ -170,6 +169,12 @@ class Drafts:
         # they cost what rows of one token do, but for the keys, which a row reads once
         step.count_plain(count, 0)
         return count
+
+
+def _share(requests: Sequence[Request]) -> float:
+    """Of the places guessed for in these requests, those with a first guess that was right."""
+    shares = [request.guesser.share for request in requests if request.guesser is not None]
+    return sum(shares) / max(1, len(requests))
 
 
 def _by_likelihood(
