@@ -196,8 +196,8 @@ def _options(options: dict[str, Any], rules: RequestRules) -> dict[str, Any]:
             "tokens",
             "options.num_ctx",
         )
-    limit = made.get("max_tokens")
-    if type(limit) is int and limit < 0:
+    limit = Fields(options).integer("num_predict", -2, 2**31 - 1)
+    if limit is not None and limit < 0:
         # as many as the context has place for
         del made["max_tokens"]
     return made
