@@ -217,7 +217,8 @@ def _messages(values: list[Any]) -> list[dict[str, Any]]:
             )
         if value.get("images"):
             raise InvalidRequestError(f"{where}.images: images are not served", "messages")
-        message: dict[str, Any] = {"role": role, "content": value.get("content") or ""}
+        content = value.get("content")
+        message: dict[str, Any] = {"role": role, "content": "" if content is None else content}
         calls = value.get("tool_calls")
         if calls and role == "assistant":
             message["tool_calls"] = [
