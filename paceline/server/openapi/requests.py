@@ -501,7 +501,12 @@ def _llama(rules: RequestRules, completion: dict[str, Schema]) -> Schema:
 
 _OLLAMA_CHAT: Final[dict[str, Schema]] = {
     "messages": nullable(
-        array(record({"role": string("system", "user", "assistant", "tool")}, {"content": STRING}))
+        array(
+            record(
+                {"role": string("system", "user", "assistant", "tool")},
+                {"content": nullable(STRING)},
+            )
+        )
     )
 }
 
