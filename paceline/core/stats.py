@@ -57,6 +57,8 @@ class SchedulerStats:
     # tokens computed in rows of several tokens, and of one
     num_prefill_tokens: int = _counter()
     num_decode_tokens: int = _counter()
+    # tokens of the prompts whose request got its first token, each counted whole in that step
+    num_prompt_tokens: int = _counter()
     # free blocks that the prefix cache can still find
     num_cached_free_blocks: int = 0
     num_host_blocks: int = 0

@@ -84,7 +84,6 @@ class EngineCore:
         # log-probabilities of prompts that steps brought, until somebody takes them
         self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
         self.num_steps = 0
-        self.last_step_tokens = 0
         # told of every plan before it is executed
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
 
@@ -168,7 +167,6 @@ class EngineCore:
             raise EngineDeadError(f"step {plan.step_id} failed: {error!r}") from error
         self._has_news = True
         self.num_steps += 1
-        self.last_step_tokens = plan.num_tokens
         self.prompt_logprobs += result.prompt_logprobs
         done = self._clock()
         updates = self.scheduler.update(plan, result, done)

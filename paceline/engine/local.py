@@ -44,7 +44,7 @@ class LocalEngineClient(EngineFrontend):
         *,
         stall_timeout: float = 60.0,
     ) -> None:
-        super().__init__(tokenizer, engine_stats(core, 0.0, ()), stall_timeout)
+        super().__init__(tokenizer, engine_stats(core, 0.0), stall_timeout)
         self._info = info
         self._core = core
         self._inbox = _QueueInbox()

@@ -194,7 +194,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerStats = SchedulerStats()
     # by SLO class, up to a tenth of a second old
     classes: tuple[ClassUse, ...] = ()
-    # tokens computed in each step since the last snapshot
+    # of the steps since the last snapshot, each that brought tokens: these, and the prompts whole
+    # whose first token was among them
     iteration_tokens: tuple[int, ...] = ()
 
     @classmethod

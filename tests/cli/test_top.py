@@ -35,7 +35,7 @@ def scrape(at: float, *lines: str, running: int = 0) -> Scrape:
 
 def counts(steps: int, prefill: int, decode: int, good: int, ended: int) -> list[str]:
     return [
-        f"vllm:iteration_tokens_total_count {steps}",
+        f"paceline:steps_total {steps}",
         f'paceline:step_tokens_total{{kind="prefill"}} {prefill}',
         f'paceline:step_tokens_total{{kind="decode"}} {decode}',
         f'paceline:step_seconds_total{{kind="actual"}} {steps * 0.02}',

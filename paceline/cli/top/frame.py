@@ -108,9 +108,7 @@ class Frame:
 def make_frame(before: Scrape, after: Scrape) -> Frame:
     """``after`` must be later. Counters that fell (the server was restarted) count from zero."""
     seconds = max(1e-9, after.time - before.time)
-    if after.total("vllm:iteration_tokens_total_count") < before.total(
-        "vllm:iteration_tokens_total_count"
-    ):
+    if after.total("paceline:steps_total") < before.total("paceline:steps_total"):
         before = Scrape(before.time, {})
 
     def grew(name: str, **labels: str) -> float:
@@ -120,7 +118,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         then = before.by(name, label)
         return {key: now - then.get(key, 0.0) for key, now in after.by(name, label).items()}
 
-    steps = grew("vllm:iteration_tokens_total_count")
+    steps = grew("paceline:steps_total")
     # of those whose time was predicted, which are all but the first few
     actual = grew("paceline:step_seconds_total", kind="actual")
     predicted = grew("paceline:step_seconds_total", kind="predicted")

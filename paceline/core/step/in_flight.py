@@ -44,6 +44,7 @@ class StepsInFlight:
         self._as_of = 0.0
         # tokens of rows of several tokens, and of one, in all steps whose results came
         self.num_prefill_tokens = 0
+        self.num_prompt_tokens = 0
         self.num_decode_tokens = 0
         # of all of these that could be predicted
         self.predicted_seconds = 0.0

@@ -141,6 +141,7 @@ def take_stats(
         actual_step_seconds=steps.actual_seconds,
         num_prefill_tokens=steps.num_prefill_tokens,
         num_decode_tokens=steps.num_decode_tokens,
+        num_prompt_tokens=steps.num_prompt_tokens,
         num_cached_free_blocks=kv.pool.num_cached_free,
         num_host_blocks=state.cache.num_host_blocks,
         num_free_host_blocks=kv.num_free_host_blocks,

@@ -46,6 +46,7 @@ class Updates:
 
     def __init__(self, state: SchedulerState, finish: _Finish) -> None:
         self._last = state.last
+        self._steps = state.steps
         self._finish = finish
         self._sampled = state.policy.sampled
         # most policies do not count what was served
@@ -120,6 +121,7 @@ class Updates:
         """Append tokens until one ends the output. Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
+            self._steps.num_prompt_tokens += request.num_prompt_tokens
             forecast = request.history.forecast
             # one that was demoted against what was foreseen says nothing of the others
             if forecast is not None and (forecast.late or not request.history.demoted):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
+from msgspec.structs import replace
+
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
@@ -90,8 +92,8 @@ class EngineLoop:
         self._shutdown: Shutdown | None = None
         # news of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
-        # steps whose token counts were not sent yet
-        self._iteration_tokens: list[int] = []
+        # of the prompts behind which a first token was sent
+        self._prompt_tokens = 0
         self._classes: tuple[ClassUse, ...] = ()
         self._next_census = 0.0
 
@@ -131,12 +133,9 @@ class EngineLoop:
         return 0.0 if wake_at is None else min(_BEAT, max(0.0, wake_at - self._clock()))
 
     def _step(self) -> None:
-        steps = self._core.num_steps
         self._updates += self._core.step(self._take)
         for expired in self._core.take_expired():
             self._send(Refused.of(request_of(expired.request_id), expired.error))
-        if self._core.num_steps > steps:
-            self._iteration_tokens.append(self._core.last_step_tokens)
         self._flush()
 
     def _take(self, patience: float = 0.0) -> bool:
@@ -201,17 +200,19 @@ class EngineLoop:
             self._classes = self._core.scheduler.census()
             counted = sum(use.num_running + use.num_waiting for use in self._classes)
             self._next_census = now + max(_CENSUS, counted * _CENSUS_PER_REQUEST)
-        stats = engine_stats(self._core, now, self._iteration_tokens, self._classes)
+        stats = engine_stats(self._core, now, self._classes)
+        if tokens := sum([len(update.new_token_ids) for update in self._updates]):
+            # as vLLM counts: of a prompt all tokens, in the step that brought the first behind it
+            prompts, self._prompt_tokens = self._prompt_tokens, stats.scheduler.num_prompt_tokens
+            stats = replace(stats, iteration_tokens=(tokens + self._prompt_tokens - prompts,))
         self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
         self._core.prompt_logprobs.clear()
         self._updates.clear()
-        self._iteration_tokens.clear()
 
 
 def engine_stats(
     core: EngineCore,
     now: float,
-    iteration_tokens: Sequence[int],
     classes: tuple[ClassUse, ...] = (),
 ) -> EngineStats:
     """A snapshot of ``core`` for the other side."""
@@ -220,7 +221,6 @@ def engine_stats(
         num_steps=core.num_steps,
         scheduler=core.stats(),
         classes=classes,
-        iteration_tokens=tuple(iteration_tokens),
     )
 
 

@@ -102,8 +102,11 @@ class EngineMetrics:
             "prefix_cache_hits",
         )
         self._iteration_tokens = registry.histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in one step.", ITERATION_TOKEN_BUCKETS
+            "vllm:iteration_tokens_total",
+            "Tokens that a step brought, and the prompts whose first token was among them.",
+            ITERATION_TOKEN_BUCKETS,
         )
+        self._steps = registry.number(counter, "paceline:steps", "Steps that the engine completed.")
         each(
             counter,
             "paceline:step_tokens",
@@ -206,6 +209,7 @@ class EngineMetrics:
     def update(self, stats: EngineStats) -> None:
         """Take over a snapshot's numbers; any number of times."""
         now = stats.scheduler
+        self._steps.value = stats.num_steps
         for number, read in self._readings:
             number.value = read(now)
         self._update_classes(stats)

@@ -329,9 +329,20 @@ async def test_stats_tell_the_tokens_of_every_step(start: Start) -> None:
         seen: list[int] = []
         client.on_stats = lambda stats: seen.extend(stats.iteration_tokens)
         await collect(client, make("r", (1, 2, 3), max_tokens=5))
-        # 3 prompt tokens, then one step for each token but the last
-        assert seen == [3, 1, 1, 1, 1]
+        # the prompt counts whole with its first token
+        assert seen == [3 + 1, 1, 1, 1, 1]
         assert client.stats.num_steps == 5
+
+
+async def test_a_prompt_counts_with_its_first_token_and_not_chunk_by_chunk(start: Start) -> None:
+    async with closing(
+        await start(core={"max_num_seqs": 8, "max_num_batched_tokens": 64})
+    ) as client:
+        seen: list[int] = []
+        client.on_stats = lambda stats: seen.extend(stats.iteration_tokens)
+        await collect(client, make("long", (3,) * 150, max_tokens=2))
+        assert seen == [150 + 1, 1]
+        assert client.stats.num_steps == 4
 
 
 async def test_close_fails_what_is_unread_and_is_idempotent(start: Start) -> None:
