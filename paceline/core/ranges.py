@@ -18,6 +18,8 @@ class Range(NamedTuple):
     # whether ``least`` and ``most`` themselves are out of range
     above: bool = False
     below: bool = False
+    # what numbers below ``least`` are told instead of the range
+    too_low: str = ""
 
     def __contains__(self, value: object) -> bool:
         if value is None:
@@ -27,12 +29,9 @@ class Range(NamedTuple):
         return low and (value < self.most if self.below else value <= self.most)
 
     def __str__(self) -> str:
-        if self.most < ANY and not self.above and not self.below:
-            return f"between {self.least} and {self.most}"
-        least = f"{'above' if self.above else 'at least'} {self.least}"
-        if self.most == ANY:
-            return least
-        return f"{least} and {'below' if self.below else 'at most'} {self.most}"
+        if self.most < ANY:
+            return f"in {'[('[self.above]}{self.least}, {self.most}{'])'[self.below]}"
+        return f"{'above' if self.above else 'at least'} {self.least}"
 
 
 def outside(values: object, ranges: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
@@ -40,4 +39,5 @@ def outside(values: object, ranges: Mapping[str, Range]) -> Iterator[tuple[str, 
     for name, allowed in ranges.items():
         value = getattr(values, name)
         if value not in allowed:
-            yield name, f"{name} must be {allowed}, got {value}"
+            wanted = allowed.too_low if allowed.too_low and value < allowed.most else allowed
+            yield name, f"{name} must be {wanted}, got {value}"

@@ -17,16 +17,17 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 128
 # token sequences, and tokens of all of them together
 MAX_BAD_WORDS: Final = (256, 4096)
+# in the words of vLLM's errors, which clients know
 _RANGES: Final = {
     "max_tokens": Range(1),
-    "temperature": Range(0, 100),
-    "top_k": Range(0, 2**31),
+    "temperature": Range(0, 100, too_low="non-negative"),
+    "top_k": Range(0, 2**31, too_low="0 (disable), or at least 1"),
     "top_p": Range(0, 1, above=True),
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 100, above=True),
-    "min_tokens": Range(0),
+    "repetition_penalty": Range(0, 100, above=True, too_low="greater than zero"),
+    "min_tokens": Range(0, too_low="greater than or equal to 0"),
     "logprobs": Range(0, 2**31),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "seed": Range(-(2**63), 2**63 - 1),
@@ -91,7 +92,8 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             yield (
                 "min_tokens",
-                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "
+                f"{self.min_tokens}",
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             yield "allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled"

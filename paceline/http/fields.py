@@ -20,6 +20,8 @@ __all__ = ["Fields", "decode_object", "show"]
 # containers inside containers; the deepest sensible tool schema is well below
 _MAX_DEPTH: Final = 64
 _SHOWN: Final = 64
+# the largest 32-bit integer
+_WIDE: Final = 2**31 - 1
 
 
 def show(value: object) -> str:
@@ -117,9 +119,9 @@ def check_integer(value: object, name: str, low: int, high: int) -> int:
     if type(value) is not int:
         raise InvalidRequestError(f"{name} must be an integer, got {show(value)}", name)
     if not low <= value <= high:
-        raise InvalidRequestError(
-            f"{name} must be between {low} and {high}, got {show(value)}", name
-        )
+        # a bound that only says how many bits there are is not worth the reading
+        wanted = f"at least {low}" if value < low and high >= _WIDE else f"in [{low}, {high}]"
+        raise InvalidRequestError(f"{name} must be {wanted}, got {show(value)}", name)
     return value
 
 

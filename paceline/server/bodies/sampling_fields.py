@@ -48,8 +48,8 @@ def parse_sampling(
 ) -> SamplingParams:
     """Ranges of the numbers are checked by SamplingParams itself."""
     default = rules.default_sampling
-    min_tokens = or_else(fields.integer("min_tokens", 0, INT32), 0)
-    top_k = or_else(fields.integer("top_k", -1, INT32), int(default.get("top_k", 0)))
+    min_tokens = or_else(fields.integer("min_tokens", -INT32, INT32), 0)
+    top_k = or_else(fields.integer("top_k", -INT32, INT32), int(default.get("top_k", 0)))
     seed = fields.integer("seed", -INT64, INT64 - 1)
     stop_token_ids = fields.token_ids("stop_token_ids", rules.vocab_size) or []
     if len(stop_token_ids) > MAX_STOP_TOKENS:
@@ -78,7 +78,8 @@ def parse_sampling(
     return SamplingParams(
         max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
         temperature=or_else(fields.number("temperature"), default.get("temperature", 1.0)),
-        top_k=max(0, top_k),
+        # -1 is 0 by another name
+        top_k=0 if top_k == -1 else top_k,
         top_p=or_else(fields.number("top_p"), default.get("top_p", 1.0)),
         min_p=or_else(fields.number("min_p"), default.get("min_p", 0.0)),
         presence_penalty=or_else(fields.number("presence_penalty"), 0.0),
@@ -100,9 +101,11 @@ def parse_sampling(
 
 def logprob_count(fields: Fields, name: str, rules: RequestRules) -> int | None:
     """How many tokens' log-probabilities are asked for at each place; -1 asks for all."""
-    count = fields.integer(name, -1, INT32)
+    count = fields.integer(name, -INT32, INT32)
     if count is None:
         return None
+    if count < -1:
+        raise InvalidRequestError(f"{name} must be non-negative or -1, got {count}", name)
     wanted = rules.vocab_size if count == -1 else count
     if wanted > rules.max_logprobs:
         asks = f"asks for all {wanted} of the vocabulary" if count == -1 else "is too many"

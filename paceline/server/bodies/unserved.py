@@ -34,6 +34,10 @@ def _given(value: Any) -> bool:
     return value not in (None, False, [], {}, "")
 
 
+_BEAMS: Final = (
+    "beam search, which knows no token of its answer before the last, so that nothing could be "
+    "streamed or paced; ask for n choices with logprobs and take the likeliest"
+)
 _EVERYWHERE: Final[RefusedFields] = {
     "guided_json": (_given, "guided decoding by its older names; structured_outputs does it"),
     "guided_regex": (_given, "guided decoding by its older names; structured_outputs does it"),
@@ -43,8 +47,8 @@ _EVERYWHERE: Final[RefusedFields] = {
         _given,
         "guided decoding by its older names; structured_outputs does it",
     ),
-    "use_beam_search": (_given, "beam search"),
-    "length_penalty": (lambda v: v is not None and v != 1, "beam search"),
+    "use_beam_search": (_given, _BEAMS),
+    "length_penalty": (lambda v: v is not None and v != 1, _BEAMS),
     "prompt_embeds": (_given, "a prompt of embeddings"),
     "thinking_token_budget": (lambda v: v is not None, "a budget for thinking"),
     "spaces_between_special_tokens": (lambda v: v is False, "joining special tokens"),

@@ -303,3 +303,45 @@ async def test_an_answer_of_many_logprobs_is_bounded_in_bytes(anyio_backend: str
         assert refused.status_code == 400 and "91 MiB; 64 are served" in refused.text
         assert (await wide(http, logprobs=True, top_logprobs=-1, max_tokens=2)).status_code == 200
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty must be in [-2, 2], got 2.5"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be in [-2, 2], got -3.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be greater than zero, got 0.0"),
+        ({"temperature": -1}, "temperature must be non-negative, got -1.0"),
+        ({"temperature": 101}, "temperature must be in [0, 100], got 101.0"),
+        ({"top_p": 0}, "top_p must be in (0, 1], got 0.0"),
+        ({"top_p": 1.5}, "top_p must be in (0, 1], got 1.5"),
+        ({"top_k": -2}, "top_k must be 0 (disable), or at least 1, got -2"),
+        ({"min_p": -0.1}, "min_p must be in [0, 1], got -0.1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"min_tokens": -1}, "min_tokens must be greater than or equal to 0, got -1"),
+        (
+            {"min_tokens": 9, "max_tokens": 8},
+            "min_tokens must be less than or equal to max_tokens=8, got 9",
+        ),
+        (
+            {"logprobs": True, "top_logprobs": -2},
+            "top_logprobs must be non-negative or -1, got -2",
+        ),
+        ({"prompt_logprobs": -2}, "prompt_logprobs must be in [0, 20], got -2"),
+    ],
+)
+async def test_numbers_out_of_range_are_refused_in_the_words_of_vllm(
+    http: httpx.AsyncClient, fields: dict[str, Any], said: str
+) -> None:
+    answer = await http.post(CHAT, json=chat_body(**fields))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(said)
+    assert error["param"] == said.split()[0]
+
+
+async def test_beam_search_is_refused_with_the_reason(http: httpx.AsyncClient) -> None:
+    answer = await http.post(CHAT, json=chat_body(use_beam_search=True, n=4))
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "beam search" in message and "n choices with logprobs" in message
