@@ -10,8 +10,8 @@ next token are compared:
 * perplexity: of the text, and its ratio to float32's.
 
 The text is read twice, because the native kernels take other ways for few and many rows: ``steps``
-reads one token of every window at a time, as decoding does (of STEP_ROWS windows where 4-bit
-weights are read as such by few rows only), ``prompts`` reads CHUNK tokens of every window at once.
+reads one token of every window at a time, as decoding does, ``prompts`` reads CHUNK tokens of every
+window at once.
 The gate holds for both.
 
 All of it is done once for every level of the native kernels that runs here, in float32 too
@@ -54,7 +54,6 @@ from paceline.backends.native import (
     unavailable_reason,
     variants,
 )
-from paceline.backends.native.pieces import traits
 from paceline.backends.rope import rotary_tables
 from paceline.bench.machine import machine
 from paceline.checkpoints.base import open_checkpoint
@@ -66,8 +65,6 @@ WINDOWS: Final = 8
 WINDOW: Final = 640
 # tokens of each window at once where prompts are imitated
 CHUNK: Final = 32
-# rows of a step where decoding is imitated and more would read other weights
-STEP_ROWS: Final = 4
 BLOCK: Final = 16
 # long prose first; which exist depends on the Python version
 TOPICS: Final = (
@@ -191,34 +188,18 @@ def build(
     )
 
 
-def forward_of(model: NativeModel, shape: tuple[int, int], rows: int = WINDOWS) -> Forward:
-    """Reads the next tokens of all windows, one token each of ``rows`` windows at a time; see
-    ``Forward``."""
+def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
+    """Reads the next tokens of all windows; see ``Forward``."""
     windows, length = shape
     tables = np.arange(windows * -(-length // BLOCK)).reshape(windows, -1)
 
     def forward(tokens: NDArray[np.int64], first: int) -> NDArray[np.float32]:
         width = tokens.shape[1]
-        each = min(rows, windows) if width == 1 else windows
-        parts: list[NDArray[np.float32]] = []
-        for begin in range(0, windows, each):
-            some = tokens[begin : begin + each]
-            positions = np.tile(np.arange(first, first + width), len(some))
-            starts = np.arange(len(some) + 1) * width
-            own = tables[begin : begin + each]
-            got = model.forward(some.ravel(), positions, starts, own, np.arange(some.size))
-            # a view, which the next windows overwrite
-            parts.append(got if each >= windows else got.copy())
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        positions = np.tile(np.arange(first, first + width), windows)
+        starts = np.arange(windows + 1) * width
+        return model.forward(tokens.ravel(), positions, starts, tables, np.arange(tokens.size))
 
     return forward
-
-
-def step_rows(name: str, level: str) -> int:
-    """Windows of a step that imitates decoding in a format: all, or as many as read the weights of
-    few rows."""
-    few = name.startswith("q4/") and traits(level).q4_rows < WINDOWS
-    return STEP_ROWS if few else WINDOWS
 
 
 def chunks(windows: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
@@ -298,9 +279,7 @@ def judge(
     shape = (WINDOWS, WINDOW)
     models = {name: build(path, name, threads, shape, level) for name in (REFERENCE, *formats)}
     try:
-        others = {
-            name: forward_of(model, shape, step_rows(name, level)) for name, model in models.items()
-        }
+        others = {name: forward_of(model, shape) for name, model in models.items()}
         reference = others.pop(REFERENCE)
         steps = compare(windows, reference, others, 1)
         prompts = compare(windows, reference, others, CHUNK)

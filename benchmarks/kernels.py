@@ -53,7 +53,6 @@ from paceline.backends.native.pieces import (
     peak_rate,
     products_seconds,
     read_bandwidth,
-    traits,
 )
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
@@ -123,12 +122,6 @@ def dot_rate(dtype: str, threads: int) -> float:
     return peak_rate(dtype, threads, ISA)
 
 
-def computed_in(dtype: str, rows: float) -> str:
-    """What products of so many rows read of weights of this dtype: 4-bit ones may have an int8 copy
-    for many."""
-    return "int8" if dtype == "q4" and rows > traits(ISA).q4_rows else dtype
-
-
 def make_model(
     dtype: str,
     kv_dtype: str,
@@ -192,7 +185,7 @@ def floor_s(
         int(np.prod(shape)) for name, shape in expected_shapes(CONFIG).items() if len(shape) == 2
     )
     layers = matrices - head
-    per_weight = weight_bytes[computed_in(dtype, rows)]
+    per_weight = weight_bytes[dtype]
     per_head_weight = weight_bytes["int8" if dtype == "q4" else dtype]
     read = (layers * per_weight + head * per_head_weight) / bandwidth
     compute = (layers * rows + head * sequences) / rate if rate else 0.0
@@ -336,7 +329,7 @@ def model_steps(threads: int, most: Ceilings) -> dict[str, dict[str, float]]:
         for name, sequences, tokens, context in steps:
             rows = sequences * tokens
             median = statistics.median(step_times(model, sequences, tokens, context))
-            rate = most.rates[computed_in(dtype, rows)]
+            rate = most.rates[dtype]
             floor = floor_s(
                 dtype, kv_dtype, rows, sequences, context, WEIGHT_BYTES, most.bandwidth, rate
             )

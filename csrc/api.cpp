@@ -179,9 +179,8 @@ const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states) {
 int paceline_traits(const char* isa, int64_t* out) {
   return guarded([&] {
     const Kernels* kernels = choose_kernels(isa);
-    out[0] = kernels->q4_rows;
-    out[1] = kernels->narrow_sums;
-    out[2] = kernels->acts[int(Weights::kBF16)] == Acts::kF32;
+    out[0] = kernels->narrow_sums;
+    out[1] = kernels->acts[int(Weights::kBF16)] == Acts::kF32;
   });
 }
 

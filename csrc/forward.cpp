@@ -52,10 +52,9 @@ void Model::mark(int member, Section section) {
   last_mark_ = now;
 }
 
-Model::Shape Model::shape_of(const Linear& linear, int64_t rows) const {
-  const int64_t columns = linear.main.columns();
-  Weights weights = linear.main.kind();
-  if (weights == Weights::kQ4 && rows > kernels_->q4_rows) weights = Weights::kI8;
+Model::Shape Model::shape_of(const Linear& linear) const {
+  const int64_t columns = linear.weights.columns();
+  const Weights weights = linear.weights.kind();
   const Acts acts = kernels_->acts[int(weights)];
   switch (acts) {
     case Acts::kF32: return {weights, acts, pad_to(columns, 16) * 4, 1};
@@ -201,7 +200,7 @@ Model::Share Model::share_of(int member, int64_t rows) {
 
 void Model::encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
                         int64_t stride, const Linear& next) {
-  const Shape shape = shape_of(next, share.total);
+  const Shape shape = shape_of(next);
   const int64_t padded = pad_to(columns, 4);
   each_row(member, share, [&](int64_t r) {
     const int64_t row = share.begin + r, from = chosen ? chosen[row] : row;
@@ -213,7 +212,7 @@ void Model::encode_rows(int member, const Share& share, const float* x, const in
 template <class F>
 void Model::norm_rows(int member, const Share& share, const float* x, const std::vector<float>& weight,
                       const Linear& next, F&& before) {
-  const Shape shape = shape_of(next, share.total);
+  const Shape shape = shape_of(next);
   const int64_t n = config_.hidden, padded = pad_to(n, 4);
   float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
   each_row(member, share, [&](int64_t r) {
@@ -228,14 +227,12 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
 }
 
 GemmArgs Model::product_of(const Share& share, const Linear& linear) const {
-  const Shape shape = shape_of(linear, share.total);
-  const Matrix& matrix =
-      shape.weights == Weights::kI8 && linear.main.kind() == Weights::kQ4 ? linear.batch : linear.main;
+  const Shape shape = shape_of(linear);
   GemmArgs args;
   args.a = share.acts;
   args.a_stride = shape.bytes;
   args.a_scale = share.scales;
-  args.w = matrix.view();
+  args.w = linear.weights.view();
   args.bias = linear.has_bias ? linear.bias.data() : nullptr;
   return args;
 }
@@ -252,8 +249,8 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
   args.out = out;
   args.out_stride = out_stride;
   args.out_bf16 = out_bf16;
-  const auto kernel = kernels_->gemm[int(shape_of(linear, share.total).weights)];
-  const int64_t panels = linear.main.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const auto kernel = kernels_->gemm[int(shape_of(linear).weights)];
+  const int64_t panels = linear.weights.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0;
   auto compute = [&](int64_t item) {
     const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
@@ -429,7 +426,7 @@ void Model::run_step(const PacelineStep& step, int member) {
   float* attended = reinterpret_cast<float*>(attended_.data());
   Share share = share_of(member, step.tokens);
 
-  const Matrix& table = c.tied ? head_.main : embedding_.main;
+  const Matrix& table = c.tied ? head_.weights : embedding_.weights;
   each_row(member, share, [&](int64_t r) {
     float* row = x + (share.begin + r) * hidden_pad_;
     table.unpack_row(step.token_ids[share.begin + r], row);
@@ -471,7 +468,7 @@ void Model::run_step(const PacelineStep& step, int member) {
     mark(member, kOut);
     norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, [](int64_t) {});
     mark(member, kNorm);
-    const Acts acts = shape_of(layer.down, share.total).acts;
+    const Acts acts = shape_of(layer.down).acts;
     const bool bf16 = acts == Acts::kBF16;
     uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
     multiply(member, share, layer.gate_up, nullptr, 0, c.gelu ? Epilogue::kGelu : Epilogue::kSilu, inner, inner_stride,

@@ -11,7 +11,7 @@ using namespace paceline;
 constexpr int kTileRows = 13;
 // the sums over groups need registers too
 constexpr int kTileRowsI8 = PL_BYTE_DOTS ? 6 : 4;
-constexpr int kTileRowsQ4 = 4;
+constexpr int kTileRowsQ4 = PL_BYTE_DOTS ? 6 : 4;
 #else
 constexpr int kTileRows = 4;
 constexpr int kTileRowsI8 = 2;

@@ -140,15 +140,11 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
 }
 
 #if PL_LEVEL == 1
-// 4-bit weights are as fast as int8 at many rows and faster at few
-#define PL_Q4_ROWS kAllRows
 #define PL_BF16_ACTS Acts::kF32
 #define PL_GEMM \
   {gemm_256<TileFloat<Weights::kF32>>, gemm_256<TileFloat<Weights::kBF16>>, gemm_256<TileI8>, gemm_256<TileQ4>}
 #define PL_SCREEN gemm_256<TileScreen>
 #else
-// with byte dots, 8-bit weights have less to compute for many rows
-#define PL_Q4_ROWS (PL_BYTE_DOTS ? 6 : kAllRows)
 #define PL_BF16_ACTS Acts::kBF16
 #define PL_GEMM {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4}
 #define PL_SCREEN screen
@@ -157,7 +153,6 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
 static const Kernels table = {
     PL_NAME,
     kRows,
-    PL_Q4_ROWS,
     !PL_BYTE_DOTS,
     {4, kBF16Pairs ? 2 : 4, 1},
     {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4},

@@ -33,7 +33,6 @@ constexpr int kChunkTiles = 8;      // key tiles per softmax update
 // keys alone. A multiple of a chunk: shorter ones merge more often, longer ones cannot be dealt to threads as evenly
 constexpr int kPartKeys = 256;
 constexpr int kMaxHeadDim = 256;
-constexpr int64_t kAllRows = INT64_MAX;
 constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
 
 enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3 };
@@ -105,8 +104,6 @@ struct Exponent {
 struct Kernels {
   const char* name;
   int attend_rows;  // most rows `attend` takes, <= kMaxRows
-  // most rows whose products read 4-bit weights; above, an int8 copy of them is read. kAllRows: no copy
-  int64_t q4_rows;
   // products of bytes share 16 bits, which the steps of activations see to
   bool narrow_sums;
   // bytes of a query's value beside a kind of cache, see encode_query

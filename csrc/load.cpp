@@ -91,8 +91,8 @@ Model::Model(const PacelineConfig& config)
   config_.wide = nullptr;
   config_.isa = nullptr;
   const Weights table = weights_ == Weights::kQ4 ? Weights::kI8 : weights_;
-  head_.main = Matrix(table, c.vocab, c.hidden, arena_);
-  if (!c.tied) embedding_.main = Matrix(table, c.vocab, c.hidden, arena_);
+  head_.weights = Matrix(table, c.vocab, c.hidden, arena_);
+  if (!c.tied) embedding_.weights = Matrix(table, c.vocab, c.hidden, arena_);
   reserve_screen();
   final_norm_.resize(size_t(c.hidden));
   loaded_.assign(size_t(c.layers * PL_TENSORS), 0);
@@ -111,8 +111,7 @@ void Model::reserve_cache() {
 
 void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias, bool wide) {
   const bool q4 = weights_ == Weights::kQ4 && columns % kGroup == 0 && !wide;
-  linear.main = Matrix(q4 ? Weights::kQ4 : weights_ == Weights::kQ4 ? Weights::kI8 : weights_, rows, columns, arena_);
-  if (q4 && kernels_->q4_rows != kAllRows) linear.batch = Matrix(Weights::kI8, rows, columns, arena_);
+  linear.weights = Matrix(q4 ? Weights::kQ4 : weights_ == Weights::kQ4 ? Weights::kI8 : weights_, rows, columns, arena_);
   linear.has_bias = bias;
   if (bias) linear.bias.assign(size_t(pad_to(rows, kPanel)), 0.0f);
 }
@@ -143,29 +142,21 @@ void Model::expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) con
 // Source row r goes to row offset + r, or, with spread 32, to the 16 rows at `phase` of every 32.
 void Model::pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
                  int64_t phase) {
-  const int64_t columns = linear.main.columns(), stride = source_row_bytes(type, columns);
+  const int64_t columns = linear.weights.columns(), stride = source_row_bytes(type, columns);
   require(stride > 0, "rows of " + std::to_string(columns) + " values cannot be stored in this type");
   // threads split at the destination's panels where rows are consecutive: neighbours share lines
   const int64_t run = spread ? 16 : kPanel, lead = spread ? 0 : offset % kPanel;
   const int64_t runs = (lead + rows + run - 1) / run;
-  // with 4 bits a second copy is made of what the first stands for
-  const bool twice = linear.batch.rows() > 0;
-  const size_t scratch = pad_to(int64_t(std::max(linear.main.pack_scratch(), twice ? linear.batch.pack_scratch() : 0)), 16);
-  const size_t back = twice ? size_t(kPanel * columns) : 0;
-  const auto memory = std::make_unique_for_overwrite<float[]>(size_t(team_.size()) * (scratch + back));
+  const size_t scratch = size_t(pad_to(int64_t(linear.weights.pack_scratch()), 16));
+  const auto memory = std::make_unique_for_overwrite<float[]>(size_t(team_.size()) * scratch);
   team_.run([&](int member) {
-    float* own = memory.get() + size_t(member) * (scratch + back);
-    float* unpacked = own + scratch;
+    float* own = memory.get() + size_t(member) * scratch;
     team_.each(member, runs, 1, [&](int64_t i) {
       const int64_t begin = i * run - lead < 0 ? 0 : i * run - lead;
       const int64_t end = (i + 1) * run - lead < rows ? (i + 1) * run - lead : rows;
       const int64_t to = spread ? begin / 16 * spread + phase : offset + begin;
       const void* from = static_cast<const uint8_t*>(data) + begin * stride;
-      linear.main.pack_rows(to, end - begin, type, from, stride, own);
-      if (twice) {
-        for (int64_t r = 0; r < end - begin; ++r) linear.main.unpack_row(to + r, unpacked + r * columns);
-        linear.batch.pack_rows(to, end - begin, Source::kF32, unpacked, columns * 4, own);
-      }
+      linear.weights.pack_rows(to, end - begin, type, from, stride, own);
     });
   });
 }

@@ -21,9 +21,7 @@ enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kGateUp, kDow
 enum Choice { kSettled, kTooMany, kWhole, kChoices };
 
 struct Linear {
-  Matrix main;
-  // kQ4 may keep an int8 copy for many rows, see Kernels::q4_rows
-  Matrix batch;
+  Matrix weights;
   std::vector<float> bias;
   bool has_bias = false;
 };
@@ -139,7 +137,7 @@ class Model {
     const int64_t grain = rows / (4 * team_.size());
     return grain < 1 ? 1 : grain > 16 ? 16 : grain;
   }
-  Shape shape_of(const Linear& linear, int64_t rows) const;
+  Shape shape_of(const Linear& linear) const;
   // x: all rows; `chosen`: which of them the rows of the share are, null: the same
   void encode_rows(int member, const Share& share, const float* x, const int32_t* chosen, int64_t columns,
                    int64_t stride, const Linear& next);

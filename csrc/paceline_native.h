@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 12
+#define PACELINE_ABI 13
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -127,9 +127,8 @@ void* paceline_cache(PacelineModel* model, int64_t* bytes);
 /* What paceline_variants would name on a processor whose cpuid says leaf 1 ecx, leaf 7 ebx, leaf 7 ecx and
  * leaf 7.1 eax, under a system that saves these register states (XCR0); until the thread's next call. */
 const char* paceline_variants_for(const uint32_t* cpuid, uint64_t states);
-/* What differs between variants (null: the best) beyond their speed, out: most rows whose products read 4-bit
- * weights (INT64_MAX: any number), whether products of bytes share 16 bits, and whether activations beside
- * bfloat16 weights stay float32. */
+/* What differs between variants (null: the best) beyond their speed, out: whether products of bytes share 16
+ * bits, and whether activations beside bfloat16 weights stay float32. */
 int paceline_traits(const char* isa, int64_t* out);
 /* measured cycles a second of the calling thread's processor, 0 where that is not known */
 double paceline_clock_hz(void);

@@ -57,7 +57,7 @@ class Ceilings:
             context,
             _WEIGHT_BYTES,
             self.bandwidths[_LARGE_MIB],
-            self.rates[kernels.computed_in(dtype, rows)],
+            self.rates[dtype],
         )
 
 

@@ -17,7 +17,6 @@ from benchmarks.accuracy import (
     MAX_PERPLEXITY_RATIO,
     MIN_TOP1,
     REFERENCE,
-    STEP_ROWS,
     WINDOW,
     WINDOWS,
     Comparison,
@@ -28,11 +27,9 @@ from benchmarks.accuracy import (
     build,
     compare,
     forward_of,
-    step_rows,
     text_windows,
 )
-from paceline.backends.native import unavailable_reason, variants
-from paceline.backends.native.pieces import traits
+from paceline.backends.native import unavailable_reason
 from paceline.engine.text.tokenizer import load_tokenizer
 from tests.backends.torch.models import VOCAB, save_model
 
@@ -51,14 +48,6 @@ def test_figures_by_hand() -> None:
     assert figures.perplexity_ratio == pytest.approx(math.sqrt(2))
     with pytest.raises(ValueError, match="nothing"):
         Comparison().figures()
-
-
-@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
-@pytest.mark.parametrize("level", variants())
-def test_decoding_is_imitated_with_the_weights_of_few_rows(level: str) -> None:
-    most = traits(level).q4_rows
-    assert step_rows("int8/int8", level) == WINDOWS
-    assert step_rows("q4/int8", level) == (WINDOWS if most >= WINDOWS else STEP_ROWS) <= most
 
 
 def test_the_gate_needs_all_three() -> None:
@@ -178,7 +167,7 @@ def test_one_format_that_fails_fails_the_command(
     for name, value in (
         ("unavailable_reason", None), ("find_local", Path("m.gguf")), ("machine", {"cpu": "x"}),
         ("variants", ("new", "old", "portable")), ("automatic_format", "q4/int8"),
-        ("forward_of", None), ("step_rows", 4),
+        ("forward_of", None),
         ("text_windows", np.zeros((WINDOWS, WINDOW), dtype=np.int64)),
     ):  # fmt: skip
         monkeypatch.setattr(accuracy, name, lambda *arguments, value=value: value)

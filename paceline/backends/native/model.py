@@ -18,8 +18,7 @@ from paceline.core.errors import ConfigError
 __all__ = ["CHOICES", "DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]
 
 # weights: float32; bfloat16; int8 with a scale per output and activations in 8 bits with a scale
-# per token; 4-bit groups of 32 (scale and minimum), on some levels with an int8 copy for steps of
-# many tokens (``pieces.Traits``)
+# per token; 4-bit groups of 32 (scale and minimum)
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "q4": 3}
 # int8: a scale per token and head
 KV_DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}

@@ -183,24 +183,17 @@ def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:
 class Traits:
     """What differs between variants of the kernels beyond their speed."""
 
-    # most rows whose products read 4-bit weights; with more they read an int8 copy
-    q4_rows: int
     # products of bytes share 16 bits, so steps of activations are larger
     narrow_sums: bool
     # activations beside bfloat16 weights stay float32
     float_activations: bool
 
-    @property
-    def keeps_q4(self) -> bool:
-        """Whether any number of rows reads 4-bit weights as such, so that there is no copy."""
-        return self.q4_rows == 2**63 - 1
-
 
 def traits(isa: str | None = None) -> Traits:
     """Of a variant that runs here; None: the best. Raises ConfigError for one that does not."""
-    out = (ctypes.c_int64 * 3)()
+    out = (ctypes.c_int64 * 2)()
     check(library().paceline_traits(None if isa is None else isa.encode(), out))
-    return Traits(out[0], bool(out[1]), bool(out[2]))
+    return Traits(bool(out[0]), bool(out[1]))
 
 
 def variants_for(
