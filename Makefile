@@ -32,6 +32,8 @@
 #   make bench-peers      the same work on other engines, each set up in a cache folder the first time
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose;
 #                         LEVEL=avx2 holds all engines to one level of instructions)
+#   make bench-sizes      random weights of larger shapes beside llama.cpp: rates, memory, seconds to
+#                         ready (SIZES=0.6b,1.7b ROWS=x,y ROUNDS=n; QUICK=1: the smaller one, once)
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
@@ -76,13 +78,13 @@ STAMP := $(VENV)/.installed
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
 
-export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS
+export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
 .PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway bench-speculation
+	bench-gateway bench-speculation bench-sizes
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -174,6 +176,9 @@ bench-kernels: $(READY)
 
 bench-peers: $(READY) model
 	@$(BIN)/python -m benchmarks.peers
+
+bench-sizes: $(READY)
+	@$(BIN)/python -m benchmarks.sizes
 
 bench-grammars: $(READY) model
 	@$(BIN)/python -m benchmarks.grammars

@@ -86,11 +86,20 @@ class LlamaCpp:
         self._binaries = self._build_folder / "bin"
 
     def setup(self) -> None:
+        self.build()
+        for variant in self.variants:
+            self._quantise(variant)
+
+    def build(self) -> None:
+        """Binding and programs, once. Raises Unavailable."""
         make_venv(self._folder, _PACKAGES)
         self._fetch()
         self._build()
-        for variant in self.variants:
-            self._quantise(variant)
+
+    @property
+    def quantiser(self) -> Path:
+        """The program that makes files of other kinds, once it is built."""
+        return self._binaries / "llama-quantize"
 
     def _fetch(self) -> None:
         if (self._source / "vendor").is_dir():
@@ -140,15 +149,19 @@ class LlamaCpp:
             return
         partial = target.with_suffix(".part")
         run_step(
-            [self._binaries / "llama-quantize", "--allow-requantize", "--pure",
+            [self.quantiser, "--allow-requantize", "--pure",
              self._places.model, partial, variant],
             log=self._folder / "setup.log",
         )  # fmt: skip
         partial.rename(target)
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        return self.command(self._quantised(variant))
+
+    def command(self, model: Path) -> Command:
+        """A worker that has loaded ``model``."""
         python = self._folder / "venv" / "bin" / "python"
-        arguments = (str(self._quantised(variant)), str(len(self._places.cpus)))
+        arguments = (str(model), str(len(self._places.cpus)))
         return Command(
             (str(python), "-m", __name__, str(self._source), *arguments),
             (("LLAMA_CPP_LIB_PATH", str(self._binaries)),),

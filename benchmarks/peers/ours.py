@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.common.processes import Command, Unavailable
@@ -51,7 +52,11 @@ class Paceline:
             raise Unavailable(f"--compute native: {reason}")
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
-        arguments = (str(self._places.model), variant, str(int(self._prefix_caching)))
+        return self.command(self._places.model, variant)
+
+    def command(self, model: Path, formats: str) -> Command:
+        """A worker that has loaded ``model``."""
+        arguments = (str(model), formats, str(int(self._prefix_caching)))
         return Command((sys.executable, "-m", __name__, *arguments, str(len(self._places.cpus))))
 
     def server(self, port: int) -> Command:

@@ -1,0 +1,290 @@
+"""Models of other sizes beside llama.cpp: tokens a second, seconds to ready, memory.
+
+Method. No weights of these sizes are at hand, so a GGUF file of random ones is written in 16 bits
+for each shape, with norms of 1, and llama.cpp's own tool makes the kinds people download of it
+(Q4_0, Q4_K_M, Q8_0). Both engines get the same files: of those with 4 bits ours computes in q4, of
+Q8_0 in int8, with the KV cache in int8 (``FORMATS``); llama.cpp in the kinds themselves, its KV
+cache in 16 bits, its default. A row is COUNTxPROMPTxOUTPUT (``benchmarks.peers``), random ids,
+engines in turns, the median of the rounds; an engine shows its best kind of each row, ``kinds`` in
+the JSON all of them.
+
+``ready_s`` is from the start of the process to the first token of a prompt of 128, with the file in
+the page cache. ``rss_ratio`` is the most memory that was resident until then over the file's bytes;
+the KV cache holds 128 tokens then, and Python's own 60 MB or so count. ``share`` of a row of one
+sequence is the least time in which the file can be read for each token, at the bandwidth measured
+in the same run, over the time taken.
+
+SIZES=0.6b,1.7b and ROWS=x,y choose, ROUNDS=n says how often, QUICK=1 takes the smaller shape once.
+Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for 0.6b, 7.4 for 1.7b. Each shape is a
+part of its own that fits 45 minutes. The last line is JSON.
+
+    python -m benchmarks.sizes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+
+from benchmarks.common.processes import Command, Unavailable
+from benchmarks.common.setup import Peer, Places, run_step
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.offline import Team, by_variant, run_rows, summary
+from benchmarks.peers.ours import Paceline
+from benchmarks.peers.process import Worker
+from benchmarks.peers.report import OURS, offline_table
+from benchmarks.peers.rows import make_job, parse_row
+from paceline.backends.native.pieces import read_bandwidth
+from paceline.bench.machine import machine
+from paceline.checkpoints.resolve import default_cache_dir
+
+__all__ = ["SHAPES", "Shape", "main", "write_model"]
+
+ROWS: Final = ("1x128x128", "8x128x128", "32x128x128", "4x1024x1")
+KINDS: Final = ("Q4_0", "Q4_K_M", "Q8_0")
+# ours, of each kind: weights/KV cache
+FORMATS: Final = {"Q4_0": "q4/int8", "Q4_K_M": "q4/int8", "Q8_0": "int8/int8"}
+# random values of all matrices, cut from one run of them: making new ones takes minutes
+_POOL: Final = 1 << 23
+_READ_MIB: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense model of Qwen3's kind with tied embeddings."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """GGUF's names, with rows and columns."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        of_layer = {
+            "attn_q": (queries, self.hidden), "attn_k": (keys, self.hidden),
+            "attn_v": (keys, self.hidden), "attn_output": (self.hidden, queries),
+            "ffn_gate": (self.inner, self.hidden), "ffn_up": (self.inner, self.hidden),
+            "ffn_down": (self.hidden, self.inner),
+        }  # fmt: skip
+        layers = {
+            f"blk.{layer}.{name}": size
+            for layer in range(self.layers)
+            for name, size in of_layer.items()
+        }
+        return {"token_embd": (self.vocab, self.hidden), **layers}
+
+    @property
+    def weights(self) -> int:
+        return sum(rows * columns for rows, columns in self.matrices().values())
+
+
+# Qwen3-0.6B's and Qwen3-1.7B's, by their config.json
+SHAPES: Final = {
+    "0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151_936),
+    "1.7b": Shape(28, 2048, 6144, 16, 8, 128, 151_936),
+}
+
+
+def write_model(path: Path, shape: Shape) -> None:
+    """A GGUF file of random weights in float16, whole or not at all."""
+    partial = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(partial, "qwen3")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_vocab_size(shape.vocab)
+    writer.add_tokenizer_model("no_vocab")
+    random = np.random.default_rng(0)
+    pool = random.standard_normal(_POOL, dtype=np.float32)
+    for name, (rows, columns) in shape.matrices().items():
+        size = rows * columns
+        values = np.resize(np.roll(pool, int(random.integers(_POOL))), size)
+        values *= columns**-0.5
+        writer.add_tensor(f"{name}.weight", values.astype(np.float16).reshape(rows, columns))
+    norms = {"output_norm": shape.hidden}
+    for layer in range(shape.layers):
+        prefix = f"blk.{layer}"
+        norms |= {f"{prefix}.attn_norm": shape.hidden, f"{prefix}.ffn_norm": shape.hidden}
+        norms |= {f"{prefix}.attn_{x}_norm": shape.head_dim for x in "qk"}
+    for name, size in norms.items():
+        writer.add_tensor(f"{name}.weight", np.ones(size, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+
+
+class _Kinds:
+    """The files of one shape."""
+
+    def __init__(self, places: Places) -> None:
+        self._model = places.model
+
+    def __getitem__(self, kind: str) -> Path:
+        return self._model.with_suffix(f".{kind}.gguf")
+
+    def make(self, quantiser: Path) -> None:
+        """Those that are not there yet."""
+        for kind in KINDS:
+            target = self[kind]
+            if target.is_file():
+                continue
+            partial = target.with_suffix(".part")
+            run_step([quantiser, self._model, partial, kind], log=target.with_suffix(".log"))
+            partial.rename(target)
+
+
+class _Ours(Paceline):
+    """Variants are kinds of files, each in the formats that ``FORMATS`` has for it."""
+
+    def __init__(self, places: Places, kinds: _Kinds) -> None:
+        super().__init__(places, OURS, KINDS)
+        self._kinds = kinds
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        return self.command(self._kinds[variant], FORMATS[variant])
+
+
+class _Theirs(LlamaCpp):
+    variants: tuple[str, ...] = KINDS
+
+    def __init__(self, places: Places, kinds: _Kinds) -> None:
+        super().__init__(places)
+        self._kinds = kinds
+
+    def setup(self) -> None:
+        self.build()
+        self._kinds.make(self.quantiser)
+
+    def worker(self, variant: str, *, prefix_caching: bool) -> Command:
+        return self.command(self._kinds[variant])
+
+
+def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
+    """By engine and kind: seconds to the first token, and memory until then."""
+    found = {}
+    for peer in peers:
+        for kind in KINDS:
+            # into the page cache, for both alike
+            size = len(kinds[kind].read_bytes())
+            began = time.perf_counter()
+            log = kinds[kind].with_suffix(f".{peer.name}.log")
+            with Worker(peer.worker(kind, prefix_caching=False), log) as worker:
+                worker.run(make_job(parse_row("1x128x1"), 1000, seed=-1))
+                ready, peak = time.perf_counter() - began, worker.peak_rss_mb()
+            found[f"{peer.name} {kind}"] = {
+                "ready_s": round(ready, 2),
+                "rss_mb": round(peak),
+                "file_mb": round(size / 2**20),
+                "rss_ratio": round(peak * 2**20 / size, 3),
+            }
+    return found
+
+
+def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str, Any]:
+    """Print and return what one shape shows."""
+    shape = SHAPES[name]
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    folder = root / "sizes"
+    folder.mkdir(parents=True, exist_ok=True)
+    places = Places(root, folder / f"{name}.gguf", cpus)
+    if not places.model.is_file():
+        print(f"writing {places.model.name}: {shape.weights / 1e9:.2f} B weights", file=sys.stderr)
+        write_model(places.model, shape)
+    kinds = _Kinds(places)
+    ours, theirs = _Ours(places, kinds), _Theirs(places, kinds)
+    peers: list[Peer] = [ours, theirs]
+    # whose tool makes the files that both read
+    theirs.setup()
+    ours.setup()
+    resident = memory(peers, kinds)
+    print(f"\n{name:24}{'ready s':>10}{'memory MiB':>12}{'file MiB':>10}{'ratio':>7}")
+    for label, values in resident.items():
+        print(f"{label:24}" + f"{values['ready_s']:>10.2f}{values['rss_mb']:>12}"
+              f"{values['file_mb']:>10}{values['rss_ratio']:>7.2f}")  # fmt: skip
+    bandwidth = read_bandwidth(_READ_MIB << 20, len(cpus))
+    team = Team(places.folder("logs"), shape.vocab)
+    try:
+        measured = run_rows(
+            [parse_row(row) for row in rows], peers, team, rounds=rounds,
+            report=lambda line: print(f"  {line}", file=sys.stderr),
+        )  # fmt: skip
+    finally:
+        team.close()
+    offline = {entry.row.name: summary(entry) for entry in measured}
+    print(f"\n{offline_table(offline, [ours.name, theirs.name])}")
+    results: dict[str, Any] = {}
+    for entry in measured:
+        results[entry.row.name] = {
+            peer: values.get("total_tps", values)
+            for peer, values in offline[entry.row.name].items()
+        }
+        results[entry.row.name]["kinds"] = by_variant(entry)
+        if entry.row.count == 1 and "seconds" in offline[entry.row.name].get(ours.name, {}):
+            best = offline[entry.row.name][ours.name]
+            read = entry.row.output * kinds[best["variant"]].stat().st_size / bandwidth
+            results[entry.row.name]["share"] = round(read / best["seconds"], 3)
+    best_kind = resident[f"{ours.name} Q4_K_M"]
+    return results | {
+        "ready_s": best_kind["ready_s"],
+        "rss_ratio": best_kind["rss_ratio"],
+        "memory": resident,
+        "read_gb_s": round(bandwidth / 1e9, 1),
+    }
+
+
+def main() -> int:
+    quick = bool(os.environ.get("QUICK"))
+    names = [name for name in (os.environ.get("SIZES") or "").split(",") if name]
+    rows = [name for name in (os.environ.get("ROWS") or "").split(",") if name] or list(ROWS)
+    names = names or (["0.6b"] if quick else list(SHAPES))
+    try:
+        unknown = sorted(set(names) - set(SHAPES))
+        if unknown:
+            raise ValueError(f"SIZES: {', '.join(unknown)} not among {', '.join(SHAPES)}")
+        for row in rows:
+            parse_row(row)
+        rounds = int(os.environ.get("ROUNDS") or (1 if quick else 3))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
+    about = machine(tuple(sorted(os.sched_getaffinity(0))))
+    print(f"{about['cpu']}, {about['cores']} cores, level {about['level']}, load {about['load']}")
+    try:
+        results = {name: measure(name, rows, rounds, root) for name in names}
+    except Unavailable as error:
+        print(f"llama.cpp, whose tool makes the files, cannot be set up: {error}", file=sys.stderr)
+        return 1
+    print()
+    print(
+        json.dumps(
+            {"bench": "sizes", "level": about["level"], "machine": about, "results": results}
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
