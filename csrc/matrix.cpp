@@ -20,7 +20,9 @@ T read(const uint8_t* p) {
 }
 
 constexpr size_t kHugePage = size_t(2) << 20;
-constexpr size_t kArenaChunk = 4 * kHugePage;
+// Huge pages that nothing was written to take no memory, so a chunk may be much larger than a small model; what is
+// lost is the rest of a page at the end of each, where the next matrix does not fit
+constexpr size_t kArenaChunk = 32 * kHugePage;
 
 int unit_columns(Weights kind) {
   return kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
@@ -219,13 +221,8 @@ uint8_t* Arena::take(size_t bytes) {
     used_ = 0;
   }
   used_ += bytes;
+  taken_ += bytes;
   return chunks_.back().data() + used_ - bytes;
-}
-
-size_t Arena::size() const {
-  size_t total = 0;
-  for (const Memory& chunk : chunks_) total += chunk.size();
-  return total;
 }
 
 Matrix::Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena)

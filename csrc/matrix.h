@@ -43,11 +43,13 @@ class Arena {
  public:
   // zeroed, 64-byte aligned, valid as long as the arena
   uint8_t* take(size_t bytes);
-  size_t size() const;
+  // bytes handed out
+  size_t size() const { return taken_; }
 
  private:
   std::vector<Memory> chunks_;
   size_t used_ = 0;  // of the last chunk
+  size_t taken_ = 0;
 };
 
 // A weight matrix [rows, columns] in panels; see kernels.h for the layout. Its memory belongs to the
