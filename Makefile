@@ -5,6 +5,7 @@
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
 #   make rooms          draw the rooms from the imports, in docs/architecture.md too
+#   make api-tables     the tables of fields in docs/api.md, from the bodies that the server reads
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
 #   make test-all       make test, and the wheel as strangers would install it
@@ -80,7 +81,7 @@ READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms replay format model venv clean clean-venv \
+.PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
@@ -134,6 +135,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+api-tables: $(STAMP)
+	@$(BIN)/python scripts/api_tables.py --write
 
 rooms: $(STAMP)
 	@$(BIN)/python scripts/rooms.py --write

@@ -29,6 +29,19 @@ def test_each_difference_is_named_with_its_place() -> None:
     ]
 
 
+def test_saying_null_twice_is_no_difference_and_descriptions_can_be_left_out() -> None:
+    once = {"type": ["integer", "null"], "description": "a", "maximum": 5}
+    twice = {"anyOf": [{"type": ["integer", "null"], "maximum": 5}, {"type": "null"}]}
+    assert script.meaning(twice) == {"type": ["integer", "null"], "maximum": 5}
+    assert script.meaning(once) == once
+    assert script.meaning(once, descriptions=False) == script.meaning(twice)
+    # a property of that name is no description
+    named = {"properties": {"description": {"type": "string"}}}
+    assert script.meaning(named, descriptions=False) == named
+    other = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    assert script.meaning(other) == other
+
+
 def test_a_checkout_is_the_same_as_itself() -> None:
     root = Path(__file__).parents[1]
     document = script.document_of(root)

@@ -11,14 +11,14 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
 from paceline.core.ranges import Range, outside
 
-__all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SamplingParams"]
+__all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SAMPLING", "SamplingParams"]
 
 MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 128
 # token sequences, and tokens of all of them together
 MAX_BAD_WORDS: Final = (256, 4096)
 # in the words of vLLM's errors, which clients know
-_RANGES: Final = {
+SAMPLING: Final = {
     "max_tokens": Range(1),
     "temperature": Range(0, 100, too_low="non-negative"),
     "top_k": Range(0, 2**31, too_low="0 (disable), or at least 1"),
@@ -84,7 +84,7 @@ class SamplingParams:
     prompt_logprobs: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name, message in chain(outside(self, _RANGES), self._faults()):
+        for name, message in chain(outside(self, SAMPLING), self._faults()):
             raise InvalidRequestError(message, name)
 
     def _faults(self) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from paceline.core.errors import InvalidRequestError
 
-__all__ = ["NO_SLO", "Slo"]
+__all__ = ["MAX_SECONDS", "NO_SLO", "Slo"]
 
-_MAX_SECONDS = 86_400.0
+MAX_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class Slo:
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot", "itl", "deadline", "queue_ttl"):
             value = getattr(self, name)
-            if value is not None and not 0.0 < value <= _MAX_SECONDS:
+            if value is not None and not 0.0 < value <= MAX_SECONDS:
                 raise InvalidRequestError(
-                    f"slo.{name}_ms must be above 0 and at most {_MAX_SECONDS * 1e3:.0f}, "
+                    f"slo.{name}_ms must be above 0 and at most {MAX_SECONDS * 1e3:.0f}, "
                     f"got {value * 1e3:g}",
                     f"slo.{name}_ms",
                 )

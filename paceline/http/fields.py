@@ -87,11 +87,7 @@ class Fields:
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self.raw(name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise InvalidRequestError(f"{name} must be true or false, got {show(value)}", name)
-        return value
+        return default if value is None else check_boolean(value, name)
 
     def string(self, name: str, low: int = 0, high: int | None = None) -> str | None:
         """A string of ``low`` to ``high`` characters."""
@@ -100,15 +96,11 @@ class Fields:
 
     def object(self, name: str) -> dict[str, Any] | None:
         value = self.raw(name)
-        if value is not None and type(value) is not dict:
-            raise InvalidRequestError(f"{name} must be an object, got {show(value)}", name)
-        return value
+        return None if value is None else check_object(value, name)
 
     def array(self, name: str) -> list[Any] | None:
         value = self.raw(name)
-        if value is not None and type(value) is not list:
-            raise InvalidRequestError(f"{name} must be a list, got {show(value)}", name)
-        return value
+        return None if value is None else check_array(value, name)
 
     def token_ids(self, name: str, vocab_size: int) -> list[int] | None:
         value = self.array(name)
@@ -133,6 +125,24 @@ def check_number(value: object, name: str) -> float:
         return float(value)
     if type(value) is not float:
         raise InvalidRequestError(f"{name} must be a number, got {show(value)}", name)
+    return value
+
+
+def check_boolean(value: object, name: str) -> bool:
+    if type(value) is not bool:
+        raise InvalidRequestError(f"{name} must be true or false, got {show(value)}", name)
+    return value
+
+
+def check_object(value: object, name: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise InvalidRequestError(f"{name} must be an object, got {show(value)}", name)
+    return value
+
+
+def check_array(value: object, name: str) -> list[Any]:
+    if type(value) is not list:
+        raise InvalidRequestError(f"{name} must be a list, got {show(value)}", name)
     return value
 
 

@@ -12,9 +12,13 @@ from starlette.responses import Response
 import paceline
 from paceline.core.errors import InvalidRequestError
 from paceline.http.errors import HttpError
-from paceline.http.fields import Fields
-from paceline.server.bodies.protocol import check_model, parse_template_options
-from paceline.server.bodies.unserved import note_unknown
+from paceline.server.bodies.kinds import check_model
+from paceline.server.bodies.protocol import parse_template_options
+from paceline.server.bodies.tokenizing import (
+    DetokenizeBody,
+    TokenizeMessagesBody,
+    TokenizePromptBody,
+)
 from paceline.server.exchange import read_object
 from paceline.server.metrics.exporter_process import CONTENT_TYPE
 from paceline.server.openai.routes import JSON_BODY
@@ -52,7 +56,7 @@ def info_router(service: Service) -> APIRouter:
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        check_model(Fields({"model": name}), service.rules)
+        check_model(name, service.rules)
         return encoded(_card(service, name))
 
     async def tokenizer_info(_request: Request) -> Response:
@@ -145,37 +149,27 @@ def _tokenizer_info(service: Service) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    fields = Fields(await read_object(request, service.config))
-    check_model(fields, service.rules)
-    if fields.raw("content") is not None:
-        told = await tokens_of_content(service, fields)
-        note_unknown(fields)
-        return encoded(told)
-    for name in ("add_special", "parse_special", "with_pieces"):
-        if fields.raw(name) is not None:
-            raise InvalidRequestError(
-                f"{name} goes with content; with prompt and messages it is add_special_tokens and "
-                "return_token_strs",
-                name,
-            )
-    prompt = fields.string("prompt")
-    has_messages = fields.raw("messages") is not None
-    if (prompt is None) == (not has_messages):
+    values = await read_object(request, service.config)
+    if values.get("content") is not None:
+        return encoded(await tokens_of_content(service, values))
+    has_messages = values.get("messages") is not None
+    if has_messages == (values.get("prompt") is not None):
         raise InvalidRequestError(
             f"give either prompt or messages, or content as llama-server takes it, got "
             f"{'both' if has_messages else 'neither'}",
             "prompt",
         )
-    wants_strings = fields.boolean("return_token_strs", False)
-    special = fields.boolean("add_special_tokens", not has_messages)
-    if prompt is not None:
-        tokens = await service.prompts.encode(prompt, add_special_tokens=special)
+    body: TokenizeMessagesBody | TokenizePromptBody
+    if has_messages:
+        body = TokenizeMessagesBody.read(values, service.rules)
+        template = parse_template_options(body, service.rules)
+        tokens = await service.prompts.chat(template, add_special_tokens=body.add_special_tokens)
     else:
-        template = parse_template_options(fields, service.rules)
-        tokens = await service.prompts.chat(template, add_special_tokens=special)
-    note_unknown(fields)
+        body = TokenizePromptBody.read(values, service.rules)
+        special = body.add_special_tokens
+        tokens = await service.prompts.encode(body.prompt, add_special_tokens=special)
     strings = None
-    if wants_strings:
+    if body.return_token_strs:
         spelt = service.client.tokenizer.vocabulary_token
         strings = [spelt(token) for token in tokens]
     return encoded(
@@ -189,12 +183,8 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    fields = Fields(await read_object(request, service.config))
-    check_model(fields, service.rules)
-    tokens = fields.token_ids("tokens", service.rules.vocab_size)
-    if tokens is None:
-        raise InvalidRequestError("tokens is missing", "tokens")
-    note_unknown(fields)
-    text = await service.prompts.decode(tokens)
+    values = await read_object(request, service.config)
+    body = DetokenizeBody.read(values, service.rules)
+    text = await service.prompts.decode(body.tokens)
     # vLLM's name for it, and llama-server's
     return encoded({"prompt": text, "content": text})

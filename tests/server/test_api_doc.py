@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import typing
 from collections.abc import Callable
@@ -16,14 +17,8 @@ from paceline.http import fields as fields_module
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
 from paceline.server.batches.routes import parse_batch
-from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
+from paceline.server.bodies.protocol import RequestRules
 from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.bodies.unserved import (
-    NO_EFFECT,
-    NO_EFFECT_IN_COMPLETIONS,
-    REFUSED_IN_CHAT,
-    REFUSED_IN_COMPLETIONS,
-)
 from paceline.server.other_apis import llama_request, responses_request
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.other_apis.anthropic import REFUSED as ANTHROPIC_REFUSED
@@ -38,7 +33,12 @@ from paceline.server.unserved_routes import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
 
-DOC = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+ROOT = Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("api_tables", ROOT / "scripts" / "api_tables.py")
+assert _SPEC is not None and _SPEC.loader is not None
+api_tables = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(api_tables)
+DOC = (ROOT / "docs" / "api.md").read_text()
 RULES = RequestRules(
     served_model_names=("m",),
     vocab_size=259,
@@ -84,16 +84,6 @@ def asked(parse: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> set[str]
 
 
 CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
-    "/v1/chat/completions": (
-        lambda: parse_chat({"messages": MESSAGES}, RULES),
-        set(NO_EFFECT),
-        set(REFUSED_IN_CHAT),
-    ),
-    "/v1/completions": (
-        lambda: parse_completion({"prompt": "x"}, RULES),
-        set(NO_EFFECT_IN_COMPLETIONS),
-        set(REFUSED_IN_COMPLETIONS),
-    ),
     "/v1/responses": (
         lambda: parse_responses({"input": "x"}, RULES, "", before=[], owner=""),
         {*responses_request.NO_EFFECT, "stream_options"},
@@ -237,25 +227,8 @@ async def test_what_other_servers_have_is_not_here(http: httpx.AsyncClient) -> N
     assert set(UNSERVED_ROUTES) <= {path for _, path in asked}
 
 
-async def test_the_smaller_endpoints_read_what_is_told(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    original = fields_module.Fields.__init__
-
-    def spy(self: Any, values: dict[str, Any]) -> None:
-        original(self, values)
-        made.append(self)
-
-    monkeypatch.setattr(fields_module.Fields, "__init__", spy)
-    for path, body, status in (
-        ("/tokenize", {"messages": MESSAGES}, 200),
-        ("/detokenize", {"tokens": [1]}, 200),
-        ("/v1/embeddings", {"input": "x"}, 400),
-    ):
-        made.clear()
-        assert (await http.post(path, json=body)).status_code == status
-        assert made[0]._asked == everything(path)
+def test_the_tables_are_those_of_the_bodies() -> None:
+    assert api_tables.page_of(DOC) == DOC, "make api-tables renews them"
 
 
 @pytest.mark.parametrize("value", ["x", ["x", "y"], [1, 2]])

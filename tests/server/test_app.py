@@ -231,7 +231,7 @@ async def test_n_is_bounded_by_what_can_run() -> None:
     async with connect(create_app(client, ServerConfig())) as http:
         response = await http.post("/v1/completions", json={"prompt": "x", "n": 5})
     await client.close()
-    assert "between 1 and 4, got 5" in response.json()["error"]["message"]
+    assert "in [1, 4], got 5" in response.json()["error"]["message"]
 
 
 async def test_what_no_queue_can_hold_is_not_told_to_try_again() -> None:
@@ -242,7 +242,7 @@ async def test_what_no_queue_can_hold_is_not_told_to_try_again() -> None:
         prompts = await http.post("/v1/completions", json={"prompt": ["x"] * 7, "n": 2})
     await client.close()
     assert few.status_code == 200 and len(few.json()["choices"]) == 4
-    assert choices.status_code == 400 and "between 1 and 4, got 5" in choices.text
+    assert choices.status_code == 400 and "in [1, 4], got 5" in choices.text
     assert prompts.status_code == 400 and "14 sequences, and 12 can" in prompts.text
 
 

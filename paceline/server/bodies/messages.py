@@ -8,13 +8,27 @@ from typing import Any, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.http.fields import show
+from paceline.http.fields import check_array, show
+from paceline.server.bodies.kinds import described
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.schemas import (
+    NULL,
+    STRING,
+    Schema,
+    array,
+    bounded,
+    nullable,
+    record,
+    ref,
+    string,
+)
 
-__all__ = ["USUAL_ROLES", "parse_messages"]
+__all__ = ["MESSAGES", "USUAL_ROLES", "message_schemas", "parse_messages"]
 
 # any role that a template may know: one that it leaves out is refused once it has rendered
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-USUAL_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+USUAL_ROLES: Final = frozenset(_ROLES)
 _TEXT_PARTS: Final = {
     "text": "text",
     "input_text": "text",
@@ -32,6 +46,35 @@ _OTHER_PARTS: Final = {
     "video_url": "video",
     "file": "files",
 }
+
+
+def message_schemas() -> dict[str, Schema]:
+    """What ``parse_messages`` takes, of the usual roles; the schemas' names are in one another."""
+    function = record(
+        {"name": STRING}, {"arguments": bounded(STRING, "the JSON text of an object")}
+    )
+    parts = {"type": string("text", "input_text", "output_text"), "text": STRING}
+    return {
+        "Message": record(
+            {"role": string(*_ROLES)},
+            {
+                "content": {"anyOf": [STRING, array(ref("TextPart")), NULL]},
+                "name": nullable(STRING),
+                "tool_calls": nullable(array(ref("CallMade"))),
+                "tool_call_id": nullable(STRING),
+                "reasoning": nullable(STRING),
+            },
+        ),
+        "TextPart": {"anyOf": [STRING, record(parts)]},
+        "CallMade": record({"function": function}, {"id": STRING, "type": string("function")}),
+    }
+
+
+def _checked(value: Any, name: str, _: RequestRules) -> list[dict[str, Any]]:
+    return parse_messages(check_array(value, name))
+
+
+MESSAGES: Final = described(_checked, array(ref("Message"), 1))
 
 
 def parse_messages(values: list[Any]) -> list[dict[str, Any]]:

@@ -11,99 +11,76 @@ from paceline.core.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
     MAX_STOP_TOKENS,
+    SAMPLING,
     SamplingParams,
 )
-from paceline.http.fields import Fields, check_string, show
+from paceline.http.fields import check_array, check_integer, check_object, check_string, show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body, Field, OtherName
+from paceline.server.bodies.kinds import (
+    INT32,
+    INT64,
+    boolean,
+    described,
+    integer,
+    number,
+    token_ids,
+    whole,
+)
 from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.structured import parse_structured
+from paceline.server.bodies.schemas import Schema
+from paceline.server.bodies.structured import (
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    parse_structured,
+)
 from paceline.server.bodies.tool_calls import ToolPlan
 
 __all__ = [
-    "INT32",
-    "INT64",
-    "MAX_NAMED_LOGPROBS",
+    "SamplingBody",
     "check_logprob_bytes",
-    "logprob_count",
+    "logprobs_of",
     "or_else",
-    "parse_bad_words",
     "parse_sampling",
 ]
 
-INT32: Final = 2**31 - 1
-INT64: Final = 2**63
 _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
 _MAX_WORD_CHARS: Final = 1024
-MAX_NAMED_LOGPROBS: Final = 128
+_MAX_WORDS: Final = MAX_BAD_WORDS[0] // 2
+_MAX_NAMED_LOGPROBS: Final = 128
 # about what one takes in an answer, and all of an answer together may
 _LOGPROB_BYTES: Final = 64
 _MAX_LOGPROB_BYTES: Final = 64 << 20
 
 
-def parse_sampling(
-    fields: Fields,
-    rules: RequestRules,
-    max_tokens: int | None,
-    logprobs: int | None,
-    tools: ToolPlan | None,
-) -> SamplingParams:
-    """Ranges of the numbers are checked by SamplingParams itself."""
-    default = rules.default_sampling
-    min_tokens = or_else(fields.integer("min_tokens", -INT32, INT32), 0)
-    top_k = or_else(fields.integer("top_k", -INT32, INT32), int(default.get("top_k", 0)))
-    seed = fields.integer("seed", -INT64, INT64 - 1)
-    stop_token_ids = fields.token_ids("stop_token_ids", rules.vocab_size) or []
-    if len(stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequestError(
-            f"stop_token_ids may hold {MAX_STOP_TOKENS} ids, got {len(stop_token_ids)}",
-            "stop_token_ids",
-        )
-    ignore_eos = fields.boolean("ignore_eos", False)
-    grammar = parse_structured(fields)
-    if tools is not None:
-        grammar = tools.grammar(grammar)
-    if grammar is not None and ignore_eos:
-        raise InvalidRequestError(
-            f"ignore_eos cannot go with {grammar.field}: the output ends where the grammar does",
-            "ignore_eos",
-        )
-    allowed = fields.token_ids("allowed_token_ids", rules.vocab_size)
-    named = fields.token_ids("logprob_token_ids", rules.vocab_size) or []
-    if named and logprobs is None:
-        raise InvalidRequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
-    if len(named) > MAX_NAMED_LOGPROBS:
-        raise InvalidRequestError(
-            f"logprob_token_ids may hold {MAX_NAMED_LOGPROBS} ids, got {len(named)}",
-            "logprob_token_ids",
-        )
-    return SamplingParams(
-        max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
-        temperature=or_else(fields.number("temperature"), default.get("temperature", 1.0)),
-        # -1 is 0 by another name
-        top_k=0 if top_k == -1 else top_k,
-        top_p=or_else(fields.number("top_p"), default.get("top_p", 1.0)),
-        min_p=or_else(fields.number("min_p"), default.get("min_p", 0.0)),
-        presence_penalty=or_else(fields.number("presence_penalty"), 0.0),
-        frequency_penalty=or_else(fields.number("frequency_penalty"), 0.0),
-        repetition_penalty=or_else(
-            fields.number("repetition_penalty"), default.get("repetition_penalty", 1.0)
-        ),
-        logit_bias=_logit_bias(fields.object("logit_bias") or {}, rules.vocab_size),
-        seed=secrets.randbits(63) if seed is None else seed,
-        logprobs=logprobs,
-        logprob_token_ids=tuple(dict.fromkeys(named)),
-        stop_token_ids=frozenset(stop_token_ids),
-        eos_token_ids=frozenset() if ignore_eos else rules.eos_token_ids,
-        min_tokens=min_tokens,
-        grammar=grammar,
-        allowed_token_ids=None if allowed is None else frozenset(allowed),
-    )
+def _logit_bias(value: Any, name: str, rules: RequestRules) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, bias in check_object(value, name).items():
+        if not _TOKEN_ID_KEY.fullmatch(key) or int(key) >= rules.vocab_size:
+            raise InvalidRequestError(
+                f"{name} has key {show(key)}; keys are token ids, of this model 0 to "
+                f"{rules.vocab_size - 1}",
+                name,
+            )
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise InvalidRequestError(
+                f"{name} of token {key} must be a number between -100 and 100, got {show(bias)}",
+                name,
+            )
+        pairs.append((int(key), float(bias)))
+    return tuple(pairs)
 
 
-def logprob_count(fields: Fields, name: str, rules: RequestRules) -> int | None:
+def _bad_words(value: Any, name: str, _: RequestRules) -> tuple[str, ...]:
+    words = check_array(value, name)
+    if len(words) > _MAX_WORDS:
+        raise InvalidRequestError(f"{name} may hold {_MAX_WORDS} strings, got {len(words)}", name)
+    return tuple(check_string(word, name, 1, _MAX_WORD_CHARS) for word in words)
+
+
+def _logprob_count(value: Any, name: str, rules: RequestRules) -> int:
     """How many tokens' log-probabilities are asked for at each place; -1 asks for all."""
-    count = fields.integer(name, -INT32, INT32)
-    if count is None:
-        return None
+    count = check_integer(value, name, -INT32, INT32)
     if count < -1:
         raise InvalidRequestError(f"{name} must be non-negative or -1, got {count}", name)
     wanted = rules.vocab_size if count == -1 else count
@@ -117,6 +94,116 @@ def logprob_count(fields: Fields, name: str, rules: RequestRules) -> int | None:
     return wanted
 
 
+def _logprob_schema(rules: RequestRules) -> Schema:
+    # -1 is all, where all are told
+    told_all = rules.max_logprobs >= rules.vocab_size
+    return schemas.integer(-1 if told_all else 0, rules.max_logprobs)
+
+
+def logprobs_of(note: str) -> Field[int | None]:
+    """A field that says how many tokens' log-probabilities are told at each place."""
+    return described(_logprob_count, _logprob_schema, note=note)
+
+
+class SamplingBody(Body):
+    """What every body that generates takes, under these names.
+
+    Ranges of the numbers are checked by SamplingParams itself, in core's words.
+    """
+
+    temperature = number(
+        SAMPLING["temperature"],
+        note="absent: the model's generation_config.json; of the default model 0.2 and 0.9, as its "
+        "card says",
+    )
+    top_p = number(SAMPLING["top_p"], note="as `temperature`")
+    top_k = integer(-INT32, INT32, note="-1 and 0: all", schema=schemas.integer(-1, INT32))
+    min_p = number(SAMPLING["min_p"])
+    presence_penalty = number(SAMPLING["presence_penalty"])
+    frequency_penalty = number(SAMPLING["frequency_penalty"])
+    repetition_penalty = number(SAMPLING["repetition_penalty"])
+    repeat_penalty = OtherName("repetition_penalty")
+    logit_bias = described(
+        _logit_bias,
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": schemas.number(-100, 100),
+        },
+    )
+    seed = integer(-INT64, INT64 - 1)
+    stop_token_ids = token_ids(0, MAX_STOP_TOKENS)
+    ignore_eos = boolean()
+    min_tokens = whole(SAMPLING["min_tokens"])
+    min_new_tokens = OtherName("min_tokens")
+    prompt_logprobs = integer(
+        0,
+        MAX_LOGPROBS,
+        note="not streamed, prompts of up to 1024 tokens, which then share no cache",
+    )
+    logprob_token_ids = token_ids(
+        0, _MAX_NAMED_LOGPROBS, note="log-probabilities of these instead of the likeliest"
+    )
+    allowed_token_ids = token_ids(1)
+    bad_words = described(
+        _bad_words,
+        schemas.array(schemas.string(low=1, high=_MAX_WORD_CHARS), 0, _MAX_WORDS),
+        note=f"{_MAX_WORDS} words; as the tokenizer spells them at the start and after a space",
+    )
+    response_format = RESPONSE_FORMAT
+    structured_outputs = STRUCTURED_OUTPUTS
+    json_schema = OtherName("structured_outputs", "json")
+    grammar = OtherName("structured_outputs", "grammar")
+    ebnf = OtherName("structured_outputs", "grammar")
+    regex = OtherName("structured_outputs", "regex")
+
+
+def parse_sampling(
+    body: SamplingBody,
+    rules: RequestRules,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    tools: ToolPlan | None,
+) -> SamplingParams:
+    default = rules.default_sampling
+    min_tokens = or_else(body.min_tokens, 0)
+    top_k = or_else(body.top_k, int(default.get("top_k", 0)))
+    grammar = parse_structured(body.response_format, body.structured_outputs)
+    if tools is not None:
+        grammar = tools.grammar(grammar)
+    if grammar is not None and body.ignore_eos:
+        raise InvalidRequestError(
+            f"ignore_eos cannot go with {grammar.field}: the output ends where the grammar does",
+            "ignore_eos",
+        )
+    allowed = body.allowed_token_ids
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
+    return SamplingParams(
+        max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
+        temperature=or_else(body.temperature, default.get("temperature", 1.0)),
+        # -1 is 0 by another name
+        top_k=0 if top_k == -1 else top_k,
+        top_p=or_else(body.top_p, default.get("top_p", 1.0)),
+        min_p=or_else(body.min_p, default.get("min_p", 0.0)),
+        presence_penalty=or_else(body.presence_penalty, 0.0),
+        frequency_penalty=or_else(body.frequency_penalty, 0.0),
+        repetition_penalty=or_else(body.repetition_penalty, default.get("repetition_penalty", 1.0)),
+        logit_bias=body.logit_bias or (),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        logprobs=logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        eos_token_ids=frozenset() if body.ignore_eos else rules.eos_token_ids,
+        min_tokens=min_tokens,
+        grammar=grammar,
+        allowed_token_ids=None if allowed is None else frozenset(allowed),
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
 def check_logprob_bytes(count: int | None, max_tokens: int, n: int, name: str) -> None:
     """Raises InvalidRequestError if so many log-probabilities at each place make an answer too
     large to hold."""
@@ -127,33 +214,6 @@ def check_logprob_bytes(count: int | None, max_tokens: int, n: int, name: str) -
             f"about {told >> 20} MiB; {_MAX_LOGPROB_BYTES >> 20} are served: lower max_tokens",
             name,
         )
-
-
-def _logit_bias(values: dict[str, Any], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs = []
-    for key, value in values.items():
-        if not _TOKEN_ID_KEY.fullmatch(key) or int(key) >= vocab_size:
-            raise InvalidRequestError(
-                f"logit_bias has key {show(key)}; keys are token ids, of this model 0 to "
-                f"{vocab_size - 1}",
-                "logit_bias",
-            )
-        if type(value) not in (int, float) or not -100 <= value <= 100:
-            raise InvalidRequestError(
-                f"logit_bias of token {key} must be a number between -100 and 100, "
-                f"got {show(value)}",
-                "logit_bias",
-            )
-        pairs.append((int(key), float(value)))
-    return tuple(pairs)
-
-
-def parse_bad_words(values: list[Any]) -> tuple[str, ...]:
-    if len(values) > MAX_BAD_WORDS[0] // 2:
-        raise InvalidRequestError(
-            f"bad_words may hold {MAX_BAD_WORDS[0] // 2} strings, got {len(values)}", "bad_words"
-        )
-    return tuple(check_string(value, "bad_words", 1, _MAX_WORD_CHARS) for value in values)
 
 
 _T = TypeVar("_T")

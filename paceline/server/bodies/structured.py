@@ -15,11 +15,28 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
-from paceline.http.fields import Fields, show
+from paceline.http.fields import check_object, show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body
+from paceline.server.bodies.kinds import (
+    anything,
+    array,
+    boolean,
+    described,
+    ignored,
+    mapping,
+    string,
+)
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.schemas import Schema
 from paceline.server.json_schema.check import check_schema
 
 __all__ = [
+    "RESPONSE_FORMAT",
     "STRUCTURED_KINDS",
+    "STRUCTURED_OUTPUTS",
+    "StructuredOutputs",
+    "format_schema",
     "json_grammar",
     "parse_grammar",
     "parse_structured",
@@ -34,15 +51,53 @@ STRUCTURED_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 _WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _NO_WHITESPACE: Final = {"whitespace_flexible": False}
 _OBJECT: Final = {"type": "object"}
+RESPONSE_FORMAT: Final = mapping(
+    schemas.ref("ResponseFormat"), note="see [structured output](#structured-output)"
+)
 
 
-def parse_structured(fields: Fields) -> Grammar | None:
+def format_schema() -> Schema:
+    """What ``response_format`` may be."""
+    spec = schemas.record({"schema": {"type": ["object", "boolean"]}})
+    return {
+        "anyOf": [
+            schemas.record({"type": schemas.string("text", "json_object")}),
+            schemas.record({"type": schemas.string("json_schema"), "json_schema": spec}),
+        ]
+    }
+
+
+class StructuredOutputs(Body, lenient=True):
+    """The object of that name; ``parse_structured`` refuses what it does not know."""
+
+    json = anything({"type": ["object", "string", "boolean"]})
+    regex = string(1)
+    choice = array(schemas.array(schemas.string(low=1), 1, _MAX_CHOICES))
+    grammar = string(1)
+    json_object = boolean()
+    disable_any_whitespace = boolean()
+    # vLLM's switch between its own backends
+    disable_fallback = ignored()
+
+
+def _read(value: Any, name: str, rules: RequestRules) -> StructuredOutputs:
+    # faults name the kind alone: other servers have it as a field of its own
+    return StructuredOutputs.read(check_object(value, name), rules)
+
+
+STRUCTURED_OUTPUTS: Final = described(
+    _read, schemas.ref("StructuredOutputs"), note="see [structured output](#structured-output)"
+)
+
+
+def parse_structured(
+    response_format: dict[str, Any] | None, options: StructuredOutputs | None
+) -> Grammar | None:
     """What the request asks for; None: anything goes. Raises InvalidRequestError."""
-    wanted = _response_format(fields.object("response_format"))
-    options = fields.object("structured_outputs")
+    wanted = _response_format(response_format)
     if options is None:
         return wanted
-    given = _structured_outputs(Fields(options))
+    given = _structured_outputs(options)
     if given is not None and wanted is not None:
         raise InvalidRequestError(
             "response_format and structured_outputs both say what the output must look like: "
@@ -87,20 +142,17 @@ def _response_format(value: dict[str, Any] | None) -> Grammar | None:
     return json_grammar(spec["schema"], "response_format.json_schema.schema")
 
 
-def _structured_outputs(fields: Fields) -> Grammar | None:
-    given = [kind for kind in STRUCTURED_KINDS if fields.raw(kind) is not None]
-    if not fields.boolean("json_object", False):
-        given = [kind for kind in given if kind != "json_object"]
-    compact = fields.boolean("disable_any_whitespace", False)
-    # vLLM's switches between its own backends
-    fields.raw("disable_fallback")
-    unknown = fields.unknown()
-    if unknown:
+def _structured_outputs(options: StructuredOutputs) -> Grammar | None:
+    if options.ignored_fields:
         raise InvalidRequestError(
-            f"structured_outputs has {', '.join(unknown)}, which is not served; it may hold one "
-            f"of {', '.join(STRUCTURED_KINDS)}, and disable_any_whitespace",
+            f"structured_outputs has {', '.join(options.ignored_fields)}, which is not served; it "
+            f"may hold one of {', '.join(STRUCTURED_KINDS)}, and disable_any_whitespace",
             "structured_outputs",
         )
+    given = [kind for kind in STRUCTURED_KINDS if getattr(options, kind) is not None]
+    if not options.json_object:
+        given.remove("json_object")
+    compact = options.disable_any_whitespace
     if len(given) > 1:
         raise InvalidRequestError(
             f"structured_outputs holds {' and '.join(given)}: give one of them",
@@ -115,14 +167,14 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
         return None
     kind, field = given[0], f"structured_outputs.{given[0]}"
     if kind == "json":
-        return json_grammar(_schema(fields.raw("json"), field), field, compact=compact)
+        return json_grammar(_schema(options.json, field), field, compact=compact)
     if kind == "json_object":
         return json_grammar(_OBJECT, field, compact=compact)
     if kind == "regex":
-        return Grammar("regex", fields.string("regex", 1) or "", field)
+        return Grammar("regex", options.regex or "", field)
     if kind == "choice":
-        return _choice(fields.array("choice") or [], field)
-    return parse_grammar(fields.string("grammar", 1) or "", field)
+        return _choice(options.choice or [], field)
+    return parse_grammar(options.grammar or "", field)
 
 
 def _schema(value: Any, field: str) -> Any:

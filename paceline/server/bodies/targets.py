@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.slo import Slo
+from paceline.core.slo import MAX_SECONDS, Slo
 from paceline.http.fields import check_number, check_string, show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.schemas import Schema
 
 __all__ = [
     "CALLER_FIELDS",
@@ -38,6 +40,7 @@ __all__ = [
     "parse_service_tier",
     "parse_slo",
     "parse_tenant",
+    "slo_schema",
     "with_headers",
 ]
 
@@ -116,18 +119,23 @@ def _duration(value: str) -> float:
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def parse_service_tier(value: Any) -> tuple[str | None, str | None]:
+def parse_service_tier(value: Any, name: str, _: object) -> tuple[str, str | None]:
     """The tier that the answer tells, and the class that it stands for; None for none. Raises
     InvalidRequestError."""
-    if value is None:
-        return None, None
-    name = check_string(value, "service_tier", 1, 64)
-    if name not in SERVICE_TIERS:
+    tier = check_string(value, name, 1, 64)
+    if tier not in SERVICE_TIERS:
         raise InvalidRequestError(
-            f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {show(name)}",
-            "service_tier",
+            f"{name} must be one of {', '.join(SERVICE_TIERS)}, got {show(tier)}", name
         )
-    return SERVICE_TIERS[name]
+    return SERVICE_TIERS[tier]
+
+
+def slo_schema(classes: Iterable[str]) -> Schema:
+    """What ``parse_slo`` takes."""
+    target = schemas.nullable(schemas.number(0, MAX_SECONDS * 1e3, above=True))
+    named = schemas.string(*classes)
+    fields = {"class": schemas.nullable(named), **dict.fromkeys(_TARGETS, target)}
+    return {"anyOf": [named, schemas.closed(schemas.record({}, fields))]}
 
 
 def parse_slo(

@@ -18,15 +18,31 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
-from paceline.http.fields import Fields, show
+from paceline.http.fields import check_array, show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body
+from paceline.server.bodies.kinds import anything, boolean, described
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.schemas import Schema
 from paceline.server.bodies.structured import schema_text
 from paceline.server.json_schema.check import check_schema
 from paceline.server.tool_formats import CallDelta, Piece, ToolFormat, ToolParser, call_schema
 
-__all__ = ["CallCollector", "ToolPlan", "parse_tools", "tools_message", "with_tools"]
+__all__ = [
+    "TOOL_NAME",
+    "CallCollector",
+    "ToolFields",
+    "ToolPlan",
+    "parse_tools",
+    "tool_schema",
+    "tools_message",
+    "with_tools",
+]
 
 _MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+TOOL_NAME: Final[Schema] = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+_CHOICES: Final = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,39 +107,18 @@ class ToolPlan:
         return "tool_calls" if called and reason == "stop" and self.choice != "named" else reason
 
 
-def parse_tools(fields: Fields, tool_format: ToolFormat) -> ToolPlan | None:
-    """None without tools. Raises InvalidRequestError."""
-    tools = _checked(fields.array("tools") or [])
-    choice = fields.raw("tool_choice")
-    parallel = fields.boolean("parallel_tool_calls", True)
-    if not tools:
-        if choice not in (None, "none"):
-            raise InvalidRequestError(f"tool_choice={show(choice)} needs tools", "tool_choice")
-        return None
-    plan = ToolPlan(tools=tools, choice="auto", parallel=parallel, format=tool_format)
-    if choice is None:
-        return plan
-    if choice in ("none", "auto", "required"):
-        return replace(plan, choice=choice)
-    function = choice.get("function") if type(choice) is dict else None
-    name = function.get("name") if type(function) is dict else None
-    if type(name) is not str or choice.get("type") != "function":
-        raise InvalidRequestError(
-            "tool_choice must be none, auto, required or an object with type 'function' and "
-            f"function.name, got {show(choice)}",
-            "tool_choice",
-        )
-    names = [tool["function"]["name"] for tool in tools]
-    if name not in names:
-        raise InvalidRequestError(
-            f"tool_choice names {show(name)}; the tools are {', '.join(names[:16])}",
-            "tool_choice",
-        )
-    return replace(plan, choice="named", name=name)
+def tool_schema() -> Schema:
+    """What one of ``tools`` may be."""
+    optional = {"description": schemas.STRING, "parameters": schemas.OBJECT}
+    function = schemas.record(
+        {"name": TOOL_NAME}, {name: schemas.nullable(s) for name, s in optional.items()}
+    )
+    return schemas.record({"function": function}, {"type": schemas.string("function")})
 
 
-def _checked(tools: list[Any]) -> list[dict[str, Any]]:
+def _checked(value: Any, _name: str, _rules: RequestRules) -> list[dict[str, Any]]:
     """Tool definitions as templates print them. Schemas are checked where they are enforced."""
+    tools = check_array(value, "tools")
     if len(tools) > _MAX_TOOLS:
         raise InvalidRequestError(f"tools may hold {_MAX_TOOLS} tools, got {len(tools)}", "tools")
     seen: set[str] = set()
@@ -160,6 +155,62 @@ def _checked(tools: list[Any]) -> list[dict[str, Any]]:
                 "tools",
             )
     return tools
+
+
+class ToolFields(Body):
+    """Tools, and what is to be done about them."""
+
+    tools = described(
+        _checked,
+        schemas.array(schemas.ref("Tool"), 0, _MAX_TOOLS),
+        note="see [tools](#tools)",
+    )
+    tool_choice = anything(
+        {
+            "anyOf": [
+                schemas.string(*_CHOICES),
+                schemas.record(
+                    {
+                        "type": schemas.string("function"),
+                        "function": schemas.record({"name": schemas.STRING}),
+                    }
+                ),
+            ]
+        },
+        note="see [tools](#tools)",
+    )
+    parallel_tool_calls = boolean(True)
+
+
+def parse_tools(body: ToolFields, tool_format: ToolFormat) -> ToolPlan | None:
+    """None without tools. Raises InvalidRequestError."""
+    tools, choice = body.tools, body.tool_choice
+    if not tools:
+        if choice not in (None, "none"):
+            raise InvalidRequestError(f"tool_choice={show(choice)} needs tools", "tool_choice")
+        return None
+    plan = ToolPlan(
+        tools=tools, choice="auto", parallel=body.parallel_tool_calls, format=tool_format
+    )
+    if choice is None:
+        return plan
+    if choice in _CHOICES:
+        return replace(plan, choice=choice)
+    function = choice.get("function") if type(choice) is dict else None
+    name = function.get("name") if type(function) is dict else None
+    if type(name) is not str or choice.get("type") != "function":
+        raise InvalidRequestError(
+            "tool_choice must be none, auto, required or an object with type 'function' and "
+            f"function.name, got {show(choice)}",
+            "tool_choice",
+        )
+    names = [tool["function"]["name"] for tool in tools]
+    if name not in names:
+        raise InvalidRequestError(
+            f"tool_choice names {show(name)}; the tools are {', '.join(names[:16])}",
+            "tool_choice",
+        )
+    return replace(plan, choice="named", name=name)
 
 
 @dataclass(slots=True)

@@ -7,14 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.server.bodies.wire import (
-    ChatAnswer,
-    ChatChunk,
-    CompletionAnswer,
-    CompletionChunk,
-    Timings,
-)
-from paceline.server.openapi.schemas import (
+from paceline.server.bodies.schemas import (
     BOOLEAN,
     INTEGER,
     NULL,
@@ -26,6 +19,13 @@ from paceline.server.openapi.schemas import (
     record,
     ref,
     string,
+)
+from paceline.server.bodies.wire import (
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionChunk,
+    Timings,
 )
 from paceline.server.other_apis.token_generate import TokenAnswer
 

@@ -16,9 +16,9 @@ from fastapi.openapi.utils import get_openapi
 
 from paceline.http.keys import ADMIN_PATHS, OPEN_PATHS
 from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.schemas import STRING, Schema, record, ref
 from paceline.server.openapi.answers import ANSWERS, Answer, answer_schemas
 from paceline.server.openapi.requests import EXAMPLES, request_schemas, shared_schemas
-from paceline.server.openapi.schemas import STRING, Schema, record, ref
 from paceline.server.other_apis.ollama_request import LINES
 
 __all__ = ["openapi_document"]

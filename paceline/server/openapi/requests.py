@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_TOKENS
-from paceline.core.speculation.settings import MOST_TOKENS
+from paceline.core.sampling_params import MAX_LOGPROBS
+from paceline.server.bodies.body import schema_of
+from paceline.server.bodies.generation import ChatBody, CompletionBody, TemplateBody
+from paceline.server.bodies.kinds import INT32, token_schema
+from paceline.server.bodies.messages import message_schemas
 from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.sampling_fields import INT32, INT64, MAX_NAMED_LOGPROBS
-from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.bodies.targets import SERVICE_TIERS
-from paceline.server.bodies.unserved import NO_EFFECT
-from paceline.server.openapi.schemas import (
+from paceline.server.bodies.schemas import (
     ANYTHING,
     BOOLEAN,
     INTEGER,
-    NULL,
     OBJECT,
     STRING,
     Schema,
@@ -30,10 +28,19 @@ from paceline.server.openapi.schemas import (
     nullable,
     number,
     record,
-    ref,
     string,
 )
+from paceline.server.bodies.structured import StructuredOutputs, format_schema
+from paceline.server.bodies.targets import slo_schema
+from paceline.server.bodies.tokenizing import (
+    DetokenizeBody,
+    TokenizeMessagesBody,
+    TokenizePromptBody,
+)
+from paceline.server.bodies.tool_calls import tool_schema
+from paceline.server.openai.embeddings import EmbeddingsBody
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.other_apis.llama_info import ContentBody
 from paceline.server.other_apis.llama_request import NO_EFFECT as LLAMA_NO_EFFECT
 from paceline.server.other_apis.llama_request import OF_UNSERVED as LLAMA_OF_UNSERVED
 from paceline.server.other_apis.ollama_request import OPTIONS as OLLAMA_OPTIONS
@@ -63,84 +70,26 @@ EXAMPLES: Final[dict[str, Schema]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 
-_MAX_SLO_MS: Final = 86_400_000
-_SALT: Final = string(low=1, high=1024)
 _IGNORED: Final = bounded(ANYTHING, "accepted, without effect")
-_SLO: Final = ref("Slo")
-_TOOL_CHOICES: Final = ("none", "auto", "required")
 
 
 def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
     """What several requests hold."""
-    targets = {
-        name: nullable(number(0, _MAX_SLO_MS, above=True))
-        for name in ("ttft_ms", "tpot_ms", "itl_ms", "deadline_ms", "queue_ttl_ms")
-    }
-    classes = string(*rules.slo_classes)
-    parts = {"type": string("text", "input_text", "output_text"), "text": STRING}
-    kinds: dict[str, Schema] = dict.fromkeys(STRUCTURED_KINDS, STRING)
-    kinds |= {"json": {"type": ["object", "string", "boolean"]}, "json_object": BOOLEAN}
-    kinds["choice"] = array(string(low=1), 1, 1024)
     return {
-        "Slo": {"anyOf": [classes, closed(record({}, {"class": nullable(classes), **targets}))]},
-        "TextPart": {"anyOf": [STRING, record(parts)]},
-        "Message": record(
-            {"role": string("system", "developer", "user", "assistant", "tool")},
-            {
-                "content": {"anyOf": [STRING, array(ref("TextPart")), NULL]},
-                "name": nullable(STRING),
-                "tool_calls": nullable(array(ref("CallMade"))),
-                "tool_call_id": nullable(STRING),
-                "reasoning": nullable(STRING),
-            },
-        ),
-        "CallMade": record(
-            {
-                "function": record(
-                    {"name": STRING},
-                    {"arguments": bounded(STRING, "the JSON text of an object")},
-                )
-            },
-            {"id": STRING, "type": string("function")},
-        ),
-        "Tool": record(
-            {
-                "function": record(
-                    {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}},
-                    {"description": nullable(STRING), "parameters": nullable(OBJECT)},
-                ),
-            },
-            {"type": string("function")},
-        ),
-        "ResponseFormat": {
-            "anyOf": [
-                record({"type": string("text", "json_object")}),
-                record(
-                    {
-                        "type": string("json_schema"),
-                        "json_schema": record({"schema": {"type": ["object", "boolean"]}}),
-                    }
-                ),
-            ]
-        },
-        "StructuredOutputs": closed(
-            record(
-                {},
-                {name: nullable(schema) for name, schema in kinds.items()}
-                | {"disable_any_whitespace": nullable(BOOLEAN), "disable_fallback": _IGNORED},
-            )
-        ),
+        **message_schemas(),
+        "Slo": slo_schema(rules.slo_classes),
+        "Tool": tool_schema(),
+        "ResponseFormat": format_schema(),
+        "StructuredOutputs": closed(schema_of(StructuredOutputs, rules)),
     }
 
 
 def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     """By path."""
-    chat, completion = _chat(rules), _completion(rules)
+    chat, completion = schema_of(ChatBody, rules), schema_of(CompletionBody, rules)
     messages, llama = _messages(rules), _llama(rules, completion["properties"])
     count = {key: value for key, value in messages["properties"].items() if key != "max_tokens"}
-    ids = _token_ids(rules)
-    switches = ("add_special_tokens", "return_token_strs")
-    told = {"model": _model(rules), **dict.fromkeys(switches, nullable(BOOLEAN))}
+    ids = token_schema(rules)
     sampling = {
         name: schema
         for name, schema in completion["properties"].items()
@@ -170,10 +119,7 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
                 | {"sampling_params": nullable(record({}, sampling))},
             )
         ),
-        "/v1/embeddings": record(
-            {"input": {"anyOf": [STRING, array(STRING), array(INTEGER)]}},
-            {"model": _model(rules)},
-        ),
+        "/v1/embeddings": schema_of(EmbeddingsBody, rules),
         "/completion": llama,
         "/completions": llama,
         "/infill": record(
@@ -181,170 +127,15 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
             {name: schema for name, schema in llama["properties"].items() if name != "prompt"}
             | {"input_extra": nullable(array(record({"text": STRING}, {"filename": STRING})))},
         ),
-        "/apply-template": record(
-            {"messages": chat["properties"]["messages"]},
-            {"model": _model(rules)} | {name: chat["properties"][name] for name in _TEMPLATE},
-        ),
+        "/apply-template": schema_of(TemplateBody, rules),
         "/tokenize": {
             "anyOf": [
-                record(
-                    {"content": {"anyOf": [STRING, array({"anyOf": [STRING, ids]})]}},
-                    {"model": _model(rules)}
-                    | dict.fromkeys(
-                        ("add_special", "parse_special", "with_pieces"), nullable(BOOLEAN)
-                    ),
-                ),
-                record({"prompt": STRING}, told),
-                record(
-                    {"messages": chat["properties"]["messages"]},
-                    told | {name: chat["properties"][name] for name in _TEMPLATE},
-                ),
+                schema_of(body, rules)
+                for body in (ContentBody, TokenizePromptBody, TokenizeMessagesBody)
             ]
         },
-        "/detokenize": record({"tokens": array(ids)}, {"model": _model(rules)}),
+        "/detokenize": schema_of(DetokenizeBody, rules),
     }
-
-
-_TEMPLATE: Final = (
-    "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt",
-    "continue_final_message", "chat_template_kwargs", "reasoning_effort", "chat_template",
-)  # fmt: skip
-
-
-def _model(rules: RequestRules) -> Schema:
-    if rules.listed_models != rules.served_model_names:
-        return nullable(STRING)
-    return nullable(string(*rules.served_model_names))
-
-
-def _token_ids(rules: RequestRules) -> Schema:
-    return integer(0, rules.vocab_size - 1)
-
-
-def _sampling(rules: RequestRules) -> dict[str, Schema]:
-    """What chat and completions have in common, nullable all of it."""
-    ids = _token_ids(rules)
-    limit = integer(1, max(1, rules.max_model_len - 1))
-    fields: dict[str, Schema] = {
-        "max_tokens": limit,
-        "n": integer(1, rules.max_choices),
-        "stream": BOOLEAN,
-        "stream_options": bounded(
-            record(
-                {},
-                {
-                    "include_usage": nullable(BOOLEAN),
-                    "continuous_usage_stats": nullable(BOOLEAN),
-                },
-            ),
-            "with stream alone",
-        ),
-        "stop": {"anyOf": [string(low=1, high=1024), array(string(low=1, high=1024), 0, 16)]},
-        "seed": integer(-INT64, INT64 - 1),
-        "temperature": number(0, 100),
-        "top_p": number(0, 1, above=True),
-        "top_k": bounded(integer(-1, INT32), "-1 and 0: all"),
-        "min_p": number(0, 1),
-        "presence_penalty": number(-2, 2),
-        "frequency_penalty": number(-2, 2),
-        "repetition_penalty": number(0, 100, above=True),
-        "logit_bias": {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": number(-100, 100),
-        },
-        "stop_token_ids": array(ids, 0, MAX_STOP_TOKENS),
-        "ignore_eos": BOOLEAN,
-        "min_tokens": integer(0, INT32),
-        "include_stop_str_in_output": BOOLEAN,
-        "skip_special_tokens": BOOLEAN,
-        "allowed_token_ids": array(ids, 1),
-        "bad_words": array(string(low=1, high=1024), 0, MAX_BAD_WORDS[0] // 2),
-        "prompt_logprobs": bounded(integer(0, MAX_LOGPROBS), "without stream"),
-        "logprob_token_ids": array(ids, 0, MAX_NAMED_LOGPROBS),
-        "response_format": ref("ResponseFormat"),
-        "structured_outputs": ref("StructuredOutputs"),
-        "add_special_tokens": BOOLEAN,
-        "truncate_prompt_tokens": bounded(
-            {"anyOf": [integer(1, INT32), {"const": -1}]}, "-1: as many as fit"
-        ),
-        "truncation_side": string("left", "right"),
-        "return_token_ids": BOOLEAN,
-        "return_tokens_as_token_ids": BOOLEAN,
-        "priority": bounded(integer(-INT64, INT64 - 1), "lower runs sooner"),
-        "cache_salt": _SALT,
-        "request_id": {"type": "string", "pattern": "^[!-~]{1,128}$"},
-        "slo": _SLO,
-        "service_tier": bounded(
-            string(*SERVICE_TIERS), "flex: class batch; priority: class interactive"
-        ),
-        "user": bounded(STRING, "the tenant, where neither a key nor a header says"),
-        "safety_identifier": bounded(STRING, "before user"),
-        "resume_output_ids": bounded(
-            {"anyOf": [array(ids), array({"anyOf": [array(ids), {"type": "null"}]})]},
-            "output made before, which the answer goes on behind; with n above 1 a list for each "
-            "choice, null for one that has ended",
-        ),
-        "explain": BOOLEAN,
-        "speculation": bounded(
-            record({}, {"max_tokens": nullable(integer(0, MOST_TOKENS))}),
-            "tokens guessed at a time; 0: none",
-        ),
-        "timings_per_token": BOOLEAN,
-    }
-    found = {name: nullable(schema) for name, schema in fields.items()}
-    return {"model": _model(rules), **found, **dict.fromkeys(NO_EFFECT, _IGNORED)}
-
-
-def _count(rules: RequestRules) -> Schema:
-    """Of log-probabilities at one place; -1 is all, where all are told."""
-    told_all = rules.max_logprobs >= rules.vocab_size
-    return integer(-1 if told_all else 0, rules.max_logprobs)
-
-
-def _chat(rules: RequestRules) -> Schema:
-    sampling = _sampling(rules)
-    fields: dict[str, Schema] = {
-        "max_completion_tokens": sampling["max_tokens"],
-        "max_tokens": nullable(bounded(integer(1, INT32), "the older name; the other one counts")),
-        "logprobs": BOOLEAN,
-        "top_logprobs": bounded(_count(rules), "above 0 with logprobs alone"),
-        "tools": array(ref("Tool"), 0, 128),
-        "tool_choice": {
-            "anyOf": [
-                string(*_TOOL_CHOICES),
-                record({"type": string("function"), "function": record({"name": STRING})}),
-            ]
-        },
-        "parallel_tool_calls": BOOLEAN,
-        "chat_template_kwargs": OBJECT,
-        "reasoning_effort": string("none", "minimal", "low", "medium", "high", "xhigh", "max"),
-        "add_generation_prompt": BOOLEAN,
-        "continue_final_message": BOOLEAN,
-        "chat_template": STRING if rules.trust_request_chat_template else NULL,
-        "echo": BOOLEAN,
-        "include_reasoning": BOOLEAN,
-    }
-    found = {name: nullable(schema) for name, schema in fields.items()}
-    return record({"messages": array(ref("Message"), 1)}, sampling | found)
-
-
-def _completion(rules: RequestRules) -> Schema:
-    ids = _token_ids(rules)
-    prompt: Schema = {
-        "anyOf": [
-            STRING,
-            array(STRING, 1, rules.max_prompts),
-            array(ids, 1),
-            array(array(ids, 1), 1, rules.max_prompts),
-        ]
-    }
-    logprobs = nullable(_count(rules))
-    return record(
-        {"prompt": prompt},
-        _sampling(rules)
-        | {"echo": nullable(BOOLEAN), "logprobs": logprobs, "include_reasoning": _IGNORED},
-    )
 
 
 _RESPONSES_SAME: Final = (
@@ -356,7 +147,7 @@ _RESPONSES_SAME: Final = (
 
 
 def _responses(rules: RequestRules) -> Schema:
-    chat = _chat(rules)["properties"]
+    chat = schema_of(ChatBody, rules)["properties"]
     same = {name: chat[name] for name in _RESPONSES_SAME if name != "reasoning_effort"}
     item = record(
         {},
@@ -415,7 +206,7 @@ _ANTHROPIC_MESSAGES: Final = array(
 
 
 def _messages(rules: RequestRules) -> Schema:
-    sampling = _sampling(rules)
+    sampling = schema_of(CompletionBody, rules)["properties"]
     same = (
         "model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt",
         "explain",
@@ -462,7 +253,7 @@ _LLAMA_SAME: Final = (
 
 
 def _llama(rules: RequestRules, completion: dict[str, Schema]) -> Schema:
-    part = {"anyOf": [STRING, _token_ids(rules)]}
+    part = {"anyOf": [STRING, token_schema(rules)]}
     prompt = {"anyOf": [STRING, array(part), record({"prompt_string": STRING})]}
     limit = bounded(integer(-2, INT32), "below 0: as many as there is place for")
     pair: Schema = {"type": "array", "minItems": 2, "maxItems": 2}
@@ -523,7 +314,7 @@ def _ollama(
     required: dict[str, Schema],
     optional: dict[str, Schema],
 ) -> Schema:
-    sampling = _sampling(rules)
+    sampling = schema_of(CompletionBody, rules)["properties"]
     options = {name: sampling[same] for name, same in OLLAMA_OPTIONS.items()}
     options["num_predict"] = nullable(integer(-2, max(1, rules.max_model_len - 1)))
     options |= dict.fromkeys(OLLAMA_OPTIONS_NO_EFFECT, _IGNORED)

@@ -10,19 +10,22 @@ import paceline
 from paceline.core.errors import InvalidRequestError
 from paceline.engine.protocol import Tokenizer
 from paceline.http.fields import Fields, check_string, show
+from paceline.server.bodies.body import Body
+from paceline.server.bodies.generation import TemplateBody
+from paceline.server.bodies.kinds import MODEL, boolean, described, needed, token_schema
 from paceline.server.bodies.protocol import (
     RequestRules,
-    check_model,
     parse_completion,
     parse_template_options,
 )
-from paceline.server.bodies.unserved import note_unknown
+from paceline.server.bodies.schemas import STRING, Schema, array
 from paceline.server.other_apis.llama import NO_SLOT, generation_settings
 from paceline.server.other_apis.llama_request import Part, parse_parts
 from paceline.server.service import Service
 from paceline.server.under_way import Entry
 
 __all__ = [
+    "ContentBody",
     "FimTokens",
     "fim_tokens",
     "infill_prompt",
@@ -196,20 +199,32 @@ def _slot(entry: Entry, length: int) -> dict[str, Any]:
 
 async def template_applied(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to ``/apply-template``."""
-    fields = Fields(body)
-    check_model(fields, service.rules)
-    template = parse_template_options(fields, service.rules)
-    note_unknown(fields, strict=service.rules.strict_fields)
+    asked = TemplateBody.read(body, service.rules)
+    template = parse_template_options(asked, service.rules)
     return {"prompt": await service.prompts.render(template)}
 
 
-async def tokens_of_content(service: Service, fields: Fields) -> dict[str, Any]:
-    """The answer to ``/tokenize`` with ``content``, as llama-server has it."""
-    parts = parse_parts(fields.raw("content"), "content", service.rules)
-    special = fields.boolean("add_special", False)
-    (tokens,) = await service.prompts.mixed([parts], add_special_tokens=special)
+def _content_schema(rules: RequestRules) -> Schema:
+    return {"anyOf": [STRING, array({"anyOf": [STRING, token_schema(rules)]})]}
+
+
+class ContentBody(Body, lenient=True):
+    """``/tokenize`` as llama-server has it."""
+
+    model = MODEL
+    content = needed(described(parse_parts, _content_schema, note="as llama-server takes it"))
+    add_special = boolean(note="with `content`")
+    parse_special = boolean(True, note="with `content`")
+    with_pieces = boolean(note="with `content`")
+
+
+async def tokens_of_content(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to ``/tokenize`` with ``content``."""
+    asked = ContentBody.read(body, service.rules)
+    parts = asked.content
+    (tokens,) = await service.prompts.mixed([parts], add_special_tokens=asked.add_special)
     tokenizer = service.client.tokenizer
-    if not fields.boolean("parse_special", True):
+    if not asked.parse_special:
         (plain,) = await service.prompts.mixed([parts], add_special_tokens=False)
         if any(token in tokenizer.special_token_ids for token in plain):
             raise InvalidRequestError(
@@ -217,7 +232,7 @@ async def tokens_of_content(service: Service, fields: Fields) -> dict[str, Any]:
                 "read as one here",
                 "parse_special",
             )
-    if not fields.boolean("with_pieces", False):
+    if not asked.with_pieces:
         return {"tokens": tokens}
     return {"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in tokens]}
 

@@ -20,9 +20,10 @@ from paceline.http.fields import (
     check_token_ids,
     show,
 )
+from paceline.server.bodies.body import note_unknown
+from paceline.server.bodies.kinds import INT32
 from paceline.server.bodies.protocol import GenerationOptions, RequestRules, parse_completion
-from paceline.server.bodies.sampling_fields import INT32, or_else
-from paceline.server.bodies.unserved import note_unknown
+from paceline.server.bodies.sampling_fields import or_else
 
 __all__ = [
     "METHODS",
@@ -180,7 +181,9 @@ def parse_llama_completion(
     )
     _refuse(fields)
     ignored = [*_idle(fields, rules), *_idle_window(window, sampling, rules)]
-    ignored += note_unknown(fields, strict=rules.strict_fields)
+    unknown = fields.unknown()
+    note_unknown(unknown, fields.asked, strict=rules.strict_fields)
+    ignored += unknown
     return replace(told, options=replace(told.options, ignored_fields=tuple(ignored)))
 
 

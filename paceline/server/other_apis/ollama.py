@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 from paceline.engine.types import GenerationOutput
 from paceline.http.fields import Fields
 from paceline.http.shortcut import Shortcut
-from paceline.server.bodies.protocol import ChatRequest, CompletionRequest, check_model
+from paceline.server.bodies.kinds import check_model
+from paceline.server.bodies.protocol import ChatRequest, CompletionRequest
 from paceline.server.bodies.tool_calls import Call
 from paceline.server.bodies.wire import encode
 from paceline.server.openai.answers import AnswerHead, generation_request
@@ -221,7 +222,7 @@ def shown_model(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     fields = Fields(body)
     name = fields.string("model") or fields.string("name") or service.model_name
     fields.boolean("verbose", False)
-    check_model(Fields({"model": served_name(name, service.rules)}), service.rules)
+    check_model(served_name(name, service.rules), service.rules)
     info = service.client.info
     template = service.client.tokenizer.chat_template_source
     return {

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.http.fields import Fields, show
+from paceline.server.bodies.kinds import check_model
 from paceline.server.bodies.protocol import (
     ChatRequest,
     CompletionRequest,
     RequestRules,
-    check_model,
     parse_chat,
     parse_completion,
 )
@@ -134,7 +134,7 @@ def _common(
     """The model's name as asked, and what both bodies share in those of chat and completions."""
     model = fields.string("model", 1) or rules.served_model_names[0]
     name = served_name(model, rules)
-    check_model(Fields({"model": name}), rules)
+    check_model(name, rules)
     made: dict[str, Any] = {"model": name, "stream": fields.boolean("stream", True)}
     for same in _SAME:
         value = fields.raw(same)

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.http.fields import decode_object, show
-from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
+from paceline.server.bodies.body import REFUSED, fields_of
+from paceline.server.bodies.generation import ChatBody, CompletionBody
+from paceline.server.bodies.protocol import (
+    RequestRules,
+    parse_chat,
+    parse_completion,
+)
 from paceline.server.bodies.targets import CLASSES
-from paceline.server.bodies.unserved import REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 
 RULES = RequestRules(
     served_model_names=("m",),
@@ -27,16 +32,7 @@ RULES = RequestRules(
     slo_classes=CLASSES,
 )
 
-KNOWN = (
-    "model messages prompt max_tokens max_completion_tokens n stream stream_options temperature "
-    "top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop "
-    "stop_token_ids min_tokens ignore_eos include_stop_str_in_output skip_special_tokens logprobs "
-    "top_logprobs echo priority cache_salt user request_id add_generation_prompt "
-    "continue_final_message add_special_tokens chat_template chat_template_kwargs tools "
-    "truncate_prompt_tokens truncation_side return_token_ids return_tokens_as_token_ids "
-    "tool_choice reasoning_effort"
-)
-FIELDS = sorted({*REFUSED_IN_CHAT, *REFUSED_IN_COMPLETIONS, *KNOWN.split()})
+FIELDS = sorted({*fields_of(ChatBody), *fields_of(CompletionBody)})
 KEYS = "role content type text tool_calls function name arguments include_usage 1 99 tokenize"
 
 scalars = (
@@ -111,7 +107,8 @@ def test_depth_is_bounded_where_it_is_said() -> None:
 
 
 def test_refused_fields_take_their_harmless_values() -> None:
-    harmless: dict[str, Any] = dict.fromkeys(REFUSED_IN_COMPLETIONS)
+    refused = [name for name, f in fields_of(CompletionBody).items() if f.status == REFUSED]
+    harmless: dict[str, Any] = dict.fromkeys(refused)
     assert parse_completion({**harmless, "prompt": "x"}, RULES).prompts == ("x",)
     off = {"use_beam_search": False, "bad_words": [], "suffix": "", "best_of": 1}
     assert parse_completion({**off, "prompt": "x"}, RULES).prompts == ("x",)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +10,6 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
-from paceline.server.bodies.foreign import IN_STRUCTURED_OUTPUTS, SAME_MEANING
 from tests.server.helpers import VOCAB, chat_body, connect
 
 pytestmark = pytest.mark.anyio
@@ -116,13 +113,3 @@ async def test_what_cannot_be_meant_is_refused(
 ) -> None:
     answer = await http.post(COMPLETIONS, json=BODIES[COMPLETIONS] | fields)
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
-
-
-def test_every_name_is_on_the_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-    section = page.split("\n## Other servers' names\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \| `([\w.]+)`", section, re.M)
-    told = {name: ours for names, ours in rows for name in re.findall(r"`(\w+)`", names)}
-    wanted = dict(SAME_MEANING)
-    wanted |= {name: f"structured_outputs.{key}" for name, key in IN_STRUCTURED_OUTPUTS.items()}
-    assert told == wanted

@@ -68,7 +68,7 @@ def bounded(schema: Schema, description: str) -> Schema:
 
 def nullable(schema: Schema) -> Schema:
     """In requests null is as good as absent."""
-    if not schema or schema == NULL:
+    if not schema or schema == NULL or "null" in schema.get("type", ()):
         return schema
     if type(schema.get("type")) is str and "enum" not in schema:
         return schema | {"type": [schema["type"], "null"]}

@@ -1,0 +1,256 @@
+"""A request body, described once: a class whose attributes are its fields.
+
+::
+
+    class DetokenizeBody(Body):
+        model = MODEL
+        tokens = token_ids(required=True, note="of this model's vocabulary")
+
+    body = DetokenizeBody.read(values, rules)    checked; body.tokens is a list[int]
+    schema_of(DetokenizeBody, rules)             its JSON schema, with the bounds of this server
+    fields_of(DetokenizeBody)                    the rows of its table in docs/api.md
+
+A field is a line made by a function of ``kinds``; subclasses have the fields of their bases too.
+JSON null counts as absent. Of several faults the first in the order of the class is told, own
+fields before those of bases.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
+
+from paceline.core.errors import InvalidRequestError
+from paceline.http.fields import show
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.schemas import ANYTHING, Schema, bounded, closed, nullable, record
+
+__all__ = [
+    "IGNORED",
+    "REFUSED",
+    "SERVED",
+    "Body",
+    "Field",
+    "OtherName",
+    "fields_of",
+    "note_unknown",
+    "other_names_of",
+    "schema_of",
+]
+
+_log = logging.getLogger("paceline.server")
+
+SERVED: Final = "served"
+IGNORED: Final = "ignored"
+REFUSED: Final = "refused"
+_NO_EFFECT: Final = bounded(ANYTHING, "accepted, without effect")
+_LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
+_MAX_UNKNOWN: Final = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field(Generic[T]):
+    """One field: what it may be, and what is told about it."""
+
+    # of a value that is not null, the field's name and the rules: what the body has for it; raises
+    # InvalidRequestError
+    check: Callable[[Any, str, RequestRules], T]
+    # of a value that passes
+    schema: Callable[[RequestRules], Schema]
+    # where it is absent
+    default: T
+    # for docs/api.md and the schema, in Markdown
+    note: str = ""
+    status: str = SERVED
+    # what is wrong with a body without it; "": nothing
+    missing: str = ""
+
+    @overload
+    def __get__(self, body: None, owner: type) -> Field[T]: ...
+    @overload
+    def __get__(self, body: Body, owner: type) -> T: ...
+    def __get__(self, body: Body | None, owner: type) -> Field[T] | T:
+        # a body that was read has values in its __dict__, which are found before this
+        return self
+
+    def described(self, rules: RequestRules) -> Schema:
+        """Its schema as a property of the body's."""
+        if self.status == IGNORED:
+            return _NO_EFFECT
+        schema = self.schema(rules)
+        schema = schema if self.missing else nullable(schema)
+        return bounded(schema, _LINK.sub(r"\1", self.note)) if self.note else schema
+
+
+@dataclass(frozen=True, slots=True)
+class OtherName:
+    """A name that another server has for a field of the body."""
+
+    ours: str
+    # the value goes under this key of an object
+    key: str | None = None
+    # a value that is as good as nothing, and what it means there
+    nothing: Any = None
+    note: str = ""
+
+
+class Body:
+    """A body that was read: an attribute for each field. Made by ``read`` alone.
+
+    Class arguments:
+        passes: a body and names of its fields, which are of the same kind here, but not looked at:
+            ``passed()`` has them for who reads that body.
+        refuses_unknown: what is said of unknown names, with ``{names}``. "": ``ignored_fields`` has
+            them, or a server with ``--strict-fields`` refuses them.
+        lenient: unknown names are nobody's business, only logged.
+    """
+
+    # names that nothing reads, shortened, 16 at most
+    ignored_fields: tuple[str, ...]
+
+    _fields: ClassVar[Mapping[str, Field[Any]]] = {}
+    _defaults: ClassVar[Mapping[str, Any]] = {}
+    _order: ClassVar[Mapping[str, int]] = {}
+    _missing: ClassVar[Mapping[str, str]] = {}
+    _others: ClassVar[Mapping[str, OtherName]] = {}
+    _passes: ClassVar[tuple[str, ...]] = ()
+    _refuses_unknown: ClassVar[str] = ""
+    _lenient: ClassVar[bool] = False
+
+    def __init_subclass__(
+        cls,
+        *,
+        passes: tuple[type[Body], Collection[str]] | None = None,
+        refuses_unknown: str | None = None,
+        lenient: bool | None = None,
+    ) -> None:
+        fields: dict[str, Field[Any]] = {}
+        others: dict[str, OtherName] = {}
+        for owner in cls.__mro__:
+            for name, value in vars(owner).items():
+                if isinstance(value, Field):
+                    fields.setdefault(name, value)
+                elif isinstance(value, OtherName):
+                    others.setdefault(name, value)
+            if owner is cls and passes is not None:
+                body, names = passes
+                for name in names:
+                    fields.setdefault(name, _passed(body._fields[name]))
+                cls._passes = tuple(names)
+        cls._fields = fields
+        cls._others = others
+        cls._defaults = {name: field.default for name, field in fields.items()}
+        cls._order = {name: place for place, name in enumerate(fields)}
+        cls._missing = {name: field.missing for name, field in fields.items() if field.missing}
+        if refuses_unknown is not None:
+            cls._refuses_unknown = refuses_unknown
+        if lenient is not None:
+            cls._lenient = lenient
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], rules: RequestRules) -> Self:
+        """Raises InvalidRequestError that names the field and shows the value, or
+        UnknownModelError."""
+        if not cls._others.keys().isdisjoint(values):
+            values = _translated(values, cls._others)
+        fields = cls._fields
+        body = cls.__new__(cls)
+        found = body.__dict__
+        found.update(cls._defaults)
+        known: Collection[str] = values
+        unknown: list[str] = []
+        if not fields.keys() >= values.keys():
+            unknown = [name for name in values if name not in fields]
+            known = fields.keys() & values.keys()
+        for name in sorted(known, key=cls._order.__getitem__):
+            value = values[name]
+            if value is not None:
+                found[name] = fields[name].check(value, name, rules)
+        for name, says in cls._missing.items():
+            if found[name] is None:
+                raise InvalidRequestError(f"{name} {says}", name)
+        found["ignored_fields"] = cls._noted(unknown, rules) if unknown else ()
+        return body
+
+    def passed(self) -> dict[str, Any]:
+        """The fields of another body that were given, as they came."""
+        found = vars(self)
+        return {name: found[name] for name in self._passes if found[name] is not None}
+
+    @classmethod
+    def _noted(cls, names: list[str], rules: RequestRules) -> tuple[str, ...]:
+        """Unknown names, shortened. Raises InvalidRequestError where they are refused."""
+        shown = tuple(show(name) for name in names[:_MAX_UNKNOWN])
+        if cls._refuses_unknown:
+            says = cls._refuses_unknown.replace("{names}", ", ".join(shown))
+            raise InvalidRequestError(says, shown[0].strip("'"))
+        note_unknown(shown, cls._fields, strict=rules.strict_fields and not cls._lenient)
+        return shown
+
+
+def schema_of(body: type[Body], rules: RequestRules) -> Schema:
+    """What the body may be; fields that are refused are left out."""
+    told = {name: f for name, f in body._fields.items() if f.status != REFUSED}
+    required = {name: f.described(rules) for name, f in told.items() if f.missing}
+    optional = {name: f.described(rules) for name, f in told.items() if not f.missing}
+    schema = record(required, optional)
+    return closed(schema) if body._refuses_unknown else schema
+
+
+def fields_of(body: type[Body]) -> Mapping[str, Field[Any]]:
+    """By name, in the order in which faults are told."""
+    return body._fields
+
+
+def other_names_of(body: type[Body]) -> Mapping[str, OtherName]:
+    """Names of other servers for these fields."""
+    return body._others
+
+
+def note_unknown(names: Sequence[str], known: Collection[str], *, strict: bool) -> None:
+    """Log names that nothing reads, of which a misspelt field is one.
+
+    Raises:
+        InvalidRequestError: there are some, and the server is ``strict``.
+    """
+    if not names:
+        return
+    _log.debug("unknown_fields names=%s", ",".join(names))
+    if strict:
+        told = ", ".join(f"{name}{_meant(name, known)}" for name in names)
+        raise InvalidRequestError(
+            f"unknown fields: {told}; this server was started with --strict-fields",
+            names[0].strip("'"),
+        )
+
+
+def _passed(field: Field[Any]) -> Field[Any]:
+    return replace(field, check=lambda value, _name, _rules: value, default=None, missing="")
+
+
+def _translated(values: Mapping[str, Any], others: Mapping[str, OtherName]) -> dict[str, Any]:
+    """The values in our words. Raises InvalidRequestError for a field given under two names."""
+    made = {name: value for name, value in values.items() if name not in others}
+    for name, other in others.items():
+        value = values.get(name)
+        if value in (None, "") or (other.nothing is not None and value == other.nothing):
+            continue
+        if made.get(other.ours) is not None:
+            raise InvalidRequestError(
+                f"{name}={show(value)} and {other.ours}={show(made[other.ours])} mean the same "
+                "here: give one of them",
+                name,
+            )
+        made[other.ours] = value if other.key is None else {other.key: value}
+    return made
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name.strip("'"), known, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

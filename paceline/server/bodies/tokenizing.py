@@ -1,0 +1,40 @@
+"""Bodies of ``/tokenize`` and ``/detokenize``; llama-server's way is in ``llama_info``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline.server.bodies.body import Body
+from paceline.server.bodies.generation import TemplateBody
+from paceline.server.bodies.kinds import MODEL, boolean, needed, refused, string, token_ids
+
+__all__ = ["DetokenizeBody", "TokenizeMessagesBody", "TokenizePromptBody"]
+
+_WITH_CONTENT: Final = refused(
+    " goes with content; with prompt and messages it is add_special_tokens and return_token_strs",
+    (),
+)
+
+
+class _Tokenize(Body, lenient=True):
+    return_token_strs = boolean(note="not with `content`")
+    add_special = _WITH_CONTENT
+    parse_special = _WITH_CONTENT
+    with_pieces = _WITH_CONTENT
+
+
+class TokenizePromptBody(_Tokenize):
+    model = MODEL
+    prompt = needed(string(), note="of `prompt`, `messages` and `content` one")
+    add_special_tokens = boolean(True, note="not with `content`; with `messages` false by default")
+
+
+class TokenizeMessagesBody(TemplateBody, _Tokenize):
+    """The fields of a chat that are about its prompt."""
+
+    add_special_tokens = boolean(note="not with `content`; with `messages` false by default")
+
+
+class DetokenizeBody(Body, lenient=True):
+    model = MODEL
+    tokens = needed(token_ids())

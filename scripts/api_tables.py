@@ -1,0 +1,129 @@
+"""Writes the tables of fields in docs/api.md, from the bodies that the server reads.
+
+    python scripts/api_tables.py [--write]
+
+Without ``--write`` it says whether the page is as it would be written. A section whose title is a
+path has that body's table, "Other servers' names" the names that chat and completions translate.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.server.bodies.body import (
+    IGNORED,
+    REFUSED,
+    SERVED,
+    Body,
+    Field,
+    fields_of,
+    other_names_of,
+)
+from paceline.server.bodies.generation import ChatBody, CompletionBody
+from paceline.server.bodies.tokenizing import (
+    DetokenizeBody,
+    TokenizeMessagesBody,
+    TokenizePromptBody,
+)
+from paceline.server.other_apis.llama_info import ContentBody
+
+_CHAT: Final = "/v1/chat/completions"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
+# what is read at a path; several are alternatives
+BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
+    _CHAT: (ChatBody,),
+    "/v1/completions": (CompletionBody,),
+    "/tokenize": (ContentBody, TokenizePromptBody, TokenizeMessagesBody),
+    "/detokenize": (DetokenizeBody,),
+}
+_AS_IN_CHAT: Final = "as in chat"
+_OTHER_NAMES: Final = "Other servers' names"
+_TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+
+
+def fields_at(path: str) -> Mapping[str, Field[Any]]:
+    """What may be in a body there, served where any of the alternatives serves it."""
+    found: dict[str, Field[Any]] = {}
+    for body in BODIES[path]:
+        for name, field in fields_of(body).items():
+            if name not in found or found[name].status == REFUSED:
+                found[name] = field
+    return found
+
+
+def table_of(path: str, fields: Mapping[str, Field[Any]]) -> str:
+    """The fields of a body, those with the same to be said of them in one line."""
+    chat = fields_of(ChatBody)
+
+    def note(name: str) -> str:
+        return _AS_IN_CHAT if _is_chats(name) else fields[name].note
+
+    def _is_chats(name: str) -> bool:
+        return path != _CHAT and fields[name].status != IGNORED and chat.get(name) is fields[name]
+
+    lines: list[tuple[str, ...]] = []
+    for status in (SERVED, IGNORED, REFUSED):
+        names = [name for name, field in fields.items() if field.status == status]
+        lines += [(_quoted(group), status, said) for said, group in groupby(names, key=note)]
+    return _drawn(("field", "status", "note"), lines)
+
+
+def other_names() -> str:
+    """Names of other servers for fields of chat and completions."""
+    names = other_names_of(CompletionBody)
+    assert names == other_names_of(ChatBody)
+    ours: dict[str, list[str]] = {}
+    for name, other in names.items():
+        target = other.ours if other.key is None else f"{other.ours}.{other.key}"
+        ours.setdefault(target, []).append(name)
+    lines = []
+    for target, group in ours.items():
+        notes = [f"{name} {names[name].note}" for name in group if names[name].note]
+        lines.append((_quoted(group), "; ".join([f"`{target}`", *notes])))
+    return _drawn(("field", "stands for"), lines)
+
+
+def page_of(text: str) -> str:
+    """The page with its tables made anew."""
+    for title, table in {
+        **{f"`{path}`": table_of(path, fields_at(path)) for path in BODIES},
+        _OTHER_NAMES: other_names(),
+    }.items():
+        head, heading, rest = text.partition(f"\n## {title}\n")
+        assert heading, f"{PAGE} has no section {title}"
+        old = _TABLE.search(rest)
+        assert old is not None, f"section {title} has no table"
+        text = head + heading + rest[: old.start()] + table + rest[old.end() :]
+    return text
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _drawn(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    drawn = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for cells in lines:
+        told = (cell.replace("|", "\\|") for cell in cells)
+        drawn.append("|" + "|".join(f" {cell} " if cell else " " for cell in told) + "|")
+    return "\n".join(drawn) + "\n"
+
+
+def main() -> int:
+    text = PAGE.read_text()
+    made = page_of(text)
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(made)
+        return 0
+    if made != text:
+        print("docs/api.md is not what `make api-tables` would write")
+    return int(made != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
