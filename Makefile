@@ -95,8 +95,7 @@ serve: $(READY)
 # pytest comes last, so its summary is the last thing printed. In the order of the files: by default
 # those with many tests come first, and the model's, few and long, at the end by themselves
 test: check $(READY) model test-services
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not thorough" --junitxml=$(DURATIONS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
 
 test-thorough: $(READY) model test-services
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m thorough
