@@ -8,7 +8,9 @@
 #   make api-tables     the tables of fields in docs/api.md, from the bodies that the server reads
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
-#   make test-all       make test, and the wheel as strangers would install it
+#   make test-all       make test, what it leaves out for its length, and the wheel as strangers would
+#                       install it
+#   make test-seconds   where the last `make test` took how long: seconds by folder, file and test
 #   make wheel          dist/*.whl with the kernels compiled, tagged with the glibc that they need
 #   make wheel-aarch64  one for aarch64, cross-compiled, with the portable kernels alone
 #   make test-wheel     that wheel in an empty environment: size, seconds, an answer without PyTorch
@@ -76,12 +78,14 @@ BIN := $(VENV)/bin
 QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/checkpoints \
 	tests/routing tests/test_public.py tests/test_rooms.py
 STAMP := $(VENV)/.installed
+# what every test of the last `make test` took
+DURATIONS := build/tests.xml
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms api-tables replay format model venv clean clean-venv \
+.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
@@ -94,9 +98,15 @@ serve: $(READY)
 # pytest comes last, so its summary is the last thing printed. In the order of the files: by default
 # those with many tests come first, and the model's, few and long, at the end by themselves
 test: check $(READY) model test-services
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
 
-test-all: test test-wheel
+test-thorough: $(READY) model test-services
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m thorough
+
+test-seconds: $(STAMP)
+	@$(BIN)/python -m tests.seconds $(DURATIONS)
+
+test-all: test test-thorough test-wheel
 
 # by way of the source distribution, so what that lacks is missed; older wheels would be tested too
 wheel: $(STAMP)

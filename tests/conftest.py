@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.skips import Skips
+
 # `make test` runs as many test processes as it is told: a thread team of each, in which everybody
 # waits for a thread that has no core, would take ten times as long. Before anything loads OpenMP
 SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
@@ -22,7 +24,8 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Skips(), "expected-skips")
     # what a shell starts in the background ignores interrupts, and so would every program that
     # tests start and interrupt; a handler is not inherited, so they begin with the default
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -193,5 +193,9 @@ def test_make_passes_on_what_it_is_told(tmp_path: Path) -> None:
     assert serve[-1].endswith("bin/paceline serve smollm2-135m --port 1234 --max-num-seqs 7")
     assert commands("serve", "MODEL=x.gguf")[-1].endswith("paceline serve x.gguf --port 8000")
     assert " -m pytest -n 3 " in commands("test", "WORKERS=3")[-1]
+    # what one leaves out the other adds
+    assert commands("test")[-1].endswith('-m "not thorough" --junitxml=build/tests.xml')
+    assert any(line.endswith("-m thorough") for line in commands("test-all"))
+    assert commands("test-seconds")[-1].endswith("-m tests.seconds build/tests.xml")
     quick = commands("quick")[-1].partition('-m "not slow" ')[2].split()
     assert quick and all((ROOT / path).exists() for path in quick)

@@ -57,7 +57,16 @@ class Tokenizer(Protocol):
         text."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Quickest for a short text: other threads of the process wait until it is done."""
+        ...
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """What ``encode`` says of each, together: other threads go on meanwhile, and several
+        processors may take part. Raises like ``encode``, for all if one of the texts is bad."""
+        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 

@@ -71,6 +71,11 @@ class ByteTokenizer:
             ids += part.encode() if special is None else (special,)
         return ids
 
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skip = self.special_token_ids if skip_special_tokens else frozenset()
         data = b"".join(self.token_bytes(i) for i in token_ids if i not in skip)

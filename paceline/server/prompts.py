@@ -1,11 +1,11 @@
 """From a parsed request to prompt token ids, and whether they fit.
 
-Long texts are rendered and tokenised on a small thread pool, so that one long prompt does not hold
-up the tokens of everybody else; short ones are quicker done on the spot. A template is a program
-that runs in a process of its own (``engine.text.template_process``) unless it is known to end;
-threads of their own wait for that, so that a hostile one holds up no tokenising. Conversations in
-which the caller has a say in what the template does, by arguments or a template of its own, wait
-apart from plain ones.
+Long texts are rendered on a small thread pool and tokenised by a ``BatchEncoder``, so that one long
+prompt does not hold up the tokens of everybody else; short ones are quicker done on the spot. A
+template is a program that runs in a process of its own (``engine.text.template_process``) unless it
+is known to end; threads of their own wait for that, so that a hostile one holds up no tokenising.
+Conversations in which the caller has a say in what the template does, by arguments or a template of
+its own, wait apart from plain ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
+from paceline.engine.text.batch_encoder import BatchEncoder
 from paceline.server.bodies.messages import USUAL_ROLES
 from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
 from paceline.server.bodies.tool_calls import with_tools
@@ -29,6 +30,8 @@ _T = TypeVar("_T")
 
 # characters; about half a millisecond of tokenising
 _INLINE_CHARS: Final = 4096
+# and how many of them take as long as one call of the tokenizer
+_CALL_CHARS: Final = 64
 _THREADS: Final = 2
 # tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
@@ -42,6 +45,7 @@ class PromptMaker:
         # a template that never says "tools" would leave them out
         source = tokenizer.chat_template_source
         self._shows_tools = source is None or "tools" in source
+        self._encoder = BatchEncoder(tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
         # each waits for a process that renders one conversation at a time
         self._plain = ThreadPoolExecutor(1, thread_name_prefix="templates")
@@ -49,15 +53,8 @@ class PromptMaker:
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
         """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
-        render = self._renderer(template)
-
-        def encode(text: str) -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        if template.chat_template is None and self._tokenizer.renders_quickly:
-            return await self._run(lambda: encode(render()), _size(template))
-        text = await asyncio.get_running_loop().run_in_executor(self._lane(template), render)
-        return await self._run(lambda: encode(text), len(text))
+        text = await self.render(template)
+        return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def render(self, template: TemplateOptions) -> str:
         """The text of a conversation. Raises like ``chat``."""
@@ -106,26 +103,18 @@ class PromptMaker:
                     ids += self._tokenizer.encode(part, add_special_tokens=first)
             return ids
 
-        # a short text takes as long as many characters of a long one
         size = sum(
-            1 if isinstance(part, int) else 64 + len(part) for parts in prompts for part in parts
+            1 if isinstance(part, int) else _CALL_CHARS + len(part)
+            for parts in prompts
+            for part in parts
         )
         return await self._run(lambda: [encode(parts) for parts in prompts], size)
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
         """The ids of each prompt; prompts of ids as they are."""
-        special = request.options.add_special_tokens
-
-        def encode() -> list[list[int]]:
-            return [
-                self._tokenizer.encode(prompt, add_special_tokens=special)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in request.prompts
-            ]
-
-        size = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
-        return await self._run(encode, size)
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        found = iter(await self._encode(texts, request.options.add_special_tokens))
+        return [next(found) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to keep from being completed: each word at the start of a line and
@@ -133,17 +122,19 @@ class PromptMaker:
         if not words:
             return ()
 
-        def encode() -> tuple[tuple[int, ...], ...]:
-            spelt = (text for word in words for text in (word, f" {word.lstrip()}"))
-            ids = (tuple(self._tokenizer.encode(t, add_special_tokens=False)) for t in spelt)
-            return tuple(dict.fromkeys(ids))
-
-        return await self._run(encode, sum(map(len, words)))
+        spelt = [text for word in words for text in (word, f" {word.lstrip()}")]
+        ids = await self._encode(spelt, add_special_tokens=False)
+        return tuple(dict.fromkeys(map(tuple, ids)))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return await self._run(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
-        )
+        (ids,) = await self._encode((text,), add_special_tokens)
+        return ids
+
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if sum(map(len, texts)) + _CALL_CHARS * (len(texts) - 1) <= _INLINE_CHARS:
+            encode = self._tokenizer.encode
+            return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return await self._encoder.encode(texts, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         return await self._run(
@@ -160,6 +151,7 @@ class PromptMaker:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:
+        self._encoder.close()
         for pool in (self._pool, self._plain, self._callers):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -37,6 +37,8 @@ _END_OF_TURN: Final = (
 )
 _NAMED_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 MAX_TEMPLATE_BYTES: Final = 1 << 20
+# characters of a text whose tokenising other threads can wait for: about half a millisecond
+_SHORT_CHARS: Final = 4096
 
 
 class HFTokenizer:
@@ -91,10 +93,30 @@ class HFTokenizer:
         Raises:
             InvalidRequestError: ``text`` holds half of a surrogate pair, which is no character.
         """
+        if len(text) > _SHORT_CHARS:
+            return self.encode_batch((text,), add_special_tokens=add_special_tokens)[0]
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError(f"the text is not valid Unicode: {error!s:.200}") from None
+            raise _no_unicode(error) from None
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of each of ``texts``, as of ``encode``.
+
+        Raises:
+            InvalidRequestError: like ``encode``, for one of them.
+        """
+        try:
+            # the one call of the library that lets other threads run; without the offsets, which
+            # take a quarter of the time
+            found = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _no_unicode(error) from None
+        return [encoding.ids for encoding in found]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; incomplete characters become U+FFFD, unknown ids nothing."""
@@ -169,6 +191,10 @@ class HFTokenizer:
             chat_template=chat_template,
             template_kwargs=template_kwargs,
         )
+
+
+def _no_unicode(error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"the text is not valid Unicode: {error!s:.200}")
 
 
 def load_tokenizer(path: Path) -> HFTokenizer:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,42 @@ def test_time_grows_with_length_only(tokenizer: HFTokenizer, piece: str) -> None
 def test_half_a_surrogate_pair_is_refused(tokenizer: HFTokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="not valid Unicode"):
         tokenizer.encode("a\ud800b")
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        tokenizer.encode("a\ud800b" + "c" * 10_000)
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        tokenizer.encode_batch(["fine", "a\ud800b"])
+
+
+def test_a_batch_and_a_long_text_have_the_ids_of_each_text(tokenizer: HFTokenizer) -> None:
+    texts = strings()
+    batch = tokenizer.encode_batch(texts)
+    assert batch == [tokenizer.encode(text) for text in texts]
+    # a space between two words belongs to the second, so they may be cut there
+    long = " word" * 2000
+    assert tokenizer.encode(long) == tokenizer.encode(" word" * 500) * 4
+    assert tokenizer.encode_batch([]) == []
+
+
+@pytest.mark.parametrize("how", ["long", "batch"])
+def test_other_threads_go_on_while_long_texts_are_encoded(tokenizer: HFTokenizer, how: str) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 8_000
+
+    def encode() -> None:
+        if how == "long":
+            tokenizer.encode(text)
+        else:
+            tokenizer.encode_batch([text[:180_000], text[180_000:]])
+
+    with ThreadPoolExecutor(1) as pool:
+        began = last = time.perf_counter()
+        longest = 0.0
+        encoding = pool.submit(encode)
+        while not encoding.done():
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        encoding.result()
+    # where the tokenizer holds the interpreter, this loop stands still nearly all the time
+    assert longest < 0.5 * (last - began)
 
 
 def test_many_threads_get_the_same_ids(tokenizer: HFTokenizer) -> None:

@@ -139,6 +139,7 @@ def test_byte_level_from_gguf_is_the_tokenizer_it_was_made_from(tmp_path: Path, 
         assert ours.decode(ids) == theirs.decode(ids)
         if pre != "qwen2":
             assert b"".join(map(ours.token_bytes, ids)) == text.encode()
+    assert ours.encode_batch(texts()) == [ours.encode(text) for text in texts()]
     assert ours.encode("<tool>x", add_special_tokens=False)[0] == theirs.token_to_id("<tool>")
     assert ours.decode([1, 0, 2]) == "" and ours.decode(ours.encode("<tool>")) == "<tool>"
     assert ours.eos_token_ids == {1, 2}
@@ -236,6 +237,9 @@ def test_sentencepiece_from_gguf_is_sentencepiece(tmp_path: Path, prefix: bool) 
         whole = b"".join(map(ours.token_bytes, ids))
         assert whole == (f" {text}" if prefix and text else text).encode()
         used.update(ids)
+    for special in (False, True):
+        alone = [ours.encode(text, add_special_tokens=special) for text in texts()]
+        assert ours.encode_batch(texts(), add_special_tokens=special) == alone
     # bytes were needed, and merged pieces too
     assert any(theirs.is_byte(i) for i in used) and max(used) > 300
     assert ours.encode("x")[0] == theirs.bos_id() == 1
