@@ -151,20 +151,12 @@ class Scheduler:
         return expired
 
     def _drop_expired(self, now: float) -> None:
-        dropped: list[tuple[Request, tuple[Request, ...]]] = []
-        for request in self._door.expired(now):
-            if (
-                request.first_scheduled_time is None
-                and self._requests.get(request.request_id) is request
-                and request.status is RequestStatus.WAITING
-            ):
-                forks = self._forks.of(request)
-                for each in (*forks, request):
-                    self._finish(each, FinishReason.ABORT)
-                dropped.append((request, forks))
+        dropped = [(request, self._forks.of(request)) for request in self._door.expired(now)]
         for request, forks in dropped:
-            # once none of them waits any more, or it would wait for itself
-            self._expired.append(self._door.expiry(request, forks, now))
+            for each in (*forks, request):
+                self._finish(each, FinishReason.ABORT)
+        # once none of them waits any more, or it would wait for itself
+        self._expired += [self._door.expiry(*each, now) for each in dropped]
 
     # ------------------------------------------------------------------ plans out
 
@@ -215,11 +207,7 @@ class Scheduler:
             drafts,
         )
         self._num_steps += 1
-        shape = step.shape
-        seconds = self.step_time.predict(shape)
-        self._steps.push(
-            plan.step_id, step.requests, shape, starts, seconds, limits.ordinary_seconds
-        )
+        self._steps.push(plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds)
         self._last.version += 1
         return plan
 

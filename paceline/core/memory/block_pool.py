@@ -120,9 +120,11 @@ class BlockPool:
         for block_id in reversed(block_ids):
             ref_counts[block_id] -= 1
             if ref_counts[block_id] == 0:
-                if forget:
-                    self._forget(block_id)
-                if hashes[block_id] is None:
+                block_hash = hashes[block_id]
+                if forget and block_hash is not None:
+                    del self._cached[block_hash]
+                    block_hash = hashes[block_id] = None
+                if block_hash is None:
                     self._blank.append(block_id)
                 else:
                     self._findable[block_id] = None
@@ -139,12 +141,6 @@ class BlockPool:
             if block_hash not in cached:
                 cached[block_hash] = block_id
                 self._hashes[block_id] = block_hash
-
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            del self._cached[block_hash]
-            self._hashes[block_id] = None
 
     def check_integrity(self, expected_refs: Mapping[int, int]) -> None:
         """AssertionError unless every invariant holds.

@@ -120,7 +120,13 @@ class KVCacheManager:
         if self._shortfall(request, shared, beside_others) > 0:
             return False
         if not request.block_ids:
-            self._start(request, shared)
+            if shared:
+                self.pool.acquire(shared)
+            request.block_ids = shared
+            request.num_computed_tokens = len(shared) * self.block_size
+            request.num_hashed_blocks = len(shared)
+            if request.num_swapped_tokens:
+                self._restore(request)
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
@@ -131,16 +137,6 @@ class KVCacheManager:
             request.history.num_restored_tokens += request.num_swapped_tokens
             self._forget_host(request)
         return True
-
-    def _start(self, request: Request, shared: list[int]) -> None:
-        """Give a request that holds no blocks those that are cached, and those on the host."""
-        if shared:
-            self.pool.acquire(shared)
-        request.block_ids = shared
-        request.num_computed_tokens = len(shared) * self.block_size
-        request.num_hashed_blocks = len(shared)
-        if request.num_swapped_tokens:
-            self._restore(request)
 
     def hash_prompt(self, request: Request) -> None:
         """Hash a new request's prompt for the prefix cache, so that no step has to wait for it."""
@@ -154,15 +150,14 @@ class KVCacheManager:
         return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
 
     def num_found(self, request: Request) -> int:
-        """Prompt tokens of a new request that the prefix cache holds now."""
+        """Tokens of a request without blocks that the prefix cache holds now."""
         return len(self.starting_blocks(request)) * self.block_size
 
     def num_lacking(self, request: Request) -> int:
         """Known tokens of a waiting request that ``admit`` would leave to be computed."""
         if request.block_ids:
             return request.num_tokens - request.num_computed_tokens
-        cached = len(self.starting_blocks(request)) * self.block_size
-        return request.num_tokens - max(cached, request.num_swapped_tokens)
+        return request.num_tokens - max(self.num_found(request), request.num_swapped_tokens)
 
     def num_to_compute(self, request: Request) -> int:
         """Tokens that a running request lacks, or that a waiting one would lack once admitted."""
@@ -219,16 +214,12 @@ class KVCacheManager:
 
     def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
         reserve = self._watermark_blocks if beside_others else 0
-        return max(0, self._missing(request, shared) + reserve - self.pool.num_free)
-
-    def _missing(self, request: Request, shared: list[int]) -> int:
-        """Free blocks that it takes to hold all its known tokens."""
         needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
         needed += request.shares_tail and self._tail_is_shared(request)
         if shared:
             # a cached block that no request uses counts as free until it is taken
             needed += self.pool.num_idle(shared)
-        return needed
+        return max(0, needed + reserve - self.pool.num_free)
 
     def extend(self, request: Request, num_tokens: int) -> Extension | None:
         """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable.

@@ -9,19 +9,21 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
-from operator import attrgetter, mul, sub
+from operator import attrgetter, itemgetter, mul, sub
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.request import Request
 
-__all__ = ["MemoryOutlook", "Outlooks", "capacity", "future_peak"]
+__all__ = ["MemoryOutlook", "capacity", "future_peak", "look_ahead"]
 
 # of running requests' predicted lengths: on the safe side of the middle
 _LENGTH_QUANTILE = 0.7
 # of the cache, never promised to requests
 _RESERVE = 0.03
 _MAX_TOTAL_TOKENS = attrgetter("max_total_tokens")
+# of (minus tokens to come, tokens now)
+_NOW = itemgetter(1)
 
 
 def capacity(num_blocks: int, block_size: int) -> int:
@@ -93,8 +95,8 @@ class MemoryOutlook:
         if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
             return True
         if self._sequences is None:
-            self._sequences = self._outlooks()
-            self._wanted = sum(now for _, now in self._sequences)
+            self._sequences = sorted(self._outlooks(self._running))
+            self._wanted = sum(map(_NOW, self._sequences))
         sequence = minus_to_come, now = self._newcomer(request, num_shared_blocks)
         most = self._capacity + max(0, self._wanted - self._held)
         # it adds no more than all that it will have itself
@@ -120,50 +122,35 @@ class MemoryOutlook:
             self._peak += now - minus_to_come
 
     def _newcomer(self, request: Request, num_shared_blocks: int) -> tuple[int, int]:
-        minus_to_come, now = self._outlook(request)
+        ((minus_to_come, now),) = self._outlooks((request,))
         return minus_to_come, now - num_shared_blocks * self._block_size
 
-    def _outlooks(self) -> list[tuple[int, int]]:
-        """``_outlook`` of all those that run, sorted; written out, since a call for each of
-        hundreds of them is a tenth of what a step's plan may cost."""
-        size = self._block_size
-        sequences: list[tuple[int, int]] = []
-        for request in self._running:
+    def _outlooks(self, requests: Iterable[Request]) -> list[tuple[int, int]]:
+        """Of each, minus tokens to come, and tokens whose place it takes now, at least."""
+        size, found = self._block_size, []
+        # a call for each of hundreds of them would be a tenth of what a step's plan may cost
+        for request in requests:
             num_tokens = request.num_tokens
             num_output = num_tokens - request.num_prompt_tokens
-            predicted = request.predicted_output
-            if predicted <= num_output:
-                sequences.append(self._outlook(request))
-                continue
+            if request.predicted_output <= num_output:
+                request.predicted_output = self._work.expected_tokens(request, _LENGTH_QUANTILE)
             now = num_tokens + size - 1
-            sequences.append((num_output - predicted, now - now % size))
-        sequences.sort()
-        return sequences
-
-    def _outlook(self, request: Request) -> tuple[int, int]:
-        """Minus tokens to come, and tokens whose place it takes now, at least."""
-        num_output = request.num_tokens - request.num_prompt_tokens
-        if request.predicted_output <= num_output:
-            request.predicted_output = self._work.expected_tokens(request, _LENGTH_QUANTILE)
-        now = request.num_tokens + self._block_size - 1
-        return num_output - request.predicted_output, now - now % self._block_size
+            found.append((num_output - request.predicted_output, now - now % size))
+        return found
 
 
-class Outlooks:
-    """Makes an outlook of running requests as memory is now."""
-
-    def __init__(self, kv: KVCacheManager, work: WorkEstimator) -> None:
-        self._kv = kv
-        self._work = work
-
-    def of(self, running: Sequence[Request], num_freed_blocks: int = 0) -> MemoryOutlook:
-        """The outlook once so many blocks have come free."""
-        kv = self._kv
-        num_free = kv.pool.num_free + num_freed_blocks
-        return MemoryOutlook(
-            running,
-            self._work,
-            num_blocks=kv.pool.num_blocks,
-            num_held_blocks=kv.pool.num_blocks - num_free,
-            block_size=kv.block_size,
-        )
+def look_ahead(
+    kv: KVCacheManager,
+    work: WorkEstimator,
+    running: Sequence[Request],
+    num_freed_blocks: int = 0,
+) -> MemoryOutlook:
+    """The outlook of running requests once so many blocks have come free."""
+    num_blocks = kv.pool.num_blocks
+    return MemoryOutlook(
+        running,
+        work,
+        num_blocks=num_blocks,
+        num_held_blocks=num_blocks - kv.pool.num_free - num_freed_blocks,
+        block_size=kv.block_size,
+    )

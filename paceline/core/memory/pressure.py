@@ -45,13 +45,10 @@ class PressureValve:
         """Take in the present use, 0 to 1, and return the level."""
         if self.threshold >= 1.0:
             return self.level
-        level = self.level
         # a threshold near 1 leaves less room: the levels then share what there is
         step = min(STEP, (1.0 - self.threshold) / Pressure.REFUSE)
-        while level < Pressure.REFUSE and usage >= self.threshold + level * step:
-            level = Pressure(level + 1)
-        lowest = self.threshold - self._hysteresis
-        while level > Pressure.CLOSED and usage < lowest + (level - 1) * step:
-            level = Pressure(level - 1)
-        self.level = level
-        return level
+        first, lowest = self.threshold, self.threshold - self._hysteresis
+        opened = sum(usage >= first + level * step for level in range(Pressure.REFUSE))
+        kept = sum(usage >= lowest + level * step for level in range(Pressure.REFUSE))
+        self.level = Pressure(min(kept, max(opened, self.level)))
+        return self.level

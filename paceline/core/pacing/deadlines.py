@@ -67,11 +67,7 @@ class Deadlines:
     def __init__(
         self, state: SchedulerState, budget: StepBudget, demote: Callable[[Request], None]
     ) -> None:
-        self._waiting = state.waiting
-        self._running = state.running
-        self._step_time = state.step_time
-        self._work = state.work
-        self._steps = state.steps
+        self._state = state
         self._budget = budget
         self._demote = demote
         # requests left out that may come back
@@ -102,14 +98,14 @@ class Deadlines:
             if request.targets.deadline is not None and request.tier is Tier.PROMISED
         ]
         left_before = self._that_may_come_back(now)
-        if not running and not self._waiting.promised and not left_before:
+        if not running and not self._state.waiting.promised and not left_before:
             self.pressing, self._hurried = False, ()
             return False
-        if not self._step_time.ready:
+        if not self._state.step_time.ready:
             return False
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
         # most are in order: sorting is quick
-        first = sorted(self._waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
+        first = sorted(self._state.waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         jobs = sorted(first + left_before)
         late = self._judge(jobs, view, now)
         gone = {request.request_id for request in late}
@@ -120,19 +116,19 @@ class Deadlines:
         """Requests to be left out so that the others are in time; whether these press, and which
         of them must run."""
         requests = [request for _, _, request in jobs]
-        beside = self._step_time.predict(view.base) if view.ordinary else 0.0
+        beside = self._state.step_time.predict(view.base) if view.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
-        lefts = self._work.least_left(requests, QUANTILE)
+        lefts = self._state.work.least_left(requests, QUANTILE)
         seconds, latest = self._work_of(jobs, lefts, view.num_running, now, full)
-        late = triage(requests, now, seconds, latest, self._waiting.group)
-        gone = {request.request_id for request in late}
+        late = triage(requests, now, seconds, latest, self._state.waiting.group)
+        gone, running = {request.request_id for request in late}, RequestStatus.RUNNING
         stays = [request.request_id not in gone for request in requests]
         kept = (_HASTE * own for own in compress(seconds, stays))
         self.pressing = not all_in_time(now, kept, compress(latest, stays))
         self._hurried = [
             request
             for (due, _, request), left in compress(zip(jobs, lefts, strict=True), stays)
-            if request.status is RequestStatus.RUNNING
+            if request.status is running
             and now + _HASTE * (left + _STEPS_BETWEEN_LOOKS) * full > due
         ]
         return late
@@ -147,12 +143,12 @@ class Deadlines:
             full: seconds of a step filled up with prompts.
         """
         per_token = self._budget.seconds_per_token(NO_VIEW)
-        per_row = self._step_time.row_seconds(0)
+        per_row = self._state.step_time.row_seconds(0)
         # a step of rows alone, and how long steps filled up with prompts last
-        short = self._step_time.predict(StepShape(0, 0.0, max(1, num_running), 0))
-        filling = self._waiting.num_new_tokens * per_token
+        short = self._state.step_time.predict(StepShape(0, 0.0, max(1, num_running), 0))
+        filling = sum(self._state.waiting.num_tokens) * per_token
         # share of the time to come that ordinary requests are taken to need
-        taken = min(1.0, self._steps.ordinary_share)
+        taken = min(1.0, self._state.steps.ordinary_share)
         left_out = self._left_out
         seconds: list[float] = []
         latest: list[float] = []
@@ -191,10 +187,10 @@ class Deadlines:
             if number < room and not runs:
                 self._left_out[request.request_id] = request
             if not request.favoured:
-                (self._running if runs else self._waiting).move(request, self._demote)
+                (self._state.running if runs else self._state.waiting).move(request, self._demote)
                 found = found or runs
         for request in back:
-            self._waiting.move(request, _RESTORE)
+            self._state.waiting.move(request, _RESTORE)
         return found
 
     def must_run(self, view: RunningView) -> tuple[Request, ...]:
@@ -210,10 +206,10 @@ class Deadlines:
         if not those:
             return those
         rows, before = view.narrow_rows, view.narrow_keys
-        own = self._step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
+        own = self._state.step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
         # as any best effort: so much longer than the rows of others alone, or so long without them
         most = own + self._budget.best_effort_seconds
-        least = least_target(self._step_time)
+        least = least_target(self._state.step_time)
         tightest = min((pace for pace in view.paces if pace >= least), default=math.inf)
         most = min(most, own + _MUST_RUN_SHARE * (PACE_SHARE * tightest - own))
         if most == math.inf:
@@ -221,7 +217,9 @@ class Deadlines:
         keys = list(accumulate(request.num_computed_tokens for request in those))
 
         def seconds(num: int) -> float:
-            return self._step_time.predict(StepShape(0, 0.0, rows + num, before + keys[num - 1]))
+            return self._state.step_time.predict(
+                StepShape(0, 0.0, rows + num, before + keys[num - 1])
+            )
 
         return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
 

@@ -179,12 +179,13 @@ class Door:
         self.next_expiry = math.inf
 
     def expired(self, now: float) -> list[Request]:
-        """Requests whose time to be started is over; the caller skips those that were."""
-        found = []
+        """Requests that wait and whose time to be started is over."""
+        over = []
         while self._limits and self._limits[0][0] <= now:
-            found.append(heapq.heappop(self._limits)[2])
+            over.append(heapq.heappop(self._limits)[2])
         self.next_expiry = self._limits[0][0] if self._limits else math.inf
-        return found
+        waits = RequestStatus.WAITING
+        return [r for r in over if r.status is waits and r.first_scheduled_time is None]
 
     def expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
         """What to tell the caller of a request that was dropped, which is queued no more."""

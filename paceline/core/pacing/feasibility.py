@@ -54,14 +54,10 @@ class Feasibility:
     """Finds late requests and demotes them, unless ``config.relegate_late`` is off."""
 
     def __init__(self, state: SchedulerState, budget: StepBudget) -> None:
+        self._state = state
         self._enabled = state.config.relegate_late
         self._later = state.policy.later
         self._service_order = state.policy.service_order
-        self._waiting = state.waiting
-        self._running = state.running
-        self._step_time = state.step_time
-        self._work = state.work
-        self._kv = state.kv
         self._budget = budget
         self.deadlines = Deadlines(state, budget, self.demote)
         self.num_demoted = 0
@@ -74,7 +70,7 @@ class Feasibility:
     def is_late(self, request: Request, now: float) -> bool:
         """Whether not even computing nothing else would meet its TTFT target any more; of a
         best-effort request, its deadline."""
-        if request.favoured or not self._enabled or not self._step_time.ready:
+        if request.favoured or not self._enabled or not self._state.step_time.ready:
             return False
         latest, lacking = request.asked.arrival_time, request.num_uncomputed_tokens
         if request.tier is Tier.ORDINARY:
@@ -86,15 +82,17 @@ class Feasibility:
             deadline = request.targets.deadline
             if deadline is None or request.tier is Tier.RELEGATED:
                 return False
-            (left,) = self._work.least_left((request,), QUANTILE)
-            latest = latest + deadline - left * self._step_time.predict(StepShape(0, 0.0, 1, 0))
+            (left,) = self._state.work.least_left((request,), QUANTILE)
+            latest = (
+                latest + deadline - left * self._state.step_time.predict(StepShape(0, 0.0, 1, 0))
+            )
             if lacking <= 1:
                 return now > latest
         # what is cached of its prompt takes no time: looked for only if that matters
-        seconds = self._work.prompt_seconds
+        seconds = self._state.work.prompt_seconds
         return (
             now + seconds(lacking) > latest
-            and now + seconds(self._kv.num_to_compute(request)) > latest
+            and now + seconds(self._state.kv.num_to_compute(request)) > latest
         )
 
     def endangers(
@@ -110,12 +108,12 @@ class Feasibility:
         """
         if late.asked.slo.best_effort or self.deadlines.pressing:
             return True
-        waiting = self._waiting
+        waiting = self._state.waiting
         num_waiting = len(waiting.ordinary) - (late in waiting.ordinary)
         runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
         if not passed and not num_waiting and others.num <= runs:
             return False
-        aimless = len(waiting.ordinary) > waiting.num_targeted or any(map(_is_aimless, passed))
+        aimless = len(waiting.ordinary) > len(waiting.dues) or any(map(_is_aimless, passed))
         if not aimless and not others.aimless:
             return True
         if others.urgent or waiting.promised:
@@ -133,8 +131,9 @@ class Feasibility:
 
     def others(self, view: RunningView, now: float) -> Others:
         """What a late request finds beside it in a step that begins at ``now``."""
+        promised = Tier.PROMISED
         ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
-        urgent = any(request.tier is Tier.PROMISED for request in view.best_effort) or (
+        urgent = any(request.tier is promised for request in view.best_effort) or (
             view.urgent
             and any(r.targets.ttft is not None and not self.is_late(r, now) for r in ordinary)
         )
@@ -161,17 +160,17 @@ class Feasibility:
         others = self.others(view, now)
         losers = [r for r in late if self.endangers(r, now, others)]
         for request in losers:
-            self._running.move(request, self.demote)
+            self._state.running.move(request, self.demote)
         back = [r for r in demoted if self.may_rejoin(r, now, others)]
         for request in back:
-            self._running.move(request, REJOIN)
+            self._state.running.move(request, REJOIN)
         return bool(losers or back)
 
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
         is next. Predictions move slowly: when a request came or went, or every so often."""
-        room = self._waiting
-        if not room.targeted or not self._enabled or not self._step_time.ready:
+        room = self._state.waiting
+        if not room.targeted or not self._enabled or not self._state.step_time.ready:
             return
         self._since_triage += 1
         if self._triaged_at == room.num_changes and self._since_triage < _STEPS_BETWEEN_TRIAGES:
@@ -182,7 +181,7 @@ class Feasibility:
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         # else no request will be late, in whatever order
-        if starts + (unfinished + room.num_ordinary_tokens) * per_token > room.earliest_due:
+        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
             first = list(islice(self._service_order(room.targeted), _MAX_TRIAGED))
             losers = triage(
                 first,
@@ -204,7 +203,7 @@ class Feasibility:
             others = self.others(view, now)
             if not self.endangers(first[0], now, others):
                 return []
-            if len(late) == len(self._waiting.ordinary) and not others.num:
+            if len(late) == len(self._state.waiting.ordinary) and not others.num:
                 # none can be on time, so the first yields to none
                 late = [request for request in late if request is not first[0]]
         return [request for request in late if not request.favoured]

@@ -88,20 +88,9 @@ class RunningView:
                 urgent = urgent or aims.ttft is not None
             elif aims.itl is not None and aims.itl < gap:
                 gap = aims.itl
-        return cls(
-            ordinary=ordinary,
-            best_effort=best_effort,
-            wide=wide,
-            narrow_rows=rows,
-            narrow_keys=keys,
-            paced=paced,
-            paces=paces,
-            targets=targets,
-            gap=gap,
-            urgent=urgent,
-            awaited=not all(map(_AGED, ordinary)),
-            shared=shared,
-        )
+        awaited = not all(map(_AGED, ordinary))
+        kinds = ordinary, best_effort, wide
+        return cls(*kinds, rows, keys, paced, paces, targets, gap, urgent, awaited, shared)
 
     @property
     def num_running(self) -> int:

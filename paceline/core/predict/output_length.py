@@ -12,7 +12,7 @@ This module does not know time or memory.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
@@ -93,34 +93,34 @@ class WorkEstimator:
 
     def output_tokens(self, request: Request, q: float = 0.5) -> int:
         """The q-quantile of the final number of output tokens; max_tokens if nothing is known."""
-        known = self._quantile(request, q)
-        return request.asked.sampling.max_tokens if known is None else known
+        return self._quantile(request, q) or request.asked.sampling.max_tokens
 
     def expected_tokens(self, request: Request, q: float) -> int:
         """Like ``output_tokens``, but where nothing is known twice what there is: few callers who
         allow thousands of tokens get them, and memory kept for all of these would lie idle."""
-        known = self._quantile(request, q)
-        if known is not None:
-            return known
-        return min(request.asked.sampling.max_tokens, max(_PRIOR, 2 * request.num_output_tokens))
+        most = request.asked.sampling.max_tokens
+        return self._quantile(request, q) or min(most, max(_PRIOR, 2 * request.num_output_tokens))
 
     def least_left(self, requests: Iterable[Request], q: float) -> list[int]:
         """Output tokens still to come of each request by a q-quantile; one where nothing is
         known."""
-        known: dict[Hashable, Sequence[int]] = {}
+        known = self._lengths.known
+        # many are alike: of each label, by tokens so far, how many more are to come
+        by_label: defaultdict[Hashable, dict[int, int]] = defaultdict(dict)
         left: list[int] = []
         for request in requests:
-            label = request.label
-            values = known.get(label)
-            if values is None:
-                values = known[label] = self._lengths.known(label)
             num_output = request.num_tokens - request.num_prompt_tokens
-            length = longer_than(num_output, values, q)
+            alike = by_label[request.label]
+            more = alike.get(num_output)
+            if more is None:
+                length = longer_than(num_output, known(request.label), q)
+                more = alike[num_output] = 1 if length is None else length - num_output
             most = request.max_total_tokens - request.num_tokens
-            left.append(1 if length is None else min(length - num_output, most))
+            left.append(more if more < most else most)
         return left
 
     def _quantile(self, request: Request, q: float) -> int | None:
+        # 1 or more, if any
         return self._lengths.quantile(
             request.label, request.num_output_tokens, request.asked.sampling.max_tokens, q
         )

@@ -98,25 +98,19 @@ class FairQueue:
         frontier = [(heap[0], 0)] if heap else []
         seen: set[str] = set()
         while frontier:
-            found, index = frontier[0]
-            tenant = found[2]
-            entry = None
-            if tenant in self._tenants and tenant not in seen:
-                entry = self._entry(tenant)
-            if entry is not None and entry != found and entry[1] == found[1]:
-                again = (entry, -1)
-            else:
-                again = None
-            if again is not None:
-                heapq.heapreplace(frontier, again)
-            else:
-                heapq.heappop(frontier)
+            found, index = heapq.heappop(frontier)
             if index >= 0:
                 for child in range(2 * index + 1, min(2 * index + 3, size)):
                     heapq.heappush(frontier, (heap[child], child))
-            if entry is not None and entry == found:
+            tenant = found[2]
+            if tenant not in self._tenants or tenant in seen:
+                continue
+            entry = self._entry(tenant)
+            if entry == found:
                 seen.add(tenant)
                 yield entry
+            elif entry[1] == found[1]:
+                heapq.heappush(frontier, (entry, -1))
 
     def num_ahead(self, request: Request) -> int:
         """As if tenants took turns: one request each, or as many as their weights are."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.memory.outlook import MemoryOutlook, capacity
+from paceline.core.memory.outlook import MemoryOutlook, capacity, look_ahead
 from paceline.core.outputs import NewRequest
 from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import Reason
@@ -36,7 +36,7 @@ class Admission:
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
-        self._outlooks = state.outlooks
+        self._work = state.work
         self._block_size = state.cache.block_size
         self._capacity = capacity(state.cache.num_blocks, state.cache.block_size)
         self.num_recomputed_tokens = 0
@@ -104,9 +104,9 @@ class Admission:
         """Of running requests' memory; best effort makes way, so ordinary requests need not count
         it."""
         running: Sequence[Request] = self._running.requests
-        if last is Tier.ORDINARY:
-            running = [request for request in running if request.tier is Tier.ORDINARY]
-        return self._outlooks.of(running)
+        if last is (ordinary := Tier.ORDINARY):
+            running = [request for request in running if request.tier is ordinary]
+        return look_ahead(self._kv, self._work, running)
 
     def _obstacle(
         self, limits: StepLimits, request: Request, outlook: MemoryOutlook | None

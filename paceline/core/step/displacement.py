@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.outlook import look_ahead
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -28,11 +29,7 @@ class Displacement:
     """Makes way for the first waiting request, whose obstacles beside room are known to be none."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._config = state.config
-        self._cache = state.cache
-        self._kv = state.kv
-        self._running = state.running
-        self._outlooks = state.outlooks
+        self._state = state
 
     def make_way(self, head: Request, now: float, displaces: Displaces) -> int:
         """Preempt the running requests that stand in the way of ``head``, if any do.
@@ -44,39 +41,39 @@ class Displacement:
             return 0
         chosen = choose_displaced(
             head,
-            self._running.requests,
+            self._state.running.requests,
             displaces,
-            self._kv,
-            self._config.max_num_seqs,
+            self._state.kv,
+            self._state.config.max_num_seqs,
             lambda gone, freed: self._lasts_without(head, gone, freed),
         )
         if not chosen:
             return 0
         # no other request takes the room that was made for it
-        head.times_bypassed = self._config.max_bypasses
+        head.times_bypassed = self._state.config.max_bypasses
         for loser in chosen:
-            self._running.preempt(loser, now)
-        return max(1, self._kv.num_lacking(head))
+            self._state.running.preempt(loser, now)
+        return max(1, self._state.kv.num_lacking(head))
 
     def _lasts_without(self, head: Request, gone: Sequence[Request], freed: int) -> bool:
         """Whether memory is predicted to last with ``head`` and without some running requests,
         which give so many blocks back."""
-        running = self._running.requests
-        if not self._config.future_memory_check or len(gone) == len(running):
+        running = self._state.running.requests
+        if not self._state.config.future_memory_check or len(gone) == len(running):
             return True
         names = {request.request_id for request in gone}
         rest = [r for r in running if r.request_id not in names]
         counted = rest
         if head.tier is Tier.ORDINARY:
             counted = [request for request in rest if request.tier is Tier.ORDINARY]
-        outlook = self._outlooks.of(counted, freed)
+        outlook = look_ahead(self._state.kv, self._state.work, counted, freed)
         # what they alone hold of its prompt comes free with them
-        num_shared = self._kv.num_in_use(head, gone)
+        num_shared = self._state.kv.num_in_use(head, gone)
         if not outlook.admits(head, num_shared):
             return False
         # rows of this step come before it, and take blocks
-        num_free = self._kv.pool.num_free + freed - sum(map(self._kv.num_missing, rest))
-        outlook.hold(self._cache.num_blocks - num_free)
+        num_free = self._state.kv.pool.num_free + freed - sum(map(self._state.kv.num_missing, rest))
+        outlook.hold(self._state.cache.num_blocks - num_free)
         return outlook.admits(head, num_shared)
 
 

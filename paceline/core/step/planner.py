@@ -47,8 +47,12 @@ class Planner:
         if limits.evicted is not None:
             self._running.preempt(limits.evicted, now)
         held_by = Reason.POLICY if held or not step.wide else None
-        for number, part in enumerate(limits.passes):
-            held_by = self._run(step, limits, number, part, held_by, now)
+        passes, num_preemptions = limits.passes, self._running.num_preemptions
+        for number in range(len(passes)):
+            if self._running.num_preemptions > num_preemptions:
+                num_preemptions = self._running.num_preemptions
+                passes = [part._replace(running=_still_running(part.running)) for part in passes]
+            held_by = self._run(step, limits, passes[number:], held_by, now)
         if not step.rows and not step.narrow:
             self._fill_narrow(step, limits, now)
         for child in step.forked:
@@ -81,21 +85,18 @@ class Planner:
         self,
         step: StepBuilder,
         limits: StepLimits,
-        number: int,
-        part: Pass,
+        passes: Sequence[Pass],
         held_by: Reason | None,
         now: float,
     ) -> Reason | None:
-        """One pass; no request is admitted if ``held_by`` says why. Returns what does now."""
-        running, later = part.running, 0
-        if len(limits.passes) > 1:
-            running = _still_running(running)
-            later = sum(len(_still_running(p.running)) for p in limits.passes[number + 1 :])
-        reserved = later
-        if not number:
+        """The first of the passes that are left; no request is admitted if ``held_by`` says why.
+        Returns what does now."""
+        part, is_first = passes[0], len(passes) == len(limits.passes)
+        reserved = later = sum(len(following.running) for following in passes[1:])
+        if is_first:
             reserved += len(part.must_run) + limits.reserved
-        preempted = bool(running) and self._rows.extend(
-            step, limits, running, reserved, now, limited=number > 0
+        preempted = bool(part.running) and self._rows.extend(
+            step, limits, part.running, reserved, now, limited=not is_first
         )
         if held_by is None and preempted and self._running.requests:
             held_by = Reason.MEMORY
@@ -108,7 +109,7 @@ class Planner:
             step.budget += later
         if held_by is None and preempted:
             held_by = Reason.MEMORY
-        if number == 0 and len(limits.passes) > 1:
+        if is_first and len(passes) > 1:
             limits.first_pass_done(step, num_must_run)
         return held_by
 

@@ -12,7 +12,6 @@ from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.outlook import Outlooks
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
@@ -60,9 +59,8 @@ class SchedulerState:
     step_time: StepTimeModel
     lengths: LengthHistory
     work: WorkEstimator
-    # sizes of chunks, and whether memory will last, as these predict
+    # sizes of chunks, as these predict
     chunk: ChunkSize
-    outlooks: Outlooks
     kv: KVCacheManager
     waiting: WaitingRoom
     forks: Forks
@@ -95,7 +93,6 @@ def make_state(
         lengths=lengths,
         work=work,
         chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget, gap=gap),
-        outlooks=Outlooks(kv, work),
         kv=kv,
         waiting=waiting,
         forks=Forks(),
