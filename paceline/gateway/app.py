@@ -217,6 +217,7 @@ class Gateway:
                 Allowed.parse(call.headers.get("x-paceline-allow")),
                 call.scope["headers"],
                 Caller.salt_of(self._salt, tenant),
+                call.headers.get("x-stainless-retry-count", "0") != "0",
             ),
             scope=call.scope,
             receive=call.receive,

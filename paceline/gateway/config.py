@@ -133,6 +133,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     queue_policy: str = "deadline"
     max_queued: int = 1000
     queue_timeout: float = 120.0
+    # that a request waits where every engine has asked for a pause (Retry-After)
+    max_rest_wait: float = 5.0
     sse_keep_alive: float = 15.0
     drain_timeout: float = 30.0
     max_body_size: int = 32 * 1024 * 1024
@@ -197,6 +199,7 @@ def check_config(config: GatewayConfig) -> None:
         ("connect_timeout", 0.01),
         ("first_byte_timeout", 0.1),
         ("stall_timeout", 0.1),
+        ("max_rest_wait", 0.0),
         ("sse_keep_alive", 0.0),
         ("drain_timeout", 0.0),
         ("retry_share", 0.0),

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret
-from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure
+from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
 from paceline.http.upstream import ConnectError, Headers, Origin, Pool
 from paceline.routing import Breaker, EngineLoad
 
@@ -91,6 +91,8 @@ class Engine:
         # signals that it once gave and gives no longer
         self.lost_signals: frozenset[str] = frozenset()
         self._signals: frozenset[str] = frozenset()
+        # it asked for no requests before
+        self._rests_until = 0.0
 
     @property
     def polled(self) -> bool:
@@ -114,12 +116,22 @@ class Engine:
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
 
+    def rest(self, until: float) -> None:
+        """It asked to be left alone; a pause that was asked for before is not shortened."""
+        self._rests_until = max(self._rests_until, until)
+
+    def rests_for(self, now: float) -> float:
+        """Seconds until it may be sent requests again."""
+        return max(0.0, self._rests_until - now)
+
     def usable(self, now: float) -> str:
         """Why it takes no requests; empty where it does, if perhaps not now."""
         if self.draining:
             return "draining"
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
+        if self.rests_for(now):
+            return f"asked for a pause, {self.rests_for(now):.1f} s are left"
         return self.trouble if self.num_misses else ""
 
     def available(self, now: float) -> str:
@@ -333,12 +345,24 @@ class Engines:
             return
         if not engine.polled:
             engine.trouble = ""
+        contexts = await self._read_contexts(engine)
         models = {}
         for entry in entries:
             name, most = entry.get("id"), entry.get("max_model_len")
             if isinstance(name, str) and name:
-                models[name] = EngineModel(name, most if isinstance(most, int) else None, entry)
+                most = most if isinstance(most, int) else contexts.get(name, contexts.get(""))
+                models[name] = EngineModel(name, most, entry)
         engine.models = models
+
+    async def _read_contexts(self, engine: Engine) -> Mapping[str, int]:
+        path = engine.facts.context_path
+        if not path:
+            return {}
+        try:
+            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+        except ConnectError:
+            return {}
+        return read_contexts(body) if status == 200 else {}
 
     async def _watch(self) -> None:
         before = self._now()

@@ -18,6 +18,9 @@ __all__ = ["Leg", "Owner", "Verdict"]
 
 # statuses that count against an engine
 _FAULTS: Final = frozenset({500, 502, 503, 504, 529})
+# seconds after which an engine may be about to close a connection; one that is lost sooner was lost
+# with the request
+_STALE: Final = 1.0
 # of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 
@@ -100,7 +103,12 @@ class Leg:
     def on_head(self, status: int, headers: Headers) -> None:
         self._engine.alive()
         self.status, self.headers = status, headers
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        found = dict(headers)
+        if found.get(b"content-encoding", b"identity").lower() != b"identity":
+            # none was asked for: what is packed could be any size
+            self.give_up("the answer is compressed")
+            return
+        kind = found.get(b"content-type", b"")
         # an answer that was not asked for as a stream is relayed as it is
         asked = self._owner.splice is not None
         self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
@@ -108,6 +116,8 @@ class Leg:
 
     def on_data(self, data: bytes) -> None:
         self._engine.alive()
+        if self.verdict is not None:
+            return
         if not self._streams:
             self.body += data
             if len(self.body) > _MAX_ANSWER_BYTES:
@@ -145,7 +155,7 @@ class Leg:
         if self.verdict is not None:
             return
         connection = self.connection
-        if connection is not None and not connection.begun and connection.num_used > 1:
+        if connection is not None and not connection.begun and connection.was_idle > _STALE:
             # the engine closed an idle connection just as it was used again: no attempt of its own
             self._owner.again(self)
             return

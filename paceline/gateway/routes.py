@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.errors import UnknownModelError
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target
@@ -42,6 +42,8 @@ class Route:
     tiers: Sequence[Sequence[Site]]
     fallback: bool = True
     pressure_fallback: bool = False
+    # where the longest prompts of this model go
+    longer: Route | None = None
 
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
         """The tiers that may be used, in their order."""
@@ -65,7 +67,12 @@ class Routes:
             name = names[0]
         config = self._models.get(name)
         if config is not None:
-            return self._configured(self._by_length(config, prompt_tokens))
+            route = self._configured(self._by_length(config, prompt_tokens))
+            if config.length_over:
+                longest = config.length_over[max(config.length_over, key=int)]
+                if longest != route.model:
+                    route = replace(route, longer=self._configured(self._models[longest]))
+            return route
         sites = [] if self._models else self._served(name)
         if not sites:
             served = ", ".join(names[:20]) or "none, as no engine has answered yet"

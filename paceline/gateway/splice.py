@@ -151,7 +151,11 @@ class OpenAISplice:
     _said_before: int = 0
     _by_text: bool = False
     _usage_out: bool = False
+    # the engine has said how many tokens there are
+    _counted: bool = False
     _completion_tokens: int = 0
+    # chunks that say something and came without ids
+    _parts: int = 0
     _leg: int = 0
     _first_of_leg: bool = True
     # the first chunk's id, created and model, as JSON has them
@@ -161,8 +165,9 @@ class OpenAISplice:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices; where no ids came, as the engine counted."""
-        return max(self._completion_tokens, sum(map(len, self._ids.values())))
+        """Of all choices; where no ids came, as the engine counted, and before it has, chunks."""
+        known = max(self._completion_tokens, sum(map(len, self._ids.values())))
+        return known if self._counted else max(known, self._parts)
 
     def begin_leg(self, *, by_text: bool = False) -> None:
         """What is fed from here on comes from another engine; ``by_text``: which was given what was
@@ -224,14 +229,18 @@ class OpenAISplice:
     def _event(self, event: bytes) -> bytes:
         payload = payload_of(event)
         if payload is None:
-            # a comment: the engine lives, and so must the connection behind
-            return event + b"\n\n" if event.startswith(b":") else b""
+            # a comment: the engine lives, and so must the connection behind; of fields beside it
+            # none is the engine's to set
+            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         if payload == b"[DONE]":
             if self.num_choices is not None and len(self._finished) < self.num_choices:
                 self.failed = "the stream ended without a finish reason"
                 return b""
             self.done = True
             return (b"" if self._usage_out else self._counts()) + DONE
+        if b"\n" in payload:
+            # JSON may have line breaks between its tokens, an event's data may not
+            payload = payload.replace(b"\n", b" ")
         try:
             chunk = _decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -261,15 +270,17 @@ class OpenAISplice:
                 self._ids.setdefault(choice.index, []).extend(choice.token_ids)
             elif speaks:
                 self._lost_ids = True
+                self._parts += 1
             if speaks and self.keep_text:
                 self._remember(choice)
-            if choice.finish_reason is not None:
+            # some engines say "" for none
+            if choice.finish_reason:
                 self._finished.add(choice.index)
                 ends = True
             known_role = (
                 delta is not None and delta.role is not None and choice.index in self._roles
             )
-            only_roles = only_roles and known_role and not speaks and choice.finish_reason is None
+            only_roles = only_roles and known_role and not speaks and not choice.finish_reason
             if delta is not None and delta.role is not None:
                 self._roles.add(choice.index)
         if prompt and self.prompt_tokens is None:
@@ -279,7 +290,7 @@ class OpenAISplice:
             if self._leg > 1:
                 payload = self._recounted(payload)
             if not chunk.choices:
-                if self.hide_usage:
+                if self.hide_usage or self._usage_out:
                     return b""
                 self._usage_out = True
         if only_roles and self._leg > 1:
@@ -327,6 +338,7 @@ class OpenAISplice:
             counted = msgspec.json.decode(usage, type=_Usage)
         except msgspec.MsgspecError:
             return
+        self._counted = True
         self._completion_tokens = max(self._completion_tokens, counted.completion_tokens)
         if counted.prompt_tokens and self.prompt_tokens is None and not self._ids:
             self.prompt_tokens = counted.prompt_tokens

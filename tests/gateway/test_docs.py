@@ -49,3 +49,10 @@ def test_the_example_is_a_good_one() -> None:
     # the key that it names is not set here
     config = parse_config(example.replace('api_key_env = "GPU1_KEY"', "").encode())
     assert config.models[0].pressure_fallback
+
+
+def test_every_complaint_has_its_test() -> None:
+    tests = (Path(__file__).parent / "test_complaints.py").read_text()
+    tried = {int(number) for number in re.findall(r"async def test_(\d\d)_", tests)}
+    told = {int(number) for number in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
+    assert tried == told == set(range(1, 21))
