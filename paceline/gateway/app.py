@@ -26,6 +26,7 @@ from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
 from paceline.gateway.caller import Allowed, Caller
 from paceline.gateway.config import GatewayConfig, key_limits
 from paceline.gateway.counts import Counts
+from paceline.gateway.dialects import anthropic_type
 from paceline.gateway.engines import Engine, Engines
 from paceline.gateway.exchange import RELAYED, Exchange
 from paceline.gateway.pick import Picker
@@ -199,7 +200,7 @@ class Gateway:
         body = read_body(await _read(call.receive, call.headers, self.config.max_body_size))
         prompt = body.prompt
         tokens = len(prompt) / BYTES_PER_TOKEN
-        route = self.routes.find(body.model, tokens)
+        route = self.routes.find(body.model, tokens).serving(call.path, body)
         exchange = Exchange(
             config=self.config,
             picker=self._picker,
@@ -431,15 +432,10 @@ def _json(status: int, value: object) -> tuple[int, str, bytes]:
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
     if path != "/v1/messages":
         return reply.status, "application/json", error_body(reply)
-    kind = {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-    }.get(reply.status, "api_error")
-    error = {"type": "error", "error": {"type": kind, "message": reply.message}}
+    error = {
+        "type": "error",
+        "error": {"type": anthropic_type(reply.status), "message": reply.message},
+    }
     return _json(reply.status, error)
 
 

@@ -44,7 +44,9 @@ __all__ = [
     "read_config",
 ]
 
-EngineKind = Literal["auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai"]
+EngineKind = Literal[
+    "auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai", "azure", "anthropic"
+]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_CONFIG_BYTES: Final = 1 << 20
@@ -70,6 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kind: EngineKind = "auto"
     # name of the environment variable that holds its key
     api_key_env: str = ""
+    # of Azure's API: 2024-10-21
+    api_version: str = ""
+    # that it has, where it does not say: Azure's deployments. Empty: it is asked
+    models: tuple[str, ...] = ()
     # whether what is sent there leaves the house: a model with ``local_only`` never goes there
     cloud: bool = False
     # requests at once; 0: as many as come
@@ -264,6 +270,13 @@ def _check_engine(engine: EngineConfig) -> None:
         raise ConfigError(
             f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
         )
+    if (engine.kind == "azure") != bool(engine.api_version):
+        raise ConfigError(
+            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, and no "
+            f"other kind has one; got kind {engine.kind} and {engine.api_version[:40]!r}"
+        )
+    if not all(engine.models) or len(set(engine.models)) < len(engine.models):
+        raise ConfigError(f"engine {engine.name}: models must have names, each once")
     if engine.max_concurrent < 0:
         raise ConfigError(
             f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"

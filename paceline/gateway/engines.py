@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret
+from paceline.gateway.dialects import Dialect, dialect_of
 from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
 from paceline.http.upstream import ConnectError, Headers, Origin, Pool
 from paceline.routing import Breaker, EngineLoad
@@ -72,6 +73,7 @@ class Engine:
         self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         self.key = Secret(key)
+        self.dialect: Dialect = dialect_of(config.kind, config.api_version)
         self.pool = Pool(
             Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
         )
@@ -105,10 +107,7 @@ class Engine:
 
     def headers(self) -> Headers:
         """That every request to it has."""
-        found = [(b"accept-encoding", b"identity")]
-        if self.key:
-            found.append((b"authorization", b"Bearer " + self.key.encode()))
-        return found
+        return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
 
     @property
     def places(self) -> float:
@@ -281,7 +280,8 @@ class Engines:
             engine.pool.close()
 
     async def _ask_first(self, engine: Engine) -> None:
-        await self.poll(engine)
+        if engine.polled:
+            await self.poll(engine)
         await self._read_models(engine)
 
     async def _follow(self, engine: Engine) -> None:
@@ -333,15 +333,24 @@ class Engines:
         engine.trouble = why
 
     async def _read_models(self, engine: Engine) -> None:
+        path = engine.facts.models_path
+        named = engine.config.models
+        if named:
+            engine.models = {name: EngineModel(name) for name in named}
+        if named or not path:
+            # nobody is asked: whether it lives, its answers show
+            if not engine.polled:
+                engine.trouble = ""
+            return
         try:
-            status, body = await ask(engine, "/v1/models", max(2.0, self._config.poll_timeout))
+            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except (ConnectError, msgspec.MsgspecError, UnicodeDecodeError):
             return
         engine.alive()
         if entries is None:
             if not engine.polled:
-                engine.trouble = f"/v1/models answers {status}"
+                engine.trouble = f"{path} answers {status}"
             return
         if not engine.polled:
             engine.trouble = ""

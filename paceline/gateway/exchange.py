@@ -25,11 +25,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from paceline.core.errors import RequestError
 from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
+from paceline.gateway.dialects import map_error, map_status
 from paceline.gateway.leg import Leg
 from paceline.gateway.outgoing import Outgoing
 from paceline.gateway.pick import AllRestError, Pick, Picker
@@ -171,6 +173,10 @@ class Exchange:
             await self._attempt_all()
         except ClientDisconnectedError:
             self._ended("gone")
+            raise
+        except RequestError:
+            # what no engine was asked, as it cannot be said in that engine's API
+            self._ended("refused")
             raise
         except HttpError as error:
             if self.out.started:
@@ -336,7 +342,10 @@ class Exchange:
         """What callers may want to know, in headers."""
         found = [(b"x-paceline-attempts", b"%d" % self._attempts.num)]
         if self._attempts.num:
-            found.append((b"x-paceline-engine", self._leg.site.engine.name.encode()))
+            engine = self._leg.site.engine
+            found.append((b"x-paceline-engine", engine.name.encode()))
+            if ignored := engine.dialect.ignored(self._path, self._body):
+                found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
             if "fallback" in self._note:
                 name = self._leg.site.model.encode("ascii", "backslashreplace")
                 found.append((b"x-paceline-fallback", name))
@@ -360,16 +369,20 @@ class Exchange:
 
     async def _whole(self, leg: Leg) -> None:
         """An answer that is no stream."""
-        body = bytes(leg.body)
+        body, status, headers = bytes(leg.body), leg.status, leg.headers
         if leg.status == 200:
             body = self._renamed(body, leg)
         else:
             body = told(self._path, leg.status, body, leg.site.engine.key)
+            body = map_error(self._path, leg.status, body)
+            status = map_status(self._path, leg.status)
+            headers = [header for header in headers if header[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
         if self.out.started:
             # comments went out while this was waited for
             await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
-        await self._start(leg.status, leg.headers, (b"content-length", b"%d" % len(body)))
+        await self._start(status, headers, (b"content-length", b"%d" % len(body)))
         await self.out.end(body)
 
     def _renamed(self, body: bytes, leg: Leg) -> bytes:

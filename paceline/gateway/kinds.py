@@ -37,6 +37,8 @@ class KindFacts:
     continues: bool = False
     # takes ``cache_salt``
     salts: bool = False
+    # where it lists its models; "": nowhere
+    models_path: str = "/v1/models"
     # where it says how long its contexts are, where /v1/models does not; "": nowhere
     context_path: str = ""
     # cuts prompts that are too long and says nothing
@@ -82,6 +84,8 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
     # neither says how pressed it is: what was sent and has not ended is all there is to see
     "ollama": KindFacts(metrics_path="/api/version", context_path="/api/ps", truncates=True),
     "openai": KindFacts(metrics_path=""),
+    "azure": KindFacts(metrics_path="", models_path="", idle=50.0),
+    "anthropic": KindFacts(metrics_path="", idle=50.0),
 }
 
 _KIND_MARKS: Final[Sequence[tuple[bytes, EngineKind]]] = (

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+import msgspec
+
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.dialects import Translator
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
 from paceline.http.sse import SSE
@@ -72,6 +75,8 @@ class Leg:
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
+        self._path = ""
+        self._translator: Translator | None = None
 
     @property
     def streams(self) -> bool:
@@ -84,7 +89,9 @@ class Leg:
         engine.running.add(self)
         engine.breaker.begin(self._owner.now())
         pool = engine.pool
-        request = pool.origin.head("POST", path, headers, len(body)) + body
+        target = engine.dialect.target(path, self.site.model)
+        request = pool.origin.head("POST", target, headers, len(body)) + body
+        self._path = path
         try:
             connection = pool.free() or await pool.connect()
         except ConnectError as error:
@@ -112,6 +119,8 @@ class Leg:
         # an answer that was not asked for as a stream is relayed as it is
         asked = self._owner.splice is not None
         self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
+        if self._streams:
+            self._translator = self._engine.dialect.translator(self._path)
         self._heard_at = self._owner.now()
 
     def on_data(self, data: bytes) -> None:
@@ -126,6 +135,12 @@ class Leg:
         owner = self._owner
         splice = owner.splice
         assert splice is not None, "a stream was asked for"
+        if self._translator is not None:
+            try:
+                data = self._translator.feed(data)
+            except (ValueError, msgspec.MsgspecError) as error:
+                self.give_up(f"the stream is not of its API: {str(error)[:100]}")
+                return
         out = splice.feed(data)
         if out:
             owner.write(out)
@@ -147,7 +162,7 @@ class Leg:
         if self._streams:
             self._finish_stream("the stream ended")
         elif self.status == 200:
-            self._end(Verdict("done"))
+            self._finish_whole()
         else:
             self._end(Verdict("refused", f"status {self.status}", self.status))
 
@@ -163,6 +178,14 @@ class Leg:
             self._finish_stream(why)
         else:
             self._end(Verdict("lost", why))
+
+    def _finish_whole(self) -> None:
+        try:
+            self.body = bytearray(self._engine.dialect.answer(self._path, bytes(self.body)))
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.give_up(f"the answer is not of its API: {str(error)[:100]}")
+        else:
+            self._end(Verdict("done"))
 
     def _finish_stream(self, why: str) -> None:
         splice = self._owner.splice

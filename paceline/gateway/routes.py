@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import UnknownModelError
+from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target
 from paceline.gateway.engines import Engine, EngineModel
+from paceline.http.errors import HttpError
 
 __all__ = ["Route", "Routes", "Site"]
 
@@ -44,6 +46,35 @@ class Route:
     pressure_fallback: bool = False
     # where the longest prompts of this model go
     longer: Route | None = None
+
+    def serving(self, path: str, body: Body) -> Route:
+        """Without the places whose API cannot be asked that.
+
+        Raises HttpError 400 where none is left.
+        """
+        reasons: dict[str, str] = {}
+        tiers = []
+        for tier in self.tiers:
+            kept = []
+            for site in tier:
+                if why := site.engine.dialect.cannot(path, body):
+                    reasons[site.engine.name] = why
+                else:
+                    kept.append(site)
+            if kept:
+                tiers.append(kept)
+        if not reasons:
+            return self
+        if not tiers:
+            told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            raise HttpError(400, f"no engine of {self.model} can serve this request ({told})")
+        longer = self.longer
+        if longer is not None:
+            try:
+                longer = longer.serving(path, body)
+            except HttpError:
+                longer = None
+        return replace(self, tiers=tiers, longer=longer)
 
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
         """The tiers that may be used, in their order."""

@@ -23,7 +23,7 @@ import msgspec
 
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
-__all__ = ["DONE", "Dialect", "OpenAISplice", "PlainSplice", "Splice", "make_splice"]
+__all__ = ["DONE", "OpenAISplice", "PlainSplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
 # `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
@@ -31,7 +31,8 @@ DONE: Final = b"data: [DONE]\n\n"
 _IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
 _IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null),?')
 
-Dialect = str
+_INPUT_TOKENS: Final = re.compile(rb'"input_tokens":\s*([0-9]{1,9})')
+_OUTPUT_TOKENS: Final = re.compile(rb'"output_tokens":\s*([0-9]{1,9})')
 
 
 def _without_ids(payload: bytes) -> bytes:
@@ -254,7 +255,8 @@ class OpenAISplice:
 
     def _chunk(self, payload: bytes, chunk: _Chunk) -> bytes:
         first = self._first_of_leg
-        if first:
+        if first and (chunk.choices or b'"id":""' not in payload):
+            # what Azure says of a prompt before the answer has no head of its own
             self._first_of_leg = False
             self._begin(payload)
         prompt = chunk.prompt_token_ids
@@ -399,10 +401,15 @@ class PlainSplice:
     failed: str | None = None
     failure_event: bytes = b""
     prompt_tokens: int | None = None
-    num_output_tokens: int = 0
     num_parts: int = 0
+    _num_deltas: int = 0
+    _counted: int | None = None
     _held: bytes = b""
     _events: SseEvents = field(default_factory=SseEvents)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._num_deltas if self._counted is None else self._counted
 
     def begin_leg(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
@@ -440,16 +447,26 @@ class PlainSplice:
             self.failed = "the engine reported an error"
             self.failure_event = whole
             return b""
+        if b'"usage"' in event:
+            self._count(event)
         if any(mark in head for mark in self.ends):
             self.done = True
         elif any(mark in head for mark in self.says):
-            self.num_output_tokens += 1
+            self._num_deltas += 1
         elif not self.emitted:
             self._held += whole
             return b""
         self.emitted = True
         held, self._held = self._held, b""
         return held + whole
+
+    def _count(self, event: bytes) -> None:
+        """What the engine says of tokens stands over the number of deltas; what it says before the
+        first one is of the prompt."""
+        if prompt := _INPUT_TOKENS.findall(event):
+            self.prompt_tokens = int(prompt[-1]) or self.prompt_tokens
+        if self.emitted and (made := _OUTPUT_TOKENS.findall(event)):
+            self._counted = int(made[-1])
 
 
 def make_splice(path: str, **openai: Any) -> Splice:

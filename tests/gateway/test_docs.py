@@ -44,11 +44,13 @@ def test_every_metric_is_there() -> None:
 
 
 def test_the_example_is_a_good_one() -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    example, clouds = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert tomllib.loads(example)["engines"]
-    # the key that it names is not set here
-    config = parse_config(example.replace('api_key_env = "GPU1_KEY"', "").encode())
+    # the keys that they name are not set here
+    config = parse_config(re.sub(r"api_key_env = .*", "", example).encode())
     assert config.models[0].pressure_fallback
+    parts = parse_config(re.sub(r"api_key_env = .*", "", clouds).encode())
+    assert [engine.kind for engine in parts.engines] == ["azure", "anthropic"]
 
 
 def test_every_complaint_has_its_test() -> None:
