@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -33,14 +32,16 @@ from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
 from paceline.gateway.dialects import map_error, map_status
 from paceline.gateway.leg import Leg
+from paceline.gateway.money import Used
 from paceline.gateway.outgoing import Outgoing
 from paceline.gateway.pick import AllRestError, Pick, Picker
 from paceline.gateway.refusals import is_too_long, rest_of, retry_after, told
-from paceline.gateway.routes import Route
+from paceline.gateway.routes import Route, Site
 from paceline.gateway.sending import CHAT, RESUMABLE, Sending
 from paceline.gateway.slot_queue import Queued
 from paceline.gateway.splice import DONE, Splice, make_splice
 from paceline.gateway.turns import Turns
+from paceline.gateway.usage import used_by
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
@@ -56,7 +57,6 @@ RELAYED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
 )
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
-_COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})')
 # of a body that is read without the connection being held back on the way
 _READ_AT_ONCE: Final = 60_000
 # between two looks at whether the caller of a waiting request is still there
@@ -78,6 +78,7 @@ class Exchange:
         path: str,
         body: Body,
         route: Route,
+        asked: str,
         demand: Demand,
         caller: Caller,
         scope: Scope,
@@ -90,6 +91,8 @@ class Exchange:
         self.splice: Splice | None = None
         self._picker, self._turns, self._budget, self._counts = picker, turns, budget, counts
         self._path, self._body, self._route = path, body, route
+        # the model's name as the caller knows it
+        self._asked = asked
         self._demand, self._caller = demand, caller
         self._receive = receive
         self._arrived = now()
@@ -104,13 +107,18 @@ class Exchange:
         self._again: Leg | None = None
         # what was done to the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
+        if asked != route.model:
+            # its key's budget does not reach for what it asked for
+            self._note["fallback"] = route.model
         self._failures: list[str] = []
+        # of a whole answer
+        self._used: Used | None = None
         self._retry_after: float | None = None
         if body.stream:
             self.splice = make_splice(
                 path,
                 num_choices=body.num_choices,
-                model=route.model,
+                model=asked,
                 hide_ids=not body.return_token_ids,
                 hide_usage=not body.include_usage,
                 note=self._note,
@@ -124,12 +132,31 @@ class Exchange:
     @property
     def num_output_tokens(self) -> int:
         """Of an answer that has ended, as far as anything was counted."""
-        if self.splice is not None:
-            return self.splice.num_output_tokens
+        return self.used().output
+
+    @property
+    def served_by(self) -> Site | None:
+        """Where the answer came from, or as much of it as there was; None: nowhere was one."""
         if not self._attempts.num:
-            return 0
-        found = _COMPLETION_TOKENS.search(self._leg.body)
-        return int(found[1]) if found else 0
+            return None
+        site, used = self._leg.site, self.used()
+        return site if used.output or self._leg.is_answer else None
+
+    def used(self) -> Used:
+        """Tokens of an answer that has ended, and of its prompt, as far as anything was counted:
+        once, whatever was tried for it."""
+        if not self._attempts.num:
+            return Used()
+        splice = self.splice
+        if splice is None:
+            if self._used is None and self._leg.is_answer:
+                self._used = used_by(self._path, bytes(self._leg.body))
+            return self._used or Used()
+        output, prompt = splice.num_output_tokens, splice.prompt_tokens
+        if prompt is None:
+            # the engine did not live to count it, or counts nothing
+            prompt = round(self._demand.prompt_tokens) if output else 0
+        return Used(prompt, splice.cached_tokens, output)
 
     # ---------------------------------------------------------------- of the legs
 
@@ -387,14 +414,14 @@ class Exchange:
 
     def _renamed(self, body: bytes, leg: Leg) -> bytes:
         """With the model's name as the caller knows it, and what was done."""
-        if leg.site.model == self._route.model and not self._note:
+        if leg.site.model == self._asked and not self._note:
             return body
         try:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except msgspec.MsgspecError:
             return body
         if "model" in fields:
-            fields["model"] = msgspec.Raw(msgspec.json.encode(self._route.model))
+            fields["model"] = msgspec.Raw(msgspec.json.encode(self._asked))
         if self._note:
             fields["paceline"] = msgspec.Raw(msgspec.json.encode(self._note))
         return msgspec.json.encode(fields)

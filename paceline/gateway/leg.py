@@ -83,6 +83,11 @@ class Leg:
         """Whether the engine answers with events."""
         return self._streams
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether the engine answered, and all of it came."""
+        return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
+
     async def send(self, path: str, headers: Headers, body: bytes) -> None:
         """Raises nothing: what goes wrong is the verdict."""
         engine = self._engine

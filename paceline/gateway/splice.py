@@ -21,18 +21,17 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.gateway.plain_splice import PlainSplice
+from paceline.gateway.usage import Usage
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
-__all__ = ["DONE", "OpenAISplice", "PlainSplice", "Splice", "make_splice"]
+__all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
 # `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
 # is never text
 _IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
 _IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null),?')
-
-_INPUT_TOKENS: Final = re.compile(rb'"input_tokens":\s*([0-9]{1,9})')
-_OUTPUT_TOKENS: Final = re.compile(rb'"output_tokens":\s*([0-9]{1,9})')
 
 
 def _without_ids(payload: bytes) -> bytes:
@@ -83,11 +82,6 @@ class _Chunk(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 _decode: Final = msgspec.json.Decoder(_Chunk).decode
 _NULL: Final = (b"", b"null")
 
@@ -104,6 +98,7 @@ class Splice(Protocol):
     # what the engine itself said of its failure, as an event; b"": nothing
     failure_event: bytes
     prompt_tokens: int | None
+    cached_tokens: int
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -141,6 +136,8 @@ class OpenAISplice:
     failed: str | None = None
     failure_event: bytes = b""
     prompt_tokens: int | None = None
+    # of the prompt, as the engine says
+    cached_tokens: int = 0
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without their ids: nothing can go on exactly behind them
     _lost_ids: bool = False
@@ -337,13 +334,14 @@ class OpenAISplice:
 
     def _count(self, usage: bytes) -> None:
         try:
-            counted = msgspec.json.decode(usage, type=_Usage)
+            counted = msgspec.json.decode(usage, type=Usage).used("")
         except msgspec.MsgspecError:
             return
         self._counted = True
-        self._completion_tokens = max(self._completion_tokens, counted.completion_tokens)
-        if counted.prompt_tokens and self.prompt_tokens is None and not self._ids:
-            self.prompt_tokens = counted.prompt_tokens
+        self._completion_tokens = max(self._completion_tokens, counted.output)
+        self.cached_tokens = max(self.cached_tokens, counted.cached)
+        if counted.prompt and self.prompt_tokens is None and not self._ids:
+            self.prompt_tokens = counted.prompt
 
     def _recounted(self, payload: bytes) -> bytes:
         """Usage that the last engine of several counted: choices that had ended before it came are
@@ -380,103 +378,18 @@ class OpenAISplice:
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PlainSplice:
-    """Of streams that are relayed as they are: Anthropic's messages and OpenAI's responses.
-
-    Events go out from the first that says something, with those before it: an engine that ends
-    earlier leaves no trace, and another one begins anew.
-
-    Args:
-        says: what is in the first event that has a part of the answer.
-        ends: what is in the last one, in each way that it can end.
-        fails: what is in one that reports an error.
-    """
-
-    says: tuple[bytes, ...]
-    ends: tuple[bytes, ...]
-    fails: tuple[bytes, ...]
-    emitted: bool = False
-    done: bool = False
-    failed: str | None = None
-    failure_event: bytes = b""
-    prompt_tokens: int | None = None
-    num_parts: int = 0
-    _num_deltas: int = 0
-    _counted: int | None = None
-    _held: bytes = b""
-    _events: SseEvents = field(default_factory=SseEvents)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self._num_deltas if self._counted is None else self._counted
-
-    def begin_leg(self, *, by_text: bool = False) -> None:
-        assert not by_text, "these streams are not resumed"
-        self._held = b""
-        self._events.clear()
-        self.failed, self.failure_event = None, b""
-
-    def feed(self, data: bytes) -> bytes:
-        out = b""
-        for event in self._events.feed(data):
-            if self.failed is not None or self.done:
-                break
-            out += self._event(event)
-        if self._events.too_long or len(self._held) > MAX_EVENT_BYTES:
-            self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
-        return out
-
-    def end_leg(self) -> bytes:
-        if not self.done and self.failed is None:
-            self.failed = "the stream ended in the middle of the answer"
-        return b""
-
-    def partial_text(self) -> str | None:
-        return None
-
-    def resume_ids(self) -> list[list[int] | None] | None:
-        return None
-
-    def _event(self, event: bytes) -> bytes:
-        whole = event + b"\n\n"
-        if event.startswith(b":"):
-            return whole
-        head = event[:256]
-        if any(mark in head for mark in self.fails):
-            self.failed = "the engine reported an error"
-            self.failure_event = whole
-            return b""
-        if b'"usage"' in event:
-            self._count(event)
-        if any(mark in head for mark in self.ends):
-            self.done = True
-        elif any(mark in head for mark in self.says):
-            self._num_deltas += 1
-        elif not self.emitted:
-            self._held += whole
-            return b""
-        self.emitted = True
-        held, self._held = self._held, b""
-        return held + whole
-
-    def _count(self, event: bytes) -> None:
-        """What the engine says of tokens stands over the number of deltas; what it says before the
-        first one is of the prompt."""
-        if prompt := _INPUT_TOKENS.findall(event):
-            self.prompt_tokens = int(prompt[-1]) or self.prompt_tokens
-        if self.emitted and (made := _OUTPUT_TOKENS.findall(event)):
-            self._counted = int(made[-1])
-
-
 def make_splice(path: str, **openai: Any) -> Splice:
     """For an endpoint; ``openai``: see ``OpenAISplice``."""
     if path == "/v1/messages":
         return PlainSplice(
-            says=(b"content_block_delta",), ends=(b"message_stop",), fails=(b"event: error",)
+            path=path,
+            says=(b"content_block_delta",),
+            ends=(b"message_stop",),
+            fails=(b"event: error",),
         )
     if path == "/v1/responses":
         return PlainSplice(
+            path=path,
             says=(b".delta",),
             ends=(b"response.completed", b"response.incomplete"),
             fails=(b"response.failed", b"event: error"),
