@@ -8,7 +8,9 @@ soonest, elsewhere when an engine fails, and goes on with a stream whose engine 
     turns      whose turn it is            slot_queue         the scheduler of that
     bodies     a request's few fields      config    the file
     exchange   one request on its way      leg       a request at one engine
-    splice     one stream of several       caller    who asks, and what they allow
+    attempts   whether it may be tried once more     refusals  what a refusal means
+    outgoing   the caller's connection     splice    one stream of several
+    dialects   APIs other than OpenAI's    caller    who asks, and what they allow
     app        endpoints                   lifecycle bind, serve, drain
 
 Which engine gets a request, breakers and budgets are ``routing``'s; connections to callers, keys

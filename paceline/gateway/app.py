@@ -18,18 +18,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
-from paceline import __version__
 from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
 from paceline.gateway.caller import Allowed, Caller
 from paceline.gateway.config import GatewayConfig, key_limits
 from paceline.gateway.counts import Counts
-from paceline.gateway.engines import Engine, Engines
+from paceline.gateway.dialects import anthropic_type
+from paceline.gateway.engines import Engines
 from paceline.gateway.exchange import RELAYED, Exchange
+from paceline.gateway.pages import Pages, as_json
 from paceline.gateway.pick import Picker
 from paceline.gateway.routes import Route, Routes
+from paceline.gateway.spending import Spending
 from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing
@@ -50,7 +51,8 @@ _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrai
 _FIXED: Final = frozenset(
     {
         "host", "port", "rate_limit_requests", "rate_limit_tokens", "max_concurrent_per_key",
-        "rate_limit_storage", "retry_share", "retries_per_second", "salt_env",
+        "rate_limit_storage", "retry_share", "retries_per_second", "salt_env", "spend_storage",
+        "prices", "keys", "currency",
     }
 )  # fmt: skip
 # tokens that an answer is expected to have before any has ended, as a share of what it may have
@@ -110,23 +112,15 @@ class Gateway:
         self._picker = Picker(random.Random())
         self.turns = Turns(config, self._picker, now)
         self.engines.on_tick = self.turns.pump
-        self._budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
+        self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         # by model, as callers know it: what the configuration and the engines name
         self._mean_output: dict[str, float] = {}
         self._limiter = _limiter(config, keys)
         if self._limiter is not None:
             self.counts.registry.register(self._limiter)
+        self.spending = Spending(config)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
-        self._gets: Mapping[str, Callable[[], tuple[int, str, bytes]]] = {
-            "/v1/models": self._models,
-            "/status": self._status,
-            "/metrics": self._metrics,
-            "/health": self._health,
-            "/health/live": lambda: _json(200, {"status": "ok"}),
-            "/health/ready": self._health,
-            "/ping": self._health,
-            "/version": lambda: _json(200, {"version": __version__}),
-        }
+        self._pages = Pages(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -177,11 +171,11 @@ class Gateway:
                 raise HttpError(405, f"{path} takes POST, not {method}")
             await self._relay(call)
             return
-        found = self._gets.get(path)
-        if found is not None or path.startswith("/v1/models/"):
+        page = self._pages.find(path)
+        if page is not None:
             if method not in ("GET", "HEAD"):
                 raise HttpError(405, f"{path} takes GET, not {method}")
-            await _send(send, *(self._model(path) if found is None else found()))
+            await _send(send, *page(call.tenant))
             return
         match = _DRAIN.fullmatch(path)
         if match is None:
@@ -199,24 +193,36 @@ class Gateway:
         body = read_body(await _read(call.receive, call.headers, self.config.max_body_size))
         prompt = body.prompt
         tokens = len(prompt) / BYTES_PER_TOKEN
-        route = self.routes.find(body.model, tokens)
+        route = self.routes.find(body.model, tokens).serving(call.path, body)
+        self.spending.check(tenant, body.model or route.model)
+        allowed = Allowed.parse(call.headers.get("x-paceline-allow"))
+        most = body.max_tokens * body.num_choices
+
+        def other(model: str) -> Route:
+            return self.routes.find(model, tokens).serving(call.path, body)
+
+        charge = await self.spending.reserve(
+            tenant, route, round(tokens), most, other if allowed.fallback else None
+        )
         exchange = Exchange(
             config=self.config,
             picker=self._picker,
             turns=self.turns,
-            budget=self._budget,
+            budget=self.budget,
             counts=self.counts,
             now=self.now,
             path=call.path,
             body=body,
-            route=route,
+            route=route if charge is None else charge.route,
+            asked=route.model,
             demand=self._demand(body, route, prompt, tokens, tenant),
             caller=Caller(
                 call.request_id,
                 tenant,
-                Allowed.parse(call.headers.get("x-paceline-allow")),
+                allowed,
                 call.scope["headers"],
                 Caller.salt_of(self._salt, tenant),
+                call.headers.get("x-stainless-retry-count", "0") != "0",
             ),
             scope=call.scope,
             receive=call.receive,
@@ -229,6 +235,8 @@ class Gateway:
             if exchange.num_output_tokens:
                 self._learn(route.model, exchange.num_output_tokens)
         finally:
+            if charge is not None:
+                self.spending.settle(charge, exchange.served_by, exchange.used())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
@@ -277,8 +285,14 @@ class Gateway:
         self.turns.pump()
         return told + fixed
 
+    async def start(self) -> None:
+        """Ask every engine once, and keep up with them from then on."""
+        self.spending.start()
+        await self.engines.start()
+
     async def close(self) -> None:
         await self.engines.close()
+        await self.spending.close()
         if self._limiter is not None:
             await self._limiter.close()
 
@@ -303,75 +317,6 @@ class Gateway:
             tpot=body.slo.tpot,
         )
 
-    # ---------------------------------------------------------------- what is told
-
-    def _models(self) -> tuple[int, str, bytes]:
-        entries = [
-            {
-                "id": entry.id,
-                "object": "model",
-                "created": entry.entry.get("created", 0),
-                "owned_by": entry.entry.get("owned_by", "paceline"),
-                "max_model_len": entry.max_model_len,
-            }
-            for entry in self.routes.entries()
-        ]
-        return _json(200, {"object": "list", "data": entries})
-
-    def _model(self, path: str) -> tuple[int, str, bytes]:
-        name = path[len("/v1/models/") :]
-        entries = msgspec.json.decode(self._models()[2])["data"]
-        for entry in entries:
-            if entry["id"] == name:
-                return _json(200, entry)
-        raise HttpError(404, f"The model {name[:200]!r} does not exist here")
-
-    def _health(self) -> tuple[int, str, bytes]:
-        now = self.now()
-        able = [e.name for e in self.engines.by_name.values() if not self._trouble(e, now)]
-        if self.draining or not able:
-            why = "shutting down" if self.draining else "no engine can take requests"
-            raise HttpError(503, why, 1.0)
-        return _json(200, {"status": "ok", "engines": able})
-
-    def _trouble(self, engine: Engine, now: float) -> str:
-        return engine.available(now) or engine.trouble
-
-    def _status(self) -> tuple[int, str, bytes]:
-        now = self.now()
-        engines = {
-            engine.name: {
-                "url": engine.config.url,
-                "kind": engine.kind,
-                "trouble": self._trouble(engine, now) or None,
-                "breaker": engine.breaker.state(now),
-                "draining": engine.draining,
-                "models": sorted(engine.models) if engine.models is not None else None,
-                "requests": len(engine.running),
-                "prefill_tokens": round(engine.load.prefill_tokens),
-                "connections": len(engine.pool),
-                "pressed": engine.load.pressed,
-                "pressure": _pressure(engine, now),
-                "lost_signals": sorted(engine.lost_signals),
-                "samples": engine.load.latency.num_samples,
-            }
-            for engine in self.engines.by_name.values()
-        }
-        told = {
-            "version": __version__,
-            "in_flight": self.in_flight,
-            "waiting": self.turns.num_waiting,
-            "draining": self.draining,
-            "retry_budget": round(self._budget.left(now), 1),
-            "engines": engines,
-        }
-        return _json(200, told)
-
-    def _metrics(self) -> tuple[int, str, bytes]:
-        engines = self.engines.by_name.values()
-        text = self.counts.render(engines, self.turns.num_waiting, self.now())
-        return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
-
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
         engine = self.engines.by_name.get(name)
         if engine is None:
@@ -379,7 +324,7 @@ class Gateway:
             raise HttpError(404, f"there is no engine {name}; there are {known}")
         engine.draining = drain
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
-        return _json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})
+        return as_json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})
 
 
 def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
@@ -388,16 +333,6 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     if not own and not limits:
         return None
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
-
-
-def _pressure(engine: Engine, now: float) -> Mapping[str, Any] | None:
-    """As the engine last said; what it does not say is null, which is not 0."""
-    pressure = engine.load.pressure
-    if pressure is None:
-        return None
-    fields = ("waiting", "running", "kv", "capacity_tokens", "preemptions", "level")
-    told = {name: getattr(pressure, name) for name in fields}
-    return {**told, "seconds_ago": round(now - pressure.at, 3)}
 
 
 async def _read(receive: Receive, headers: Mapping[str, str], most: int) -> bytes:
@@ -423,23 +358,14 @@ async def _read(receive: Receive, headers: Mapping[str, str], most: int) -> byte
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _json(status: int, value: object) -> tuple[int, str, bytes]:
-    return status, "application/json", msgspec.json.encode(value)
-
-
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
     if path != "/v1/messages":
         return reply.status, "application/json", error_body(reply)
-    kind = {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-    }.get(reply.status, "api_error")
-    error = {"type": "error", "error": {"type": kind, "message": reply.message}}
-    return _json(reply.status, error)
+    error = {
+        "type": "error",
+        "error": {"type": anthropic_type(reply.status), "message": reply.message},
+    }
+    return as_json(reply.status, error)
 
 
 async def _send(

@@ -44,6 +44,8 @@ class Caller:
     headers: Headers
     # of its prompts in caches that several tenants share; "": none
     salt: str = ""
+    # its client's own library tries again: what it asks for is no new work
+    tries_again: bool = False
 
     @classmethod
     def salt_of(cls, secret: str, tenant: str) -> str:

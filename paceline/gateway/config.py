@@ -28,6 +28,7 @@ import msgspec
 
 from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+from paceline.gateway.money import Budget, Price, Prices, parse_amount
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
 
@@ -44,7 +45,9 @@ __all__ = [
     "read_config",
 ]
 
-EngineKind = Literal["auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai"]
+EngineKind = Literal[
+    "auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai", "azure", "anthropic"
+]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_CONFIG_BYTES: Final = 1 << 20
@@ -70,6 +73,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kind: EngineKind = "auto"
     # name of the environment variable that holds its key
     api_key_env: str = ""
+    # of Azure's API: 2024-10-21
+    api_version: str = ""
+    # that it has, where it does not say: Azure's deployments. Empty: it is asked
+    models: tuple[str, ...] = ()
     # whether what is sent there leaves the house: a model with ``local_only`` never goes there
     cloud: bool = False
     # requests at once; 0: as many as come
@@ -91,11 +98,49 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     length_over: dict[str, str] = {}
 
 
+Amount = str | int | float
+
+
+class PriceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What tokens cost, per million of them; the row that names most of a place counts."""
+
+    # "": any
+    engine: str = ""
+    # its name at the engine; "": any
+    model: str = ""
+    input: Amount
+    output: Amount
+    # of the prompt, what the engine had in its cache; none: as ``input``
+    cached_input: Amount | None = None
+    # per request
+    request: Amount = 0
+
+
+class KeyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one key may do."""
+
+    # as in the file of keys; "*": every key that has no entry here
+    name: str
+    # that it may ask for; empty: all
+    models: tuple[str, ...] = ()
+    # "5.00/day", "100/month", "20/total"; "": none
+    budget: str = ""
+    # the log tells of a budget that is spent, and nothing is refused
+    soft: bool = False
+    # model that serves it once its budget does not reach for the one it asked for; "": none
+    over_budget: str = ""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole file. Times in seconds."""
 
     engines: tuple[EngineConfig, ...]
     models: tuple[ModelConfig, ...] = ()
+    prices: tuple[PriceConfig, ...] = ()
+    keys: tuple[KeyConfig, ...] = ()
+    currency: str = "USD"
+    # file in which is kept what each key has spent; "": memory alone, until the gateway ends
+    spend_storage: str = "paceline-spend.sqlite"
     host: str = "127.0.0.1"
     port: int = 8080
     # files, as of ``paceline serve``
@@ -133,6 +178,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     queue_policy: str = "deadline"
     max_queued: int = 1000
     queue_timeout: float = 120.0
+    # that a request waits where every engine has asked for a pause (Retry-After)
+    max_rest_wait: float = 5.0
     sse_keep_alive: float = 15.0
     drain_timeout: float = 30.0
     max_body_size: int = 32 * 1024 * 1024
@@ -197,6 +244,7 @@ def check_config(config: GatewayConfig) -> None:
         ("connect_timeout", 0.01),
         ("first_byte_timeout", 0.1),
         ("stall_timeout", 0.1),
+        ("max_rest_wait", 0.0),
         ("sse_keep_alive", 0.0),
         ("drain_timeout", 0.0),
         ("retry_share", 0.0),
@@ -211,6 +259,7 @@ def check_config(config: GatewayConfig) -> None:
         value = getattr(config, name)
         if not low <= value < float("inf"):
             raise ConfigError(f"{name} must be at least {low}, got {value}")
+    check_spending(config)
     key_limits(config)
     if config.rate_limit_storage:
         check_storage_url(config.rate_limit_storage)
@@ -231,6 +280,56 @@ def key_limits(config: GatewayConfig) -> KeyLimits:
         tokens=Rate.parse(tokens) if tokens else None,
         concurrent=config.max_concurrent_per_key or None,
     )
+
+
+def prices_of(config: GatewayConfig) -> Prices:
+    """Raises ConfigError."""
+    rows: dict[tuple[str, str], Price] = {}
+    for row in config.prices:
+        place = (row.engine, row.model)
+        if place in rows:
+            raise ConfigError(f"two prices of engine {row.engine!r} and model {row.model!r}")
+        if row.engine and row.engine not in {engine.name for engine in config.engines}:
+            raise ConfigError(f"a price names engine {row.engine!r}, which is not there")
+        what = f"the price of engine {row.engine or 'any'}, model {row.model or 'any'}"
+        cached = row.input if row.cached_input is None else row.cached_input
+        rows[place] = Price.per_million(
+            *(parse_amount(amount, what) for amount in (row.input, cached, row.output)),
+            request=parse_amount(row.request, what),
+        )
+    return Prices(rows)
+
+
+def budgets_of(config: GatewayConfig) -> dict[str, Budget]:
+    """By key. Raises ConfigError."""
+    return {key.name: Budget.parse(key.budget) for key in config.keys if key.budget}
+
+
+def check_spending(config: GatewayConfig) -> None:
+    """Raises ConfigError, also where a budget is held against a place that has no price: what is
+    unknown does not cost nothing."""
+    prices, budgets = prices_of(config), budgets_of(config)
+    names = [key.name for key in config.keys]
+    if len(set(names)) < len(names):
+        raise ConfigError("two [[keys]] have one name")
+    models = {model.name for model in config.models}
+    for key in config.keys:
+        unknown = [n for n in (*key.models, key.over_budget) if n and models and n not in models]
+        if unknown:
+            raise ConfigError(f"key {key.name}: there is no model {unknown[0]!r}")
+        if key.over_budget and not key.budget:
+            raise ConfigError(f"key {key.name} has over_budget, and no budget")
+    if not budgets:
+        return
+    places = [
+        Target.parse(text) for model in config.models for tier in model.tiers for text in tier
+    ] or [Target(engine.name) for engine in config.engines]
+    for place in places:
+        if prices.find(place.engine, place.model) is None:
+            raise ConfigError(
+                f"there are budgets, and no price of {place.engine}"
+                f"{':' if place.model else ''}{place.model}: say 0 where it costs nothing"
+            )
 
 
 def _check_engine(engine: EngineConfig) -> None:
@@ -261,6 +360,13 @@ def _check_engine(engine: EngineConfig) -> None:
         raise ConfigError(
             f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
         )
+    if (engine.kind == "azure") != bool(engine.api_version):
+        raise ConfigError(
+            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, and no "
+            f"other kind has one; got kind {engine.kind} and {engine.api_version[:40]!r}"
+        )
+    if not all(engine.models) or len(set(engine.models)) < len(engine.models):
+        raise ConfigError(f"engine {engine.name}: models must have names, each once")
     if engine.max_concurrent < 0:
         raise ConfigError(
             f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from paceline.gateway.engines import Engine
@@ -80,6 +80,14 @@ class Counts:
             "gauge", f"{name}engine_pressed", "1 while the engine is short of memory.", "engine"
         )
 
+        self._spend = registry.numbers(
+            "gauge",
+            f"{name}spend_today",
+            "What keys have spent today (UTC), in the configuration's currency; key: as the "
+            "configuration names it, empty for all others together.",
+            "key",
+        )
+
     def attempt(self, site: Site, *, resumed: bool, fallback: bool) -> None:
         engine = site.engine.name
         self._attempts.at(engine).value += 1
@@ -98,6 +106,11 @@ class Counts:
         """``engine``: "" where none was sent the request."""
         self._requests.at(engine, result).value += 1
         self._seconds.at(engine).observe(seconds)
+
+    def spent(self, named: Mapping[str, float], others: float) -> None:
+        """Today, by key that the configuration names, and by all others."""
+        for name, amount in (*named.items(), ("", others)):
+            self._spend.at(name).value = amount
 
     def render(self, engines: Iterable[Engine], num_waiting: int, now: float) -> str:
         self._waiting.value = num_waiting

@@ -20,7 +20,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret
-from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure
+from paceline.gateway.dialects import Dialect, dialect_of
+from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
 from paceline.http.upstream import ConnectError, Headers, Origin, Pool
 from paceline.routing import Breaker, EngineLoad
 
@@ -72,6 +73,7 @@ class Engine:
         self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         self.key = Secret(key)
+        self.dialect: Dialect = dialect_of(config.kind, config.api_version)
         self.pool = Pool(
             Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
         )
@@ -91,6 +93,8 @@ class Engine:
         # signals that it once gave and gives no longer
         self.lost_signals: frozenset[str] = frozenset()
         self._signals: frozenset[str] = frozenset()
+        # it asked for no requests before
+        self._rests_until = 0.0
 
     @property
     def polled(self) -> bool:
@@ -103,10 +107,7 @@ class Engine:
 
     def headers(self) -> Headers:
         """That every request to it has."""
-        found = [(b"accept-encoding", b"identity")]
-        if self.key:
-            found.append((b"authorization", b"Bearer " + self.key.encode()))
-        return found
+        return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
 
     @property
     def places(self) -> float:
@@ -114,12 +115,22 @@ class Engine:
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
 
+    def rest(self, until: float) -> None:
+        """It asked to be left alone; a pause that was asked for before is not shortened."""
+        self._rests_until = max(self._rests_until, until)
+
+    def rests_for(self, now: float) -> float:
+        """Seconds until it may be sent requests again."""
+        return max(0.0, self._rests_until - now)
+
     def usable(self, now: float) -> str:
         """Why it takes no requests; empty where it does, if perhaps not now."""
         if self.draining:
             return "draining"
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
+        if self.rests_for(now):
+            return f"asked for a pause, {self.rests_for(now):.1f} s are left"
         return self.trouble if self.num_misses else ""
 
     def available(self, now: float) -> str:
@@ -269,7 +280,8 @@ class Engines:
             engine.pool.close()
 
     async def _ask_first(self, engine: Engine) -> None:
-        await self.poll(engine)
+        if engine.polled:
+            await self.poll(engine)
         await self._read_models(engine)
 
     async def _follow(self, engine: Engine) -> None:
@@ -321,24 +333,45 @@ class Engines:
         engine.trouble = why
 
     async def _read_models(self, engine: Engine) -> None:
+        path = engine.facts.models_path
+        named = engine.config.models
+        if named:
+            engine.models = {name: EngineModel(name) for name in named}
+        if named or not path:
+            # nobody is asked: whether it lives, its answers show
+            if not engine.polled:
+                engine.trouble = ""
+            return
         try:
-            status, body = await ask(engine, "/v1/models", max(2.0, self._config.poll_timeout))
+            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except (ConnectError, msgspec.MsgspecError, UnicodeDecodeError):
             return
         engine.alive()
         if entries is None:
             if not engine.polled:
-                engine.trouble = f"/v1/models answers {status}"
+                engine.trouble = f"{path} answers {status}"
             return
         if not engine.polled:
             engine.trouble = ""
+        contexts = await self._read_contexts(engine)
         models = {}
         for entry in entries:
             name, most = entry.get("id"), entry.get("max_model_len")
             if isinstance(name, str) and name:
-                models[name] = EngineModel(name, most if isinstance(most, int) else None, entry)
+                most = most if isinstance(most, int) else contexts.get(name, contexts.get(""))
+                models[name] = EngineModel(name, most, entry)
         engine.models = models
+
+    async def _read_contexts(self, engine: Engine) -> Mapping[str, int]:
+        path = engine.facts.context_path
+        if not path:
+            return {}
+        try:
+            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+        except ConnectError:
+            return {}
+        return read_contexts(body) if status == 200 else {}
 
     async def _watch(self) -> None:
         before = self._now()

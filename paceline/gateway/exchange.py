@@ -18,56 +18,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from paceline.core.errors import RequestError
+from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
+from paceline.gateway.dialects import map_error, map_status
 from paceline.gateway.leg import Leg
-from paceline.gateway.pick import Pick, Picker
+from paceline.gateway.money import Used
+from paceline.gateway.outgoing import Outgoing
+from paceline.gateway.pick import AllRestError, Pick, Picker
+from paceline.gateway.refusals import is_too_long, rest_of, retry_after, told
 from paceline.gateway.routes import Route, Site
 from paceline.gateway.sending import CHAT, RESUMABLE, Sending
 from paceline.gateway.slot_queue import Queued
 from paceline.gateway.splice import DONE, Splice, make_splice
 from paceline.gateway.turns import Turns
+from paceline.gateway.usage import used_by
 from paceline.http.errors import ClientDisconnectedError, HttpError
-from paceline.http.shortcut import BODY_WRITER, BodyWriter
-from paceline.http.sse import KEEP_ALIVE, SSE
+from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
 from paceline.routing import Demand, Dispatch, RetryBudget
 
 __all__ = ["RELAYED", "Exchange"]
 
 _log = logging.getLogger("paceline.gateway")
+_T = TypeVar("_T")
 
 # endpoints that are relayed
 RELAYED: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
 )
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
-_COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})')
 # of a body that is read without the connection being held back on the way
 _READ_AT_ONCE: Final = 60_000
 # between two looks at whether the caller of a waiting request is still there
 _LOOK_SECONDS: Final = 0.1
-# waiting for the caller to read before the engine is read no further
-_MAX_BACKLOG: Final = 64 * 1024
-# of engines that callers get
-_ANSWER_HEADERS: Final = frozenset(
-    {
-        b"content-type",
-        b"retry-after",
-        b"x-should-retry",
-        b"x-paceline-ignored-fields",
-        b"x-llm-d-request-dropped-reason",
-    }
-)
 
 
 class Exchange:
@@ -85,6 +78,7 @@ class Exchange:
         path: str,
         body: Body,
         route: Route,
+        asked: str,
         demand: Demand,
         caller: Caller,
         scope: Scope,
@@ -97,81 +91,88 @@ class Exchange:
         self.splice: Splice | None = None
         self._picker, self._turns, self._budget, self._counts = picker, turns, budget, counts
         self._path, self._body, self._route = path, body, route
+        # the model's name as the caller knows it
+        self._asked = asked
         self._demand, self._caller = demand, caller
-        self._receive, self._send = receive, send
-        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
+        self._receive = receive
         self._arrived = now()
-        self._backlog = bytearray()
-        self._started = False
-        self._gone = False
+        self.out = Outgoing(
+            scope,
+            send,
+            stream=body.stream,
+            wake=self.wake,
+            hold_back=self._hold_back,
+            now=self._arrived,
+        )
         self._again: Leg | None = None
-        self._attempts = 0
-        self._resumes = 0
-        # legs that were lost
-        self._lost = 0
-        # ticks since something was written, and when the first of them was
-        self._quiet_for = 0
-        self._quiet_since = self._arrived
         # what was done to the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
-        self._tried: set[str] = set()
+        if asked != route.model:
+            # its key's budget does not reach for what it asked for
+            self._note["fallback"] = route.model
         self._failures: list[str] = []
+        # of a whole answer
+        self._used: Used | None = None
         self._retry_after: float | None = None
         if body.stream:
             self.splice = make_splice(
                 path,
                 num_choices=body.num_choices,
-                model=route.model,
+                model=asked,
                 hide_ids=not body.return_token_ids,
                 hide_usage=not body.include_usage,
                 note=self._note,
                 keep_text=config.resume_by_text and path == CHAT,
             )
         self._sending = Sending(path, body, caller, self.splice)
+        self._attempts = Attempts(
+            config, picker, budget, route, demand, caller.allowed, self._sending, self.splice
+        )
 
     @property
     def num_output_tokens(self) -> int:
         """Of an answer that has ended, as far as anything was counted."""
-        if self.splice is not None:
-            return self.splice.num_output_tokens
-        if not self._attempts:
-            return 0
-        found = _COMPLETION_TOKENS.search(self._leg.body)
-        return int(found[1]) if found else 0
+        return self.used().output
+
+    @property
+    def served_by(self) -> Site | None:
+        """Where the answer came from, or as much of it as there was; None: nowhere was one."""
+        if not self._attempts.num:
+            return None
+        site, used = self._leg.site, self.used()
+        return site if used.output or self._leg.is_answer else None
+
+    def used(self) -> Used:
+        """Tokens of an answer that has ended, and of its prompt, as far as anything was counted:
+        once, whatever was tried for it."""
+        if not self._attempts.num:
+            return Used()
+        splice = self.splice
+        if splice is None:
+            if self._used is None and self._leg.is_answer:
+                self._used = used_by(self._path, bytes(self._leg.body))
+            return self._used or Used()
+        output, prompt = splice.num_output_tokens, splice.prompt_tokens
+        if prompt is None:
+            # the engine did not live to count it, or counts nothing
+            prompt = round(self._demand.prompt_tokens) if output else 0
+        return Used(prompt, splice.cached_tokens, output)
 
     # ---------------------------------------------------------------- of the legs
 
     def write(self, data: bytes) -> None:
-        """To the caller, now or when its connection takes it."""
-        writer = self._writer
-        if self._started and not self._backlog and writer is not None and writer.is_ready:
-            writer.write(data)
-            self._quiet_for = 0
-            return
-        self._backlog += data
-        if len(self._backlog) > _MAX_BACKLOG and self._leg.connection is not None:
+        self.out.write(data)
+
+    def _hold_back(self) -> None:
+        if self._leg.connection is not None:
             self._leg.connection.pause()
-        self.wake.set()
 
     def first_token(self, now: float) -> None:
-        if not self._resumes:
+        if not self._attempts.num_resumes:
             self._counts.first_token(self._leg.site, now - self._arrived)
 
     def tick(self, now: float) -> None:
-        """A comment where nothing else is said: no proxy on the way is to think it dead."""
-        self._look()
-        if not self._quiet_for:
-            self._quiet_since = now
-        self._quiet_for += 1
-        every = self.config.sse_keep_alive
-        if self._body.stream and every and now - self._quiet_since >= every:
-            self._quiet_since = now
-            self.write(KEEP_ALIVE)
-
-    def _look(self) -> None:
-        if self._writer is not None and self._writer.is_gone:
-            self._gone = True
-            self.wake.set()
+        self.out.tick(now, self.config.sse_keep_alive)
 
     def again(self, leg: Leg) -> None:
         self._again = leg
@@ -188,20 +189,28 @@ class Exchange:
         """
         # a task for each request costs more than a look at its connection now and then; of a long
         # body the connection may have stopped reading
-        looks = self._writer is not None and self._body.num_bytes < _READ_AT_ONCE
+        looks = self.out.sees_hang_ups and self._body.num_bytes < _READ_AT_ONCE
         watch = None if looks else asyncio.ensure_future(self._disconnected())
         try:
-            self._budget.deposit(self._arrived)
+            if self._caller.tries_again:
+                # it costs an attempt as the gateway's own would, and pays for none
+                self._budget.take(self._arrived)
+            else:
+                self._budget.deposit(self._arrived)
             await self._attempt_all()
         except ClientDisconnectedError:
             self._ended("gone")
             raise
+        except RequestError:
+            # what no engine was asked, as it cannot be said in that engine's API
+            self._ended("refused")
+            raise
         except HttpError as error:
-            if self._started:
+            if self.out.started:
                 # no status can be told any more
                 await self._break_off(str(error))
                 return
-            if not self._attempts:
+            if not self._attempts.num:
                 self._ended("failed")
             raise
         finally:
@@ -222,45 +231,39 @@ class Exchange:
             self._failures.append(f"{engine.name}: {verdict.why}")
             _log.warning(
                 "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
-                self._caller.request_id, engine.name, self._attempts, verdict.why,
+                self._caller.request_id, engine.name, self._attempts.num, verdict.why,
                 self.splice.emitted if self.splice else False,
             )  # fmt: skip
             self._counts.failed(leg.site, verdict.kind)
-            self._tried.add(engine.name)
+            self._attempts.tried.add(engine.name)
             if verdict.kind == "refused" and not await self._may_pass_on(leg):
                 return
             # an engine that dies leaves many requests at once, each through no fault of its own:
             # the first move away is free, and the budget is for what keeps failing
-            free = verdict.kind == "lost" and not self._lost
-            self._lost += verdict.kind == "lost"
+            free = verdict.kind == "lost" and not self._attempts.num_lost
+            self._attempts.num_lost += verdict.kind == "lost"
             if self.splice is not None and self.splice.emitted:
-                if not self._may_resume(free):
+                if not self._attempts.may_resume(self.now(), leg.site, free=free):
                     await self._break_off(verdict.why)
                     return
-                self._resumes += 1
-            elif not self._may_retry(free):
+            elif not self._attempts.may_retry(self.now(), free=free):
                 await self._give_up(leg)
                 return
 
-    def _pick(self) -> Pick:
-        only = None
-        if self.splice is not None and self.splice.emitted:
-            exact = self._picker.can_pick(
-                self._route, self._demand, self.now(), self._tried, self._goes_on_exactly_at
-            )
-            only = self._goes_on_exactly_at if exact else self._can_go_on_at
-        return self._picker.pick(
-            self._route,
-            self._demand,
-            self.now(),
-            tried=self._tried,
-            fallback=self._route.fallback and self._caller.allowed.fallback,
-            only=only,
-        )
-
     async def _begin(self) -> tuple[Pick, Dispatch]:
-        """Choose an engine, and count the request there, once it is its turn."""
-        if self._attempts or not self._turns.must_wait(self._route, self._demand):
+        """Choose an engine, and count the request there, once one may be asked."""
+        while True:
+            try:
+                return await self._begin_now()
+            except AllRestError as error:
+                seconds = error.seconds
+                if seconds > self.config.max_rest_wait - (self.now() - self._arrived):
+                    raise
+            await self._unless_gone(asyncio.sleep(seconds))
+
+    async def _begin_now(self) -> tuple[Pick, Dispatch]:
+        """Once it is its turn."""
+        if self._attempts.num or not self._turns.must_wait(self._attempts.route, self._demand):
             return self._dispatched()
         queued = Queued(
             # callers may use one id of theirs for several requests
@@ -271,15 +274,21 @@ class Exchange:
             self._caller.tenant,
             self._body.slo,
         )
-        waiting = asyncio.ensure_future(self._turn(queued))
-        while not waiting.done() and not self._gone:
+        return await self._unless_gone(self._turn(queued))
+
+    async def _unless_gone(self, what: Coroutine[Any, Any, _T]) -> _T:
+        """Raises ClientDisconnectedError where the caller hangs up meanwhile."""
+        waiting = asyncio.ensure_future(what)
+        while not waiting.done() and not self.out.gone:
             waking = asyncio.ensure_future(self.wake.wait())
             await asyncio.wait(
                 (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             waking.cancel()
             self.wake.clear()
-            self._look()
+            self.out.tick(self.now(), self.config.sse_keep_alive)
+            if self.out.num_waiting:
+                await self._flush(None)
         if not waiting.done():
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
@@ -287,31 +296,33 @@ class Exchange:
         return waiting.result()
 
     async def _turn(self, queued: Queued) -> tuple[Pick, Dispatch]:
-        async with self._turns.turn(self._route, self._demand, queued):
+        async with self._turns.turn(self._attempts.route, self._demand, queued):
             return self._dispatched()
 
     def _dispatched(self) -> tuple[Pick, Dispatch]:
-        pick = self._pick()
+        last = self._leg.site if self._attempts.num else None
+        pick = self._attempts.pick(self.now(), last)
         return pick, pick.site.engine.load.dispatch(self._demand, pick.view, self.now())
 
     async def _attempt(self, pick: Pick, dispatch: Dispatch) -> Leg:
         site, engine = pick.site, pick.site.engine
         try:
             headers = self._sending.headers(site)
-            body = self._sending.body(site, resumed=bool(self._resumes))
+            body = self._sending.body(site, resumed=bool(self._attempts.num_resumes))
         except BaseException:
             dispatch.end(self.now())
             raise
-        self._attempts += 1
-        if site.tier:
+        self._attempts.num += 1
+        if site.tier or self._attempts.route is not self._route:
             self._note["fallback"] = site.model
-        if self._attempts > 1 or self._note:
-            self._note |= {"engine": engine.name, "attempts": self._attempts}
-        if self._resumes:
-            self._note["resumed"] = self._resumes
+        if self._attempts.num > 1 or self._note:
+            self._note |= {"engine": engine.name, "attempts": self._attempts.num}
+        resumed = bool(self._attempts.num_resumes)
+        if resumed:
+            self._note["resumed"] = self._attempts.num_resumes
         leg = self._leg = Leg(self, site, dispatch)
-        self._counts.attempt(site, resumed=bool(self._resumes), fallback=bool(site.tier))
-        by_text = bool(self._resumes) and not self._sending.exactly(site)
+        self._counts.attempt(site, resumed=resumed, fallback=bool(site.tier))
+        by_text = resumed and not self._sending.exactly(site)
         if self.splice is not None:
             self.splice.begin_leg(by_text=by_text)
         if by_text:
@@ -329,12 +340,12 @@ class Exchange:
     async def _pump(self, leg: Leg) -> None:
         """Until the leg is over, and what it brought is with the caller."""
         while True:
-            if self._gone:
+            if self.out.gone:
                 raise ClientDisconnectedError
             if self._again is not None:
                 again, self._again = self._again, None
                 await again.resend()
-            if self._backlog:
+            if self.out.num_waiting:
                 await self._flush(leg)
             elif leg.verdict is not None:
                 return
@@ -342,31 +353,27 @@ class Exchange:
                 await self.wake.wait()
                 self.wake.clear()
 
-    async def _flush(self, leg: Leg) -> None:
-        if not self._started:
-            await self._start(200, leg.headers or [(b"content-type", SSE.encode())])
-        data, self._backlog = bytes(self._backlog), bytearray()
-        self._quiet_for = 0
-        # waits for a caller who reads slowly; hanging up ends the wait
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        if leg.connection is not None and leg.verdict is None:
+    async def _flush(self, leg: Leg | None) -> None:
+        """What waits for the caller; ``leg``: what it comes from, None: comments alone."""
+        if not self.out.started:
+            headers = [] if leg is None else leg.headers
+            await self._start(200, headers or [(b"content-type", SSE.encode())])
+        await self.out.flush()
+        if leg is not None and leg.connection is not None and leg.verdict is None:
             leg.connection.resume()
 
     async def _start(self, status: int, headers: Headers, *more: tuple[bytes, bytes]) -> None:
-        self._started = True
-        kept = [header for header in headers if header[0] in _ANSWER_HEADERS]
-        kept += more
-        if self._body.stream and status == 200:
-            kept += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        kept += self._told()
-        await self._send({"type": "http.response.start", "status": status, "headers": kept})
+        await self.out.start(status, headers, [*more, *self._told()])
 
     def _told(self) -> Headers:
         """What callers may want to know, in headers."""
-        found = [(b"x-paceline-attempts", b"%d" % self._attempts)]
-        if self._attempts:
-            found.append((b"x-paceline-engine", self._leg.site.engine.name.encode()))
-            if self._leg.site.tier:
+        found = [(b"x-paceline-attempts", b"%d" % self._attempts.num)]
+        if self._attempts.num:
+            engine = self._leg.site.engine
+            found.append((b"x-paceline-engine", engine.name.encode()))
+            if ignored := engine.dialect.ignored(self._path, self._body):
+                found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
+            if "fallback" in self._note:
                 name = self._leg.site.model.encode("ascii", "backslashreplace")
                 found.append((b"x-paceline-fallback", name))
         return found
@@ -374,60 +381,71 @@ class Exchange:
     # ---------------------------------------------------------------- ends
 
     def _ended(self, result: str) -> None:
-        engine = self._leg.site.engine.name if self._attempts else ""
+        engine = self._leg.site.engine.name if self._attempts.num else ""
         self._counts.ended(engine, result, self.now() - self._arrived)
 
     async def _finish(self, leg: Leg) -> None:
         if leg.streams:
             # an engine that said nothing but the end, too, has answered
-            if not self._started:
+            if not self.out.started:
                 await self._start(200, leg.headers)
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.out.end()
         else:
             await self._whole(leg)
         self._ended("ok")
 
     async def _whole(self, leg: Leg) -> None:
         """An answer that is no stream."""
-        body = bytes(leg.body)
+        body, status, headers = bytes(leg.body), leg.status, leg.headers
         if leg.status == 200:
             body = self._renamed(body, leg)
-        if self._started:
+        else:
+            body = told(self._path, leg.status, body, leg.site.engine.key)
+            body = map_error(self._path, leg.status, body)
+            status = map_status(self._path, leg.status)
+            headers = [header for header in headers if header[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
+        if self.out.started:
             # comments went out while this was waited for
-            error = b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE
-            await self._send({"type": "http.response.body", "body": error, "more_body": False})
+            await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
-        await self._start(leg.status, leg.headers, (b"content-length", b"%d" % len(body)))
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._start(status, headers, (b"content-length", b"%d" % len(body)))
+        await self.out.end(body)
 
     def _renamed(self, body: bytes, leg: Leg) -> bytes:
         """With the model's name as the caller knows it, and what was done."""
-        if leg.site.model == self._route.model and not self._note:
+        if leg.site.model == self._asked and not self._note:
             return body
         try:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         except msgspec.MsgspecError:
             return body
         if "model" in fields:
-            fields["model"] = msgspec.Raw(msgspec.json.encode(self._route.model))
+            fields["model"] = msgspec.Raw(msgspec.json.encode(self._asked))
         if self._note:
             fields["paceline"] = msgspec.Raw(msgspec.json.encode(self._note))
         return msgspec.json.encode(fields)
 
     async def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine; otherwise the caller has the answer."""
-        should = next((v for n, v in leg.headers if n == b"x-should-retry"), b"true")
-        wait = next((v for n, v in leg.headers if n == b"retry-after"), b"")
-        if wait.isdigit():
-            seconds = float(wait[:9])
-            self._retry_after = min(seconds, self._retry_after or seconds)
-        if leg.status in _RETRYABLE and should != b"false" and self._may_retry(peek=True):
+        engine, headers = leg.site.engine, leg.headers
+        wait = retry_after(headers)
+        if wait is not None:
+            self._retry_after = min(wait, self._retry_after or wait)
+        engine.rest(self.now() + rest_of(leg.status, headers))
+        if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
+            self.now(), leg.site
+        ):
+            return True
+        should = dict(headers).get(b"x-should-retry", b"true")
+        retryable = leg.status in _RETRYABLE and should != b"false"
+        if retryable and self._attempts.may_retry(self.now(), peek=True):
             return True
         await self._refuse(leg)
         return False
 
     async def _refuse(self, leg: Leg) -> None:
-        if self._started:
+        if self.out.started:
             await self._break_off(f"engine {leg.site.engine.name} refused it ({leg.status})")
             return
         self._ended("refused")
@@ -441,7 +459,7 @@ class Exchange:
     async def _give_up(self, leg: Leg) -> None:
         self._ended("failed")
         failure = self._failed("no engine answered")
-        if not self._started:
+        if not self.out.started:
             raise failure
         await self._break_off(str(failure))
 
@@ -454,54 +472,21 @@ class Exchange:
         splice = self.splice
         assert splice is not None, "a stream was asked for"
         self._ended("broken")
-        event = splice.failure_event
+        resumable, secret = False, ""
+        if self._attempts.num:
+            site = self._leg.site
+            resumable, secret = self._sending.can_go_on(site, site), site.engine.key
+        event = told(self._path, 200, splice.failure_event, secret)
         if not event or self._path in RESUMABLE:
-            resumable = self._sending.can_go_on(self._leg.site, self._leg.site)
             event = broken_event(
                 self._path,
                 f"{why}, and the answer cannot go on elsewhere",
                 splice.num_output_tokens,
                 "no other engine of this model" if resumable else "this engine's kind cannot",
             )
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
-
-    # ---------------------------------------------------------------- what may be done
-
-    def _may_retry(self, free: bool = False, *, peek: bool = False) -> bool:
-        """Whether one more attempt is left; ``free``: not from the budget; ``peek``: it is not
-        taken yet."""
-        if not self._caller.allowed.retry or self._attempts >= self.config.max_attempts:
-            return False
-        if not self._picker.has_another(
-            self._route, self._demand, self.now(), self._tried | {self._leg.site.engine.name}
-        ):
-            return False
-        if free:
-            return True
-        return self._budget.left(self.now()) >= 1.0 if peek else self._budget.take(self.now())
-
-    def _may_resume(self, free: bool) -> bool:
-        splice = self.splice
-        if (
-            splice is None
-            or not self._caller.allowed.resume
-            or self._resumes >= self.config.max_resumes
-            or (splice.resume_ids() is None and splice.partial_text() is None)
-        ):
-            return False
-        others = self._picker.can_pick(
-            self._route, self._demand, self.now(), self._tried, self._can_go_on_at
-        )
-        return others and (free or self._budget.take(self.now(), overdraw=True))
-
-    def _can_go_on_at(self, site: Site) -> bool:
-        return self._sending.can_go_on(site, self._leg.site)
-
-    def _goes_on_exactly_at(self, site: Site) -> bool:
-        return self._can_go_on_at(site) and self._sending.exactly(site)
+        await self.out.end(event)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
-        self.wake.set()
+        self.out.hung_up()

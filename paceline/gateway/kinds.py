@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from paceline.gateway.config import EngineKind
 from paceline.routing.engine_load import Pressure
 
-__all__ = ["KINDS", "KindFacts", "kind_of_metrics", "read_pressure", "scan"]
+__all__ = ["KINDS", "KindFacts", "kind_of_metrics", "read_contexts", "read_pressure", "scan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class KindFacts:
     continues: bool = False
     # takes ``cache_salt``
     salts: bool = False
+    # where it lists its models; "": nowhere
+    models_path: str = "/v1/models"
+    # where it says how long its contexts are, where /v1/models does not; "": nowhere
+    context_path: str = ""
+    # cuts prompts that are too long and says nothing
+    truncates: bool = False
     # seconds a connection may lie idle before it is used again: below what the engine keeps
     idle: float = 4.0
 
@@ -71,10 +79,13 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
             "waiting": ("llamacpp:requests_deferred",),
             "running": ("llamacpp:requests_processing",),
         },
+        context_path="/props",
     ),
     # neither says how pressed it is: what was sent and has not ended is all there is to see
-    "ollama": KindFacts(metrics_path="/api/version"),
+    "ollama": KindFacts(metrics_path="/api/version", context_path="/api/ps", truncates=True),
     "openai": KindFacts(metrics_path=""),
+    "azure": KindFacts(metrics_path="", models_path="", idle=50.0),
+    "anthropic": KindFacts(metrics_path="", idle=50.0),
 }
 
 _KIND_MARKS: Final[Sequence[tuple[bytes, EngineKind]]] = (
@@ -130,6 +141,33 @@ def read_pressure(text: bytes, facts: KindFacts, now: float) -> Pressure:
             value = min(1.0, value / series)
         found[signal] = value
     return Pressure(now, **found, capacity_tokens=_capacity(text, facts))
+
+
+def read_contexts(body: bytes) -> Mapping[str, int]:
+    """Tokens of context by model, of all models as "": llama.cpp's /props tells what one slot has,
+    Ollama's /api/ps what each loaded model was loaded with. Empty where it says neither."""
+    try:
+        told = msgspec.json.decode(body, type=_Contexts)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    found = {entry.name: entry.context_length for entry in told.models if entry.context_length}
+    if told.default_generation_settings.n_ctx:
+        found[""] = told.default_generation_settings.n_ctx
+    return found
+
+
+class _Loaded(msgspec.Struct):
+    name: str = ""
+    context_length: int = 0
+
+
+class _SlotSettings(msgspec.Struct, frozen=True):
+    n_ctx: int = 0
+
+
+class _Contexts(msgspec.Struct):
+    models: list[_Loaded] = []
+    default_generation_settings: _SlotSettings = _SlotSettings()
 
 
 def _series(text: bytes, name: str) -> int:

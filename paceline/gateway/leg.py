@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+import msgspec
+
 from paceline.gateway.config import GatewayConfig
+from paceline.gateway.dialects import Translator
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
 from paceline.http.sse import SSE
@@ -18,6 +21,9 @@ __all__ = ["Leg", "Owner", "Verdict"]
 
 # statuses that count against an engine
 _FAULTS: Final = frozenset({500, 502, 503, 504, 529})
+# seconds after which an engine may be about to close a connection; one that is lost sooner was lost
+# with the request
+_STALE: Final = 1.0
 # of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 
@@ -69,11 +75,18 @@ class Leg:
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
+        self._path = ""
+        self._translator: Translator | None = None
 
     @property
     def streams(self) -> bool:
         """Whether the engine answers with events."""
         return self._streams
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the engine answered, and all of it came."""
+        return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
 
     async def send(self, path: str, headers: Headers, body: bytes) -> None:
         """Raises nothing: what goes wrong is the verdict."""
@@ -81,7 +94,9 @@ class Leg:
         engine.running.add(self)
         engine.breaker.begin(self._owner.now())
         pool = engine.pool
-        request = pool.origin.head("POST", path, headers, len(body)) + body
+        target = engine.dialect.target(path, self.site.model)
+        request = pool.origin.head("POST", target, headers, len(body)) + body
+        self._path = path
         try:
             connection = pool.free() or await pool.connect()
         except ConnectError as error:
@@ -100,14 +115,23 @@ class Leg:
     def on_head(self, status: int, headers: Headers) -> None:
         self._engine.alive()
         self.status, self.headers = status, headers
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        found = dict(headers)
+        if found.get(b"content-encoding", b"identity").lower() != b"identity":
+            # none was asked for: what is packed could be any size
+            self.give_up("the answer is compressed")
+            return
+        kind = found.get(b"content-type", b"")
         # an answer that was not asked for as a stream is relayed as it is
         asked = self._owner.splice is not None
         self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
+        if self._streams:
+            self._translator = self._engine.dialect.translator(self._path)
         self._heard_at = self._owner.now()
 
     def on_data(self, data: bytes) -> None:
         self._engine.alive()
+        if self.verdict is not None:
+            return
         if not self._streams:
             self.body += data
             if len(self.body) > _MAX_ANSWER_BYTES:
@@ -116,6 +140,12 @@ class Leg:
         owner = self._owner
         splice = owner.splice
         assert splice is not None, "a stream was asked for"
+        if self._translator is not None:
+            try:
+                data = self._translator.feed(data)
+            except (ValueError, msgspec.MsgspecError) as error:
+                self.give_up(f"the stream is not of its API: {str(error)[:100]}")
+                return
         out = splice.feed(data)
         if out:
             owner.write(out)
@@ -137,7 +167,7 @@ class Leg:
         if self._streams:
             self._finish_stream("the stream ended")
         elif self.status == 200:
-            self._end(Verdict("done"))
+            self._finish_whole()
         else:
             self._end(Verdict("refused", f"status {self.status}", self.status))
 
@@ -145,7 +175,7 @@ class Leg:
         if self.verdict is not None:
             return
         connection = self.connection
-        if connection is not None and not connection.begun and connection.num_used > 1:
+        if connection is not None and not connection.begun and connection.was_idle > _STALE:
             # the engine closed an idle connection just as it was used again: no attempt of its own
             self._owner.again(self)
             return
@@ -153,6 +183,14 @@ class Leg:
             self._finish_stream(why)
         else:
             self._end(Verdict("lost", why))
+
+    def _finish_whole(self) -> None:
+        try:
+            self.body = bytearray(self._engine.dialect.answer(self._path, bytes(self.body)))
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.give_up(f"the answer is not of its API: {str(error)[:100]}")
+        else:
+            self._end(Verdict("done"))
 
     def _finish_stream(self, why: str) -> None:
         splice = self._owner.splice

@@ -96,7 +96,7 @@ async def serve_gateway(
         loop.add_signal_handler(number, signalled, number)
     if read is not None:
         loop.add_signal_handler(signal.SIGHUP, hung_up)
-    await gateway.engines.start()
+    await gateway.start()
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started and not serving.done():

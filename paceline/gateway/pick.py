@@ -6,14 +6,26 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.gateway.routes import Route, Site
 from paceline.http.errors import HttpError
 from paceline.routing import Demand, EngineView, choose
 
-__all__ = ["Pick", "Picker"]
+__all__ = ["AllRestError", "Pick", "Picker"]
 
+# tokens are told from bytes: so many times the context are certainly too many
+_CERTAIN: Final = 1.5
 _Only = Callable[[Site], bool]
+
+
+class AllRestError(HttpError):
+    """Every engine that could take the request has asked to be left alone for a while."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(429, message, retry_after=seconds)
+        # until the first of them may be asked again
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class Picker:
             only: further condition.
 
         Raises:
+            AllRestError: those that could have asked to be left alone for a while.
             HttpError: 503, no engine can take it now, with the reason for each; 400, none ever can.
         """
         reasons: dict[str, str] = {}
@@ -79,16 +92,31 @@ class Picker:
             and not _too_long(site, demand)
             and not site.lacks_model
         ]
+        awake = [site for site in last if not site.engine.rests_for(now)]
+        if awake:
+            return self._choose(awake, demand, now)
         if last:
-            return self._choose(last, demand, now)
+            seconds = min(site.engine.rests_for(now) for site in last)
+            raise AllRestError(
+                f"every engine of {route.model} has asked for a pause; the first one's is over in "
+                f"{seconds:.1f} s",
+                seconds,
+            )
         raise self._none(route, tiers, demand, now, reasons)
 
     def can_pick(
-        self, route: Route, demand: Demand, now: float, tried: Collection[str], only: _Only
+        self,
+        route: Route,
+        demand: Demand,
+        now: float,
+        tried: Collection[str],
+        only: _Only,
+        *,
+        fallback: bool = True,
     ) -> bool:
         """Whether ``pick`` would find an engine that was not tried."""
         try:
-            self.pick(route, demand, now, tried=tried, only=only)
+            self.pick(route, demand, now, tried=tried, fallback=fallback, only=only)
         except HttpError:
             return False
         return True
@@ -103,9 +131,6 @@ class Picker:
             if not site.lacks_model and not _too_long(site, demand) and not site.engine.usable(now)
         ]
         return sum(engine.places for engine in usable) if usable else math.inf
-
-    def has_another(self, route: Route, demand: Demand, now: float, tried: Collection[str]) -> bool:
-        return self.can_pick(route, demand, now, tried, lambda site: True)
 
     def _fit(
         self,
@@ -165,6 +190,8 @@ def _too_long(site: Site, demand: Demand) -> str:
     """Whether a prompt is certainly longer than the engine's context: tokens are an estimate here,
     and what is close is the engine's to say."""
     most = site.max_model_len
-    if most is None or demand.prompt_tokens <= 1.5 * most:
+    # one that would cut it in silence is given nothing that may be too long
+    margin = 1.0 if site.engine.facts.truncates else _CERTAIN
+    if most is None or demand.prompt_tokens <= margin * most:
         return ""
     return f"about {demand.prompt_tokens:.0f} tokens of prompt, and the context has {most}"

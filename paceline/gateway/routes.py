@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.errors import UnknownModelError
+from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target
 from paceline.gateway.engines import Engine, EngineModel
+from paceline.http.errors import HttpError
 
 __all__ = ["Route", "Routes", "Site"]
 
@@ -42,6 +44,37 @@ class Route:
     tiers: Sequence[Sequence[Site]]
     fallback: bool = True
     pressure_fallback: bool = False
+    # where the longest prompts of this model go
+    longer: Route | None = None
+
+    def serving(self, path: str, body: Body) -> Route:
+        """Without the places whose API cannot be asked that.
+
+        Raises HttpError 400 where none is left.
+        """
+        reasons: dict[str, str] = {}
+        tiers = []
+        for tier in self.tiers:
+            kept = []
+            for site in tier:
+                if why := site.engine.dialect.cannot(path, body):
+                    reasons[site.engine.name] = why
+                else:
+                    kept.append(site)
+            if kept:
+                tiers.append(kept)
+        if not reasons:
+            return self
+        if not tiers:
+            told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            raise HttpError(400, f"no engine of {self.model} can serve this request ({told})")
+        longer = self.longer
+        if longer is not None:
+            try:
+                longer = longer.serving(path, body)
+            except HttpError:
+                longer = None
+        return replace(self, tiers=tiers, longer=longer)
 
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
         """The tiers that may be used, in their order."""
@@ -65,7 +98,12 @@ class Routes:
             name = names[0]
         config = self._models.get(name)
         if config is not None:
-            return self._configured(self._by_length(config, prompt_tokens))
+            route = self._configured(self._by_length(config, prompt_tokens))
+            if config.length_over:
+                longest = config.length_over[max(config.length_over, key=int)]
+                if longest != route.model:
+                    route = replace(route, longer=self._configured(self._models[longest]))
+            return route
         sites = [] if self._models else self._served(name)
         if not sites:
             served = ", ".join(names[:20]) or "none, as no engine has answered yet"

@@ -84,12 +84,14 @@ class Sending:
 
     def headers(self, site: Site) -> Headers:
         caller = self._caller
+        passed = [header for header in caller.headers if header[0] in _REQUEST_HEADERS]
+        names = {name for name, _ in passed}
         found: Headers = [
             (b"content-type", b"application/json"),
             (b"accept", b"text/event-stream" if self._body.stream else b"application/json"),
             (b"x-request-id", caller.request_id.encode()),
-            *site.engine.headers(),
-            *(header for header in caller.headers if header[0] in _REQUEST_HEADERS),
+            *(header for header in site.engine.headers() if header[0] not in names),
+            *passed,
         ]
         if caller.tenant and site.engine.kind == "paceline":
             found.append((_TENANT_HEADER, caller.tenant.encode()))
@@ -117,7 +119,7 @@ class Sending:
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
                 changes |= self._behind_text(self._splice)
-        return body.encode(changes)
+        return site.engine.dialect.body(self._path, body, changes)
 
     def _behind_text(self, splice: Splice) -> dict[str, Any]:
         """Fields of a chat that goes on behind what was said of its answer."""

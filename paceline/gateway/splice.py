@@ -21,17 +21,17 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.gateway.plain_splice import PlainSplice
+from paceline.gateway.usage import Usage
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
-__all__ = ["DONE", "Dialect", "OpenAISplice", "PlainSplice", "Splice", "make_splice"]
+__all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
 # `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
 # is never text
 _IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
 _IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null),?')
-
-Dialect = str
 
 
 def _without_ids(payload: bytes) -> bytes:
@@ -82,11 +82,6 @@ class _Chunk(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 _decode: Final = msgspec.json.Decoder(_Chunk).decode
 _NULL: Final = (b"", b"null")
 
@@ -103,6 +98,7 @@ class Splice(Protocol):
     # what the engine itself said of its failure, as an event; b"": nothing
     failure_event: bytes
     prompt_tokens: int | None
+    cached_tokens: int
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -140,6 +136,8 @@ class OpenAISplice:
     failed: str | None = None
     failure_event: bytes = b""
     prompt_tokens: int | None = None
+    # of the prompt, as the engine says
+    cached_tokens: int = 0
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without their ids: nothing can go on exactly behind them
     _lost_ids: bool = False
@@ -151,7 +149,11 @@ class OpenAISplice:
     _said_before: int = 0
     _by_text: bool = False
     _usage_out: bool = False
+    # the engine has said how many tokens there are
+    _counted: bool = False
     _completion_tokens: int = 0
+    # chunks that say something and came without ids
+    _parts: int = 0
     _leg: int = 0
     _first_of_leg: bool = True
     # the first chunk's id, created and model, as JSON has them
@@ -161,8 +163,9 @@ class OpenAISplice:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices; where no ids came, as the engine counted."""
-        return max(self._completion_tokens, sum(map(len, self._ids.values())))
+        """Of all choices; where no ids came, as the engine counted, and before it has, chunks."""
+        known = max(self._completion_tokens, sum(map(len, self._ids.values())))
+        return known if self._counted else max(known, self._parts)
 
     def begin_leg(self, *, by_text: bool = False) -> None:
         """What is fed from here on comes from another engine; ``by_text``: which was given what was
@@ -224,14 +227,18 @@ class OpenAISplice:
     def _event(self, event: bytes) -> bytes:
         payload = payload_of(event)
         if payload is None:
-            # a comment: the engine lives, and so must the connection behind
-            return event + b"\n\n" if event.startswith(b":") else b""
+            # a comment: the engine lives, and so must the connection behind; of fields beside it
+            # none is the engine's to set
+            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         if payload == b"[DONE]":
             if self.num_choices is not None and len(self._finished) < self.num_choices:
                 self.failed = "the stream ended without a finish reason"
                 return b""
             self.done = True
             return (b"" if self._usage_out else self._counts()) + DONE
+        if b"\n" in payload:
+            # JSON may have line breaks between its tokens, an event's data may not
+            payload = payload.replace(b"\n", b" ")
         try:
             chunk = _decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -245,7 +252,8 @@ class OpenAISplice:
 
     def _chunk(self, payload: bytes, chunk: _Chunk) -> bytes:
         first = self._first_of_leg
-        if first:
+        if first and (chunk.choices or b'"id":""' not in payload):
+            # what Azure says of a prompt before the answer has no head of its own
             self._first_of_leg = False
             self._begin(payload)
         prompt = chunk.prompt_token_ids
@@ -261,15 +269,17 @@ class OpenAISplice:
                 self._ids.setdefault(choice.index, []).extend(choice.token_ids)
             elif speaks:
                 self._lost_ids = True
+                self._parts += 1
             if speaks and self.keep_text:
                 self._remember(choice)
-            if choice.finish_reason is not None:
+            # some engines say "" for none
+            if choice.finish_reason:
                 self._finished.add(choice.index)
                 ends = True
             known_role = (
                 delta is not None and delta.role is not None and choice.index in self._roles
             )
-            only_roles = only_roles and known_role and not speaks and choice.finish_reason is None
+            only_roles = only_roles and known_role and not speaks and not choice.finish_reason
             if delta is not None and delta.role is not None:
                 self._roles.add(choice.index)
         if prompt and self.prompt_tokens is None:
@@ -279,7 +289,7 @@ class OpenAISplice:
             if self._leg > 1:
                 payload = self._recounted(payload)
             if not chunk.choices:
-                if self.hide_usage:
+                if self.hide_usage or self._usage_out:
                     return b""
                 self._usage_out = True
         if only_roles and self._leg > 1:
@@ -324,12 +334,14 @@ class OpenAISplice:
 
     def _count(self, usage: bytes) -> None:
         try:
-            counted = msgspec.json.decode(usage, type=_Usage)
+            counted = msgspec.json.decode(usage, type=Usage).used("")
         except msgspec.MsgspecError:
             return
-        self._completion_tokens = max(self._completion_tokens, counted.completion_tokens)
-        if counted.prompt_tokens and self.prompt_tokens is None and not self._ids:
-            self.prompt_tokens = counted.prompt_tokens
+        self._counted = True
+        self._completion_tokens = max(self._completion_tokens, counted.output)
+        self.cached_tokens = max(self.cached_tokens, counted.cached)
+        if counted.prompt and self.prompt_tokens is None and not self._ids:
+            self.prompt_tokens = counted.prompt
 
     def _recounted(self, payload: bytes) -> bytes:
         """Usage that the last engine of several counted: choices that had ended before it came are
@@ -366,88 +378,18 @@ class OpenAISplice:
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PlainSplice:
-    """Of streams that are relayed as they are: Anthropic's messages and OpenAI's responses.
-
-    Events go out from the first that says something, with those before it: an engine that ends
-    earlier leaves no trace, and another one begins anew.
-
-    Args:
-        says: what is in the first event that has a part of the answer.
-        ends: what is in the last one, in each way that it can end.
-        fails: what is in one that reports an error.
-    """
-
-    says: tuple[bytes, ...]
-    ends: tuple[bytes, ...]
-    fails: tuple[bytes, ...]
-    emitted: bool = False
-    done: bool = False
-    failed: str | None = None
-    failure_event: bytes = b""
-    prompt_tokens: int | None = None
-    num_output_tokens: int = 0
-    num_parts: int = 0
-    _held: bytes = b""
-    _events: SseEvents = field(default_factory=SseEvents)
-
-    def begin_leg(self, *, by_text: bool = False) -> None:
-        assert not by_text, "these streams are not resumed"
-        self._held = b""
-        self._events.clear()
-        self.failed, self.failure_event = None, b""
-
-    def feed(self, data: bytes) -> bytes:
-        out = b""
-        for event in self._events.feed(data):
-            if self.failed is not None or self.done:
-                break
-            out += self._event(event)
-        if self._events.too_long or len(self._held) > MAX_EVENT_BYTES:
-            self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
-        return out
-
-    def end_leg(self) -> bytes:
-        if not self.done and self.failed is None:
-            self.failed = "the stream ended in the middle of the answer"
-        return b""
-
-    def partial_text(self) -> str | None:
-        return None
-
-    def resume_ids(self) -> list[list[int] | None] | None:
-        return None
-
-    def _event(self, event: bytes) -> bytes:
-        whole = event + b"\n\n"
-        if event.startswith(b":"):
-            return whole
-        head = event[:256]
-        if any(mark in head for mark in self.fails):
-            self.failed = "the engine reported an error"
-            self.failure_event = whole
-            return b""
-        if any(mark in head for mark in self.ends):
-            self.done = True
-        elif any(mark in head for mark in self.says):
-            self.num_output_tokens += 1
-        elif not self.emitted:
-            self._held += whole
-            return b""
-        self.emitted = True
-        held, self._held = self._held, b""
-        return held + whole
-
-
 def make_splice(path: str, **openai: Any) -> Splice:
     """For an endpoint; ``openai``: see ``OpenAISplice``."""
     if path == "/v1/messages":
         return PlainSplice(
-            says=(b"content_block_delta",), ends=(b"message_stop",), fails=(b"event: error",)
+            path=path,
+            says=(b"content_block_delta",),
+            ends=(b"message_stop",),
+            fails=(b"event: error",),
         )
     if path == "/v1/responses":
         return PlainSplice(
+            path=path,
             says=(b".delta",),
             ends=(b"response.completed", b"response.incomplete"),
             fails=(b"response.failed", b"event: error"),

@@ -8,6 +8,7 @@ engine's side of it fills up.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import ssl
 import time
@@ -26,6 +27,11 @@ Headers = list[tuple[bytes, bytes]]
 # of an answer's head; more than any engine sends
 _MAX_HEAD_BYTES: Final = 32 * 1024
 _MAX_IDLE: Final = 1024
+# beside all link-local ones (169.254.169.254), which clouds hand out credentials at: AWS on IPv6,
+# Alibaba, Azure
+_CREDENTIALS: Final = frozenset(
+    map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "168.63.129.16"))
+)
 
 
 class ConnectError(Exception):
@@ -104,22 +110,33 @@ class Connection(asyncio.Protocol):
         self._interim = False
         self._keep = False
         self._whole = False
-        # requests sent here before
-        self.num_used = 0
         # whether a byte of the answer at hand came
         self.begun = False
         self.idle_since = 0.0
+        # seconds that it lay unused before the request at hand
+        self.was_idle = 0.0
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def leads_to_credentials(self) -> bool:
+        """Whether the other side has an address of which clouds hand out machines' credentials,
+        whatever name led there."""
+        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        if not isinstance(peer, tuple):
+            return False
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None)
+        address = address if mapped is None else mapped
+        return address.is_link_local or address in _CREDENTIALS
 
     def send(self, request: bytes, sink: Sink) -> None:
         """A request, head and body; its answer goes to ``sink``."""
         assert self._sink is None and self._transport is not None, "the connection is in use"
         self._sink = sink
         self.begun = False
-        self.num_used += 1
         self._transport.write(request)
 
     def pause(self) -> None:
@@ -255,7 +272,8 @@ class Pool:
         now = time.monotonic()
         while self._free:
             connection = self._free.pop()
-            if connection.is_open and now - connection.idle_since <= self.idle:
+            connection.was_idle = now - connection.idle_since
+            if connection.is_open and connection.was_idle <= self.idle:
                 return connection
             connection.drop()
         return None
@@ -278,6 +296,10 @@ class Pool:
         except OSError as error:
             raise ConnectError(f"no connection: {error.strerror or type(error).__name__}") from None
         self._open.add(connection)
+        if connection.leads_to_credentials:
+            # whatever the name said: the address that answered is what counts
+            connection.drop()
+            raise ConnectError("no connection: its address is where clouds keep credentials")
         return connection
 
     def give_back(self, connection: Connection) -> None:

@@ -36,7 +36,10 @@ def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> 
     if len(ties) == 1:
         return ties[0]
     fewest = min(views[i].num_requests for i in ties)
-    return draw.choice([i for i in ties if views[i].num_requests == fewest])
+    ties = [i for i in ties if views[i].num_requests == fewest]
+    # beside a long answer a prefix saves little time, and all of the work on it
+    most = max(views[i].cached_tokens for i in ties)
+    return draw.choice([i for i in ties if views[i].cached_tokens == most])
 
 
 def _best_group(views: Sequence[EngineView], demand: Demand) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,8 @@ class Engine:
     metrics: str = ""
     models: tuple[str, ...] = ("m",)
     max_model_len: int | None = None
+    # what GETs of other paths say
+    pages: Mapping[str, Any] = field(default_factory=dict)
     # answers nothing at all, polls neither
     frozen: bool = False
 
@@ -140,6 +142,10 @@ async def _one(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.Str
     if path == "/metrics":
         status = 200 if engine.metrics else 404
         await _send(writer, status, (), (engine.metrics.encode(),), stream=False)
+        return True
+    if path in engine.pages:
+        body = json.dumps(engine.pages[path]).encode()
+        await _send(writer, 200, (), (body,), stream=False)
         return True
     if path == "/v1/models":
         entries = [{"id": name, "max_model_len": engine.max_model_len} for name in engine.models]

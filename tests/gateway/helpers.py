@@ -46,7 +46,7 @@ async def gateway_over(
     server = make_server(gateway)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    await gateway.engines.start()
+    await gateway.start()
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.005)

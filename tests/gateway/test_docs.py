@@ -8,7 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.gateway.config import EngineConfig, GatewayConfig, ModelConfig, parse_config
+from paceline.gateway.config import (
+    EngineConfig,
+    GatewayConfig,
+    KeyConfig,
+    ModelConfig,
+    PriceConfig,
+    parse_config,
+)
 from paceline.gateway.counts import Counts
 
 PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
@@ -22,9 +29,9 @@ def test_every_setting_is_there_with_its_default() -> None:
             defaults = cells[1].split(", ")
             for number, name in enumerate(re.findall(r"`([a-z_]+)`", cells[0])):
                 rows[name] = defaults[min(number, len(defaults) - 1)]
-    for kind in (GatewayConfig, EngineConfig, ModelConfig):
+    for kind in (GatewayConfig, EngineConfig, ModelConfig, PriceConfig, KeyConfig):
         for field in msgspec.structs.fields(kind):
-            if field.name in ("engines", "models"):
+            if field.name in ("engines", "models", "prices", "keys"):
                 continue
             assert field.name in rows, field.name
             default = field.default
@@ -44,8 +51,21 @@ def test_every_metric_is_there() -> None:
 
 
 def test_the_example_is_a_good_one() -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    example, spending, clouds = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert tomllib.loads(example)["engines"]
-    # the key that it names is not set here
-    config = parse_config(example.replace('api_key_env = "GPU1_KEY"', "").encode())
+    # the keys that they name are not set here
+    config = parse_config(re.sub(r"api_key_env = .*", "", example).encode())
     assert config.models[0].pressure_fallback
+    head, tables = example.partition("[[engines]]")[0], example[example.index("[[engines]]") :]
+    whole = head + spending.replace('"small"', '"chat"') + tables
+    priced = parse_config(re.sub(r"api_key_env = .*", "", whole).encode())
+    assert [row.engine for row in priced.prices] == ["gpu1", ""]
+    parts = parse_config(re.sub(r"api_key_env = .*", "", clouds).encode())
+    assert [engine.kind for engine in parts.engines] == ["azure", "anthropic"]
+
+
+def test_every_complaint_has_its_test() -> None:
+    tests = (Path(__file__).parent / "test_complaints.py").read_text()
+    tried = {int(number) for number in re.findall(r"async def test_(\d\d)_", tests)}
+    told = {int(number) for number in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
+    assert tried == told == set(range(1, 21))

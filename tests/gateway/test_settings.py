@@ -69,6 +69,16 @@ async def test_connect_timeout() -> None:
         one.close()
 
 
+async def test_max_rest_wait() -> None:
+    for most, status in ((0.0, 429), (5.0, 200)):
+        async with (
+            scripted(refused(503, retry_after="0.3"), WHOLE) as engine,
+            gateway_over(configured(engine, max_rest_wait=most)) as (_, client),
+        ):
+            assert (await client.post(CHAT, json=chat())).status_code == 503
+            assert (await client.post(CHAT, json=chat())).status_code == status
+
+
 async def test_max_resumes() -> None:
     for most, ends in ((0, "error"), (1, "error"), (2, "whole")):
         async with (
@@ -302,7 +312,7 @@ async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
         held: list[int] = []
         for _ in range(40):
             await asyncio.sleep(0.02)
-            held.append(len(leg._owner._backlog))  # type: ignore[attr-defined]
+            held.append(leg._owner.out.num_waiting)  # type: ignore[attr-defined]
         # of more than 3 MB no more than a read or two beyond the bound is held
         assert 0 < max(held) < 600_000 and held[-1] == held[-5]
         got = b""

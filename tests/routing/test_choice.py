@@ -43,6 +43,15 @@ def test_a_known_prefix_draws_and_a_queue_repels() -> None:
     assert chosen(loads, demand) == "a"
 
 
+def test_a_known_prefix_draws_where_a_long_answer_drowns_what_it_saves() -> None:
+    demand = Demand(400.0, 4096.0, 2048.0, prefix=prefix_chain(b"x" * 1600))
+    for seed in range(10):
+        loads = [EngineLoad("a"), EngineLoad("b")]
+        loads[seed % 2].prefixes.add(demand.prefix)
+        views = [load.view(demand, 0.0) for load in loads]
+        assert choose(views, demand, random.Random(seed)) == seed % 2
+
+
 def test_one_tenants_prompts_do_not_show_in_anothers_way() -> None:
     assert not set(prefix_chain(b"y" * 2048, b"ann")) & set(prefix_chain(b"y" * 2048, b"bob"))
     assert len(prefix_chain(b"y" * 2047)) == 7

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import io
 import json
 import os
 import re
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -21,6 +24,8 @@ import pytest
 
 from paceline.checkpoints.aliases import Alias
 from paceline.checkpoints.pull import pull
+from paceline.gateway.ledger import Ledger
+from paceline.gateway.money import Used
 from paceline.server.batches.store import BatchStore
 from tests.cli.servers import start_server
 
@@ -41,6 +46,7 @@ PLACES = {
     "checkpoints/hub_cache.py": "models of the hub, in a cache that other programs read too",
     "cli/batch_files.py": "",
     "engine/recorder.py": "",
+    "gateway/ledger.py": "",
     "server/batches/contents.py": "",
     "server/batches/schema.py": "",
     "server/batches/store.py": "",
@@ -149,6 +155,22 @@ def test_what_a_download_writes(tmp_path: Path) -> None:
 
     pull("m", tmp_path / "cache", download=download, aliases={"m": alias})
     assert "model.gguf" in files(tmp_path) and public(tmp_path) == []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_what_a_gateway_writes(tmp_path: Path) -> None:
+    async def spend() -> None:
+        ledger = Ledger(tmp_path / "spend.sqlite")
+        ledger.start()
+        ledger.add("ann", "2026-03-31", "e", "m", Used(1, 0, 1), 5)
+        with contextlib.closing(sqlite3.connect(tmp_path / "spend.sqlite")) as reader:
+            # a reader keeps SQLite's other files there
+            reader.execute("SELECT * FROM spend").fetchall()
+            await ledger.close()
+            assert public(tmp_path) == []
+
+    asyncio.run(spend())
+    assert "spend.sqlite" in files(tmp_path) and public(tmp_path) == []
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -185,7 +185,8 @@ class RateStore:
             await asyncio.sleep(self._probe_every)
             try:
                 async with asyncio.timeout(self._timeout):
-                    back = await shared.storage.check()
+                    # by counting: one that answers a ping may still refuse the scripts that count
+                    back = await shared.strategy.hit(_probe_item(), "probe")
             except Exception:
                 back = False
             if back:
@@ -203,6 +204,10 @@ class RateStore:
             await asyncio.gather(self._probe, return_exceptions=True)
         if self._shared is not None:
             await self._shared.storage.bridge.storage.aclose()
+
+
+def _probe_item() -> RateLimitItem:
+    return _item(Rate(1_000_000, 1))
 
 
 def _item(rate: Rate) -> RateLimitItem:

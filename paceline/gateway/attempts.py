@@ -1,0 +1,138 @@
+"""How often one request was tried, where, and whether it may be once more.
+
+One budget pays for whatever is done beyond a request's first attempt, and one number bounds the
+attempts of a request, over all tiers and for whatever reason they are made.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paceline.gateway.caller import Allowed
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.pick import Pick, Picker
+from paceline.gateway.routes import Route, Site
+from paceline.gateway.sending import Sending
+from paceline.gateway.splice import Splice
+from paceline.routing import Demand, RetryBudget
+
+__all__ = ["Attempts"]
+
+
+class Attempts:
+    """Of one request. Seconds of a clock that never goes back are an argument.
+
+    Args:
+        splice: what came of the answer; None: it is not streamed.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        picker: Picker,
+        budget: RetryBudget,
+        route: Route,
+        demand: Demand,
+        allowed: Allowed,
+        sending: Sending,
+        splice: Splice | None,
+    ) -> None:
+        self._config, self._picker, self._budget = config, picker, budget
+        self._demand, self._allowed, self._sending = demand, allowed, sending
+        self._splice = splice
+        self.route = route
+        self.tried: set[str] = set()
+        # requests sent; of them, continuations behind what the caller has; and those that were lost
+        self.num = 0
+        self.num_resumes = 0
+        self.num_lost = 0
+        # tokens of the largest context that was too short for it
+        self._needs_more: float | None = None
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._splice is not None and self._splice.emitted
+
+    def pick(self, now: float, last: Site | None) -> Pick:
+        """An engine that was not tried; ``last``: where it was sent before. Raises as
+        ``Picker.pick``."""
+        only = None if self._needs_more is None else self._is_long_enough
+        if self._goes_on:
+            assert last is not None, "somebody said what was emitted"
+
+            def exactly(site: Site) -> bool:
+                return self._sending.can_go_on(site, last) and self._sending.exactly(site)
+
+            def at_all(site: Site) -> bool:
+                return self._sending.can_go_on(site, last)
+
+            exact = self._picker.can_pick(self.route, self._demand, now, self.tried, exactly)
+            only = exactly if exact else at_all
+        return self._picker.pick(
+            self.route,
+            self._demand,
+            now,
+            tried=self.tried,
+            fallback=self.route.fallback and self._allowed.fallback,
+            only=only,
+        )
+
+    def may_retry(self, now: float, *, free: bool = False, peek: bool = False) -> bool:
+        """Whether one more attempt is left; ``free``: not from the budget; ``peek``: it is not
+        taken yet."""
+        if (
+            not self._allowed.retry
+            or self.num >= self._config.max_attempts
+            or not self._picker.can_pick(
+                self.route,
+                self._demand,
+                now,
+                self.tried,
+                self._is_long_enough,
+                fallback=self.route.fallback and self._allowed.fallback,
+            )
+        ):
+            return False
+        if free:
+            return True
+        return self._budget.left(now) >= 1.0 if peek else self._budget.take(now)
+
+    def may_resume(self, now: float, last: Site, *, free: bool) -> bool:
+        """Whether a stream that broke at ``last`` may go on elsewhere; it then does."""
+        splice = self._splice
+        if (
+            splice is None
+            or not self._allowed.resume
+            or self.num_resumes >= self._config.max_resumes
+            or self.num >= self._config.max_attempts
+            or (splice.resume_ids() is None and splice.partial_text() is None)
+            or not self._picker.can_pick(
+                self.route,
+                self._demand,
+                now,
+                self.tried,
+                lambda site: self._sending.can_go_on(site, last),
+            )
+            or not (free or self._budget.take(now, overdraw=True))
+        ):
+            return False
+        self.num_resumes += 1
+        return True
+
+    def may_go_to_a_longer(self, now: float, site: Site) -> bool:
+        """Whether there is a place with a longer context than ``site``'s, which was too short:
+        never one with a shorter one, or of which nothing is known."""
+        most = math.inf if site.max_model_len is None else site.max_model_len
+        self._needs_more = max(self._needs_more or 0.0, most)
+        if self.may_retry(now, peek=True):
+            return True
+        longer = self.route.longer
+        if longer is None or not self._allowed.fallback:
+            return False
+        # this is what the configuration has for long prompts: its length need not be known
+        self.route, self._needs_more = longer, None
+        self.tried.clear()
+        return self.may_retry(now, peek=True)
+
+    def _is_long_enough(self, site: Site) -> bool:
+        return self._needs_more is None or (site.max_model_len or 0) > self._needs_more

@@ -1,0 +1,162 @@
+"""What a key may still spend: the dearest that a request could be is reserved before it is sent,
+and the rest given back once it is known what it was.
+
+::
+
+    request ---- reserve(worst case) ----> sent ----> settle(what it cost)
+                 refused: 429 until the window is over, 402 where it never is
+
+So requests that arrive together cannot all spend the same last cent, and whatever is done for one
+request (retries, other engines) is settled once. Where several gateways share a budget, each holds
+leases on it (``leases``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from paceline.gateway.ledger import Ledger
+from paceline.gateway.money import Budget, Used, show_amount
+from paceline.http.errors import HttpError
+from paceline.http.rate_limits.rates import go_duration
+
+__all__ = ["BudgetStore", "Budgets", "LocalStore", "Reservation"]
+
+_log = logging.getLogger("paceline.gateway")
+
+# of a budget, at which the log says so
+_WARN_AT: Final = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Of one request. ``amount`` 0: nothing was reserved."""
+
+    key: str
+    amount: int
+    begins: str
+
+
+class BudgetStore(Protocol):
+    """Where it is counted what is reserved and spent of a window."""
+
+    async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
+        """Whether ``amount`` fits below ``most``; and what was spent or is reserved by others."""
+        ...
+
+    def give_back(self, key: str, begins: str, amount: int) -> None:
+        """Of what was taken; negative: it cost more."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LocalStore:
+    """Of this process alone, beginning with what the ledger has."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._taken: dict[tuple[str, str], int] = {}
+
+    async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
+        window = (key, begins)
+        if window not in self._taken:
+            # a window that has begun anew: nobody asks for the one before
+            for old in [old for old in self._taken if old[0] == key]:
+                del self._taken[old]
+            self._taken[window] = self._ledger.spent(key, begins)
+        before = self._taken[window]
+        fits = before + amount <= most
+        if fits:
+            self._taken[window] += amount
+        return fits, before
+
+    def give_back(self, key: str, begins: str, amount: int) -> None:
+        if (key, begins) in self._taken:
+            self._taken[key, begins] -= amount
+
+    async def close(self) -> None:
+        return None
+
+
+class Budgets:
+    """Of one gateway.
+
+    Args:
+        by_key: budgets, "*" of keys that have none of their own.
+        soft: keys that are only warned of.
+        wall: seconds of the wall clock.
+    """
+
+    def __init__(
+        self,
+        by_key: Mapping[str, Budget],
+        soft: frozenset[str],
+        ledger: Ledger,
+        store: BudgetStore,
+        currency: str,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._by_key, self._soft, self._currency = dict(by_key), soft, currency
+        self._ledger, self._store, self._wall = ledger, store, wall
+        # windows of which the log has told
+        self._warned: set[tuple[str, str]] = set()
+
+    def budget(self, key: str) -> Budget | None:
+        return self._by_key.get(key, self._by_key.get("*"))
+
+    async def reserve(self, key: str, worst: int) -> Reservation:
+        """Raises HttpError 429 or 402, with the numbers, where it does not fit."""
+        budget = self.budget(key)
+        if budget is None:
+            return Reservation(key, 0, "")
+        now = self._wall()
+        begins = budget.begins(now)
+        fits, before = await self._store.take(key, begins, worst, budget.amount)
+        share = before / budget.amount if budget.amount else 1.0
+        if (not fits or share >= _WARN_AT) and (key, begins) not in self._warned:
+            self._warned = {told for told in self._warned if told[0] != key} | {(key, begins)}
+            _log.warning("budget_nearly_spent key=%s budget=%s share=%.2f", key, budget, share)
+        if fits:
+            return Reservation(key, worst, begins)
+        if (key if key in self._by_key else "*") in self._soft:
+            return Reservation(key, 0, "")
+        raise self._refusal(budget, before, worst, now)
+
+    def _refusal(self, budget: Budget, before: int, worst: int, now: float) -> HttpError:
+        wait = budget.ends_in(now)
+        told = (
+            f"the budget of this key is {budget} {self._currency}: "
+            f"{show_amount(min(before, budget.amount))} are spent or reserved, and this request "
+            f"may cost {show_amount(worst)}"
+        )
+        if wait is None:
+            return HttpError(402, told)
+        return HttpError(429, f"{told}. It begins anew in {go_duration(wait)}", retry_after=wait)
+
+    def settle(
+        self, reservation: Reservation, engine: str, model: str, used: Used, cost: int
+    ) -> None:
+        """A request has ended; ``engine``: "" where none answered it, and it costs nothing."""
+        if reservation.amount:
+            self._store.give_back(reservation.key, reservation.begins, reservation.amount - cost)
+        if engine:
+            day = Budget(0, "day").begins(self._wall())
+            self._ledger.add(reservation.key, day, engine, model, used, cost)
+
+    def status(self, key: str) -> Mapping[str, str | None]:
+        """What a key has spent of its budget, and today where it has none."""
+        budget = self.budget(key) or Budget(0, "day")
+        spent = self._ledger.spent(key, budget.begins(self._wall()))
+        return {
+            "spent": show_amount(spent),
+            "budget": None if self.budget(key) is None else str(budget),
+            "currency": self._currency,
+        }
+
+    async def close(self) -> None:
+        await self._store.close()

@@ -1,0 +1,220 @@
+"""Anthropic's answers, whole and streamed, as chat completions.
+
+::
+
+    message_start             a chunk with the role
+    content_block_start       of a tool: id and name
+    content_block_delta       text, thinking, or a part of a tool's arguments
+    message_delta             the finish reason
+    message_stop              usage, [DONE]
+    ping                      a comment
+    error                     an event with ``error``
+
+An event of another name is left out, as the vendor asks of clients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
+
+__all__ = ["AnthropicStream", "chat_answer"]
+
+_DONE: Final = b"data: [DONE]\n\n"
+_REASONS: Final = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "pause_turn": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "refusal": "content_filter",
+}
+
+
+class _Usage(msgspec.Struct):
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    output_tokens: int | None = None
+
+    def add(self, later: _Usage) -> None:
+        """Counts are cumulative: what is told later stands."""
+        for name in self.__struct_fields__:
+            value = getattr(later, name)
+            if value is not None:
+                setattr(self, name, value)
+
+    def as_openai(self) -> dict[str, Any]:
+        cached = self.cache_read_input_tokens or 0
+        prompt = (self.input_tokens or 0) + cached + (self.cache_creation_input_tokens or 0)
+        made = self.output_tokens or 0
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class _Block(msgspec.Struct):
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Message(msgspec.Struct):
+    id: str
+    model: str
+    content: list[_Block]
+    usage: _Usage
+    stop_reason: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: str = ""
+    partial_json: str = ""
+    stop_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    index: int = 0
+    message: _Message | None = None
+    content_block: _Block | None = None
+    delta: _Delta | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode: Final = msgspec.json.Decoder(_Event).decode
+_decode_message: Final = msgspec.json.Decoder(_Message).decode
+
+
+def chat_answer(body: bytes) -> bytes:
+    """A whole message as a chat completion. Raises ValueError where it is none."""
+    message = _decode_message(body)
+    said: dict[str, Any] = {"role": "assistant", "content": None}
+    texts = [block.text for block in message.content if block.type == "text"]
+    if texts:
+        said["content"] = "".join(texts)
+    thoughts = "".join(block.thinking for block in message.content if block.type == "thinking")
+    if thoughts:
+        said["reasoning"] = thoughts
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": bytes(block.input).decode()},
+        }
+        for block in message.content
+        if block.type == "tool_use"
+    ]
+    if calls:
+        said["tool_calls"] = calls
+    choice = {
+        "index": 0,
+        "message": said,
+        "logprobs": None,
+        "finish_reason": _REASONS.get(message.stop_reason or "", "stop"),
+    }
+    return msgspec.json.encode(
+        {
+            "id": message.id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": message.model,
+            "choices": [choice],
+            "usage": message.usage.as_openai(),
+        }
+    )
+
+
+class AnthropicStream:
+    """See ``Translator``. What cannot be read becomes an event that is no chunk, which whoever
+    reads chunks refuses."""
+
+    def __init__(self) -> None:
+        self._events = SseEvents()
+        self._head: Mapping[str, Any] = {}
+        self._usage = _Usage()
+        # by index of a content block, the index of its tool call
+        self._calls: dict[int, int] = {}
+
+    def feed(self, data: bytes) -> bytes:
+        out = b"".join(map(self._event, self._events.feed(data)))
+        if self._events.too_long:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return out
+
+    def _event(self, event: bytes) -> bytes:
+        payload = payload_of(event)
+        if payload is None:
+            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
+        found = _decode(payload)
+        delta = found.delta
+        match found.type:
+            case "message_start" if found.message is not None:
+                self._usage.add(found.message.usage)
+                self._head = {
+                    "id": found.message.id,
+                    "object": "chat.completion.chunk",
+                    "created": int(time.time()),
+                    "model": found.message.model,
+                }
+                return self._chunk({"role": "assistant", "content": ""})
+            case "content_block_start" if found.content_block is not None:
+                return self._begin(found.index, found.content_block)
+            case "content_block_delta" if delta is not None:
+                return self._delta(found.index, delta)
+            case "message_delta":
+                if found.usage is not None:
+                    self._usage.add(found.usage)
+                if delta is None or delta.stop_reason is None:
+                    return b""
+                return self._chunk({}, _REASONS.get(delta.stop_reason, "stop"))
+            case "message_stop":
+                return self._line({"choices": [], "usage": self._usage.as_openai()}) + _DONE
+            case "ping":
+                return b": ping\n\n"
+            case "error":
+                return b"data: " + msgspec.json.encode({"error": found.error}) + b"\n\n"
+        return b""
+
+    def _begin(self, index: int, block: _Block) -> bytes:
+        if block.type == "text" and block.text:
+            return self._chunk({"content": block.text})
+        if block.type != "tool_use":
+            return b""
+        number = self._calls[index] = len(self._calls)
+        function = {"name": block.name, "arguments": ""}
+        call = {"index": number, "id": block.id, "type": "function", "function": function}
+        return self._chunk({"tool_calls": [call]})
+
+    def _delta(self, index: int, delta: _Delta) -> bytes:
+        if delta.text:
+            return self._chunk({"content": delta.text})
+        if delta.thinking:
+            return self._chunk({"reasoning": delta.thinking})
+        if delta.partial_json and index in self._calls:
+            part = {"index": self._calls[index], "function": {"arguments": delta.partial_json}}
+            return self._chunk({"tool_calls": [part]})
+        # signatures and citations have no place in a chat
+        return b""
+
+    def _chunk(self, delta: Mapping[str, Any], reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self._line({"choices": [choice]})
+
+    def _line(self, fields: Mapping[str, Any]) -> bytes:
+        return b"data: " + msgspec.json.encode({**self._head, **fields}) + b"\n\n"

@@ -1,0 +1,76 @@
+"""What a dialect answers for, and OpenAI's, which changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from paceline.gateway.bodies import Body
+from paceline.http.upstream import Headers
+
+__all__ = ["Dialect", "OpenAIDialect", "Translator"]
+
+
+class Translator(Protocol):
+    """Of one stream."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Events of the engine in, wherever they were cut; events of the caller's API out."""
+        ...
+
+
+class Dialect(Protocol):
+    """Stateless: one for all requests of an engine."""
+
+    def cannot(self, path: str, body: Body) -> str:
+        """Why such a request cannot be sent there; empty where it can."""
+        ...
+
+    def target(self, path: str, model: str) -> str:
+        """The path that it is sent to."""
+        ...
+
+    def headers(self, key: str) -> Headers:
+        """With the engine's key."""
+        ...
+
+    def body(self, path: str, body: Body, changes: Mapping[str, Any]) -> bytes:
+        """A request as the engine reads it; ``changes`` are fields of the caller's API."""
+        ...
+
+    def ignored(self, path: str, body: Body) -> str:
+        """Fields of the request that the engine has no word for, with commas between them."""
+        ...
+
+    def answer(self, path: str, body: bytes) -> bytes:
+        """A whole answer as the caller reads it. Raises ValueError where it is none."""
+        ...
+
+    def translator(self, path: str) -> Translator | None:
+        """Of a stream; None: it needs none."""
+        ...
+
+
+class OpenAIDialect:
+    """Of every engine that speaks as the caller does."""
+
+    def cannot(self, path: str, body: Body) -> str:
+        return ""
+
+    def target(self, path: str, model: str) -> str:
+        return path
+
+    def headers(self, key: str) -> Headers:
+        return [(b"authorization", b"Bearer " + key.encode())] if key else []
+
+    def body(self, path: str, body: Body, changes: Mapping[str, Any]) -> bytes:
+        return body.encode(changes)
+
+    def ignored(self, path: str, body: Body) -> str:
+        return ""
+
+    def answer(self, path: str, body: bytes) -> bytes:
+        return body
+
+    def translator(self, path: str) -> Translator | None:
+        return None

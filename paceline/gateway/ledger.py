@@ -1,0 +1,162 @@
+"""What every key has spent, by day, model and engine: in memory, and in a SQLite file behind it.
+
+Nothing waits for the file: rows that have changed are written by a thread, every second and at the
+end. A gateway that is killed loses the spending of its last second. No prompt is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.core.errors import ConfigError
+from paceline.gateway.money import Used
+
+__all__ = ["Ledger", "Spent"]
+
+_log = logging.getLogger("paceline.gateway")
+
+_TABLE: Final = """
+CREATE TABLE IF NOT EXISTS spend (
+    key TEXT NOT NULL, day TEXT NOT NULL, engine TEXT NOT NULL, model TEXT NOT NULL,
+    requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL, amount INTEGER NOT NULL,
+    PRIMARY KEY (key, day, engine, model)
+) WITHOUT ROWID
+"""
+# what was written by others since (another gateway with this file) is kept: counts are added
+_ADD: Final = """
+INSERT INTO spend VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (key, day, engine, model) DO UPDATE SET
+    requests = requests + excluded.requests,
+    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens,
+    output_tokens = output_tokens + excluded.output_tokens,
+    amount = amount + excluded.amount
+"""
+_SUMS: Final = """
+SELECT key, CASE WHEN day >= ? THEN day ELSE '' END AS since, SUM(amount)
+FROM spend GROUP BY key, since
+"""
+_EVERY_SECONDS: Final = 1.0
+# days that are kept apart in memory; what is older counts for budgets that never end alone
+_DAYS: Final = 62
+_BUSY_SECONDS: Final = 2.0
+
+_Row = tuple[str, str, str, str]
+
+
+@dataclass(slots=True)
+class Spent:
+    """Of one key, day, engine and model."""
+
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    amount: int = 0
+
+    def add(self, used: Used, amount: int) -> None:
+        self.requests += 1
+        self.prompt += used.prompt
+        self.cached += used.cached
+        self.output += used.output
+        self.amount += amount
+
+
+class Ledger:
+    """Of one gateway. ``start`` on its event loop, ``close`` at the end.
+
+    Args:
+        path: of the file, made where there is none; None: memory alone.
+
+    Raises:
+        ConfigError: the file cannot be opened, or is no database of this kind.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._unwritten: dict[_Row, Spent] = {}
+        # by key, and day: what was spent
+        self._totals: dict[str, dict[str, int]] = {}
+        self._task: asyncio.Task[None] | None = None
+        if path is not None:
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        try:
+            # before SQLite makes it: others are not to read who spends what
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            with contextlib.closing(self._open()) as database:
+                database.execute("PRAGMA journal_mode=WAL")
+                database.execute(_TABLE)
+                oldest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=_DAYS)
+                for key, day, total in database.execute(_SUMS, (oldest.date().isoformat(),)):
+                    self._totals.setdefault(key, {})[day] = int(total)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"spend_storage: {path} cannot be used: {error}") from None
+
+    def _open(self) -> sqlite3.Connection:
+        assert self._path is not None, "there is a file"
+        return sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None)
+
+    def start(self) -> None:
+        if self._path is not None and self._task is None:
+            self._task = asyncio.ensure_future(self._write_now_and_then())
+
+    def add(self, key: str, day: str, engine: str, model: str, used: Used, amount: int) -> None:
+        """A request has ended."""
+        days = self._totals.setdefault(key, {})
+        days[day] = days.get(day, 0) + amount
+        if self._path is not None:
+            self._unwritten.setdefault((key, day, engine, model), Spent()).add(used, amount)
+
+    def spent(self, key: str, since: str) -> int:
+        """By a key, from the day ``since`` on ("": ever)."""
+        days = self._totals.get(key, {})
+        return sum(amount for day, amount in days.items() if day >= since)
+
+    def spent_on(self, day: str) -> Mapping[str, int]:
+        """By every key that spent anything."""
+        return {key: days[day] for key, days in self._totals.items() if day in days}
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._flush()
+
+    async def _write_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_SECONDS)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if not self._unwritten:
+            return
+        rows, self._unwritten = self._unwritten, {}
+        values = [
+            (*row, s.requests, s.prompt, s.cached, s.output, s.amount) for row, s in rows.items()
+        ]
+        try:
+            await asyncio.shield(asyncio.to_thread(self._write, values))
+        except sqlite3.Error as error:
+            _log.error("spend_not_written rows=%d error=%r", len(rows), str(error)[:100])
+            for row, spent in rows.items():
+                kept = self._unwritten.setdefault(row, Spent())
+                for name in Spent.__slots__:
+                    setattr(kept, name, getattr(kept, name) + getattr(spent, name))
+
+    def _write(self, values: Sequence[tuple[object, ...]]) -> None:
+        with contextlib.closing(self._open()) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.executemany(_ADD, values)
+            database.execute("COMMIT")

@@ -1,0 +1,148 @@
+"""What an answer costs: amounts, prices, and the budget of a key. Pure.
+
+An amount is an ``int`` of a millionth of a millionth of the currency, so that a price of so much
+per million tokens is a whole number per token, and sums never drift.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Final, Literal
+
+from paceline.core.errors import ConfigError
+
+__all__ = ["Budget", "Price", "Prices", "Used", "Window", "parse_amount", "show_amount"]
+
+_UNIT: Final = 10**12
+_MILLION: Final = 10**6
+# of any amount: sums of them fit 63 bits, which SQLite and Redis count with
+_MAX: Final = Decimal(10**6)
+_BUDGET: Final = re.compile(r"([0-9.]{1,20})/(day|month|total)")
+
+Window = Literal["day", "month", "total"]
+
+
+def parse_amount(value: str | int | float, what: str) -> int:
+    """Raises ConfigError, naming ``what``, for anything but a number from 0 with at most six
+    places."""
+    try:
+        # of a float its shortest name is what was written
+        found = Decimal(str(value))
+    except InvalidOperation:
+        raise ConfigError(
+            f"{what} must be an amount such as 2.50, got {str(value)[:40]!r}"
+        ) from None
+    if not found.is_finite() or not 0 <= found <= _MAX or found * _MILLION % 1:
+        raise ConfigError(
+            f"{what} must be 0 to {_MAX} with at most six places, got {str(value)[:40]!r}"
+        )
+    return int(found * _UNIT)
+
+
+def show_amount(amount: int) -> str:
+    """With as many places as it has, and at least two."""
+    whole, rest = divmod(abs(amount), _UNIT)
+    places = f"{rest:012d}".rstrip("0").ljust(2, "0")
+    return f"{'-' if amount < 0 else ''}{whole}.{places}"
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Tokens of one request."""
+
+    prompt: int = 0
+    # of the prompt, those that the engine had in its cache
+    cached: int = 0
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Amounts per token, and per request."""
+
+    input: int
+    cached_input: int
+    output: int
+    request: int = 0
+
+    @classmethod
+    def per_million(cls, input: int, cached_input: int, output: int, *, request: int = 0) -> Price:
+        """Of tokens whose prices are said per million, as every vendor does."""
+        return cls(input // _MILLION, cached_input // _MILLION, output // _MILLION, request)
+
+    def of(self, used: Used) -> int:
+        cached = min(used.cached, used.prompt)
+        return (
+            self.request
+            + (used.prompt - cached) * self.input
+            + cached * self.cached_input
+            + used.output * self.output
+        )
+
+
+class Prices:
+    """Rows by (engine, model), either of which may be "": any."""
+
+    def __init__(self, rows: Mapping[tuple[str, str], Price]) -> None:
+        self._rows = dict(rows)
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def find(self, engine: str, model: str) -> Price | None:
+        """The row that names most of it; None: there is none."""
+        for row in ((engine, model), (engine, ""), ("", model), ("", "")):
+            if row in self._rows:
+                return self._rows[row]
+        return None
+
+    def worst(self, places: Iterable[tuple[str, str]], prompt: int, most_output: int) -> int:
+        """What a request could cost at the dearest of its places."""
+        used = Used(prompt, 0, most_output)
+        found = (self.find(*place) for place in places)
+        return max((price.of(used) for price in found if price is not None), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """So much a day, a month (of UTC's calendar), or in all."""
+
+    amount: int
+    window: Window
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """``5.00/day``, ``100/month``, ``20/total``. Raises ConfigError."""
+        match = _BUDGET.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"a budget is written AMOUNT/day, /month or /total, got {text[:60]!r}"
+            )
+        window: Window = match[2]  # type: ignore[assignment]
+        return cls(parse_amount(match[1], "a budget"), window)
+
+    def begins(self, now: float) -> str:
+        """The window that ``now`` (seconds of the wall clock) lies in, by its first day."""
+        day = datetime.datetime.fromtimestamp(now, datetime.UTC).date()
+        if self.window == "total":
+            return ""
+        return (day if self.window == "day" else day.replace(day=1)).isoformat()
+
+    def ends_in(self, now: float) -> float | None:
+        """Seconds until it begins anew; None: never."""
+        if self.window == "total":
+            return None
+        then = datetime.datetime.fromtimestamp(now, datetime.UTC)
+        begin = then.replace(hour=0, minute=0, second=0, microsecond=0)
+        if self.window == "day":
+            end = begin + datetime.timedelta(days=1)
+        else:
+            end = (begin.replace(day=1) + datetime.timedelta(days=32)).replace(day=1)
+        return (end - then).total_seconds()
+
+    def __str__(self) -> str:
+        return f"{show_amount(self.amount)}/{self.window}"

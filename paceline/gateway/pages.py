@@ -1,0 +1,151 @@
+"""What a gateway tells of itself: models, health, status, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from paceline import __version__
+from paceline.gateway.counts import Counts
+from paceline.gateway.engines import Engine, Engines
+from paceline.gateway.routes import Routes
+from paceline.gateway.spending import Spending
+from paceline.gateway.turns import Turns
+from paceline.http.errors import HttpError
+from paceline.routing import RetryBudget
+
+__all__ = ["Page", "Pages", "Told", "as_json"]
+
+# status, content type, body
+Page = tuple[int, str, bytes]
+
+
+class Told(Protocol):
+    """What there is to tell of: ``Gateway``."""
+
+    now: Callable[[], float]
+    engines: Engines
+    routes: Routes
+    turns: Turns
+    counts: Counts
+    budget: RetryBudget
+    spending: Spending
+    draining: bool
+    in_flight: int
+
+
+def as_json(status: int, value: object) -> Page:
+    return status, "application/json", msgspec.json.encode(value)
+
+
+class Pages:
+    """Of one gateway."""
+
+    def __init__(self, gateway: Told) -> None:
+        self._gateway = gateway
+        self._pages: Mapping[str, Callable[[str], Page]] = {
+            "/v1/models": self._models,
+            "/status": self._status,
+            "/metrics": self._metrics,
+            "/health": self._health,
+            "/health/live": lambda key: as_json(200, {"status": "ok"}),
+            "/health/ready": self._health,
+            "/ping": self._health,
+            "/version": lambda key: as_json(200, {"version": __version__}),
+        }
+
+    def find(self, path: str) -> Callable[[str], Page] | None:
+        """The page of a path, for a key's name; None: there is none."""
+        if path.startswith("/v1/models/"):
+            return lambda key: self._model(path, key)
+        return self._pages.get(path)
+
+    def _models(self, key: str) -> Page:
+        return as_json(200, {"object": "list", "data": self._entries(key)})
+
+    def _entries(self, key: str) -> list[Mapping[str, Any]]:
+        gateway = self._gateway
+        return [
+            {
+                "id": entry.id,
+                "object": "model",
+                "created": entry.entry.get("created", 0),
+                "owned_by": entry.entry.get("owned_by", "paceline"),
+                "max_model_len": entry.max_model_len,
+            }
+            for entry in gateway.routes.entries()
+            if gateway.spending.may_use(key, entry.id)
+        ]
+
+    def _model(self, path: str, key: str) -> Page:
+        name = path[len("/v1/models/") :]
+        for entry in self._entries(key):
+            if entry["id"] == name:
+                return as_json(200, entry)
+        raise HttpError(404, f"The model {name[:200]!r} does not exist here")
+
+    def _health(self, key: str) -> Page:
+        gateway = self._gateway
+        now = gateway.now()
+        able = [e.name for e in gateway.engines.by_name.values() if not _trouble(e, now)]
+        if gateway.draining or not able:
+            why = "shutting down" if gateway.draining else "no engine can take requests"
+            raise HttpError(503, why, 1.0)
+        return as_json(200, {"status": "ok", "engines": able})
+
+    def _status(self, key: str) -> Page:
+        gateway = self._gateway
+        now = gateway.now()
+        told = {
+            "version": __version__,
+            "in_flight": gateway.in_flight,
+            "waiting": gateway.turns.num_waiting,
+            "draining": gateway.draining,
+            "retry_budget": round(gateway.budget.left(now), 1),
+            "engines": {
+                engine.name: _engine(engine, now) for engine in gateway.engines.by_name.values()
+            },
+            "spend": gateway.spending.status(),
+        }
+        return as_json(200, told)
+
+    def _metrics(self, key: str) -> Page:
+        gateway = self._gateway
+        gateway.counts.spent(*gateway.spending.spent_today())
+        engines = gateway.engines.by_name.values()
+        text = gateway.counts.render(engines, gateway.turns.num_waiting, gateway.now())
+        return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
+
+
+def _trouble(engine: Engine, now: float) -> str:
+    return engine.available(now) or engine.trouble
+
+
+def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
+    return {
+        "url": engine.config.url,
+        "kind": engine.kind,
+        "trouble": _trouble(engine, now) or None,
+        "breaker": engine.breaker.state(now),
+        "draining": engine.draining,
+        "models": sorted(engine.models) if engine.models is not None else None,
+        "requests": len(engine.running),
+        "prefill_tokens": round(engine.load.prefill_tokens),
+        "connections": len(engine.pool),
+        "pressed": engine.load.pressed,
+        "pressure": _pressure(engine, now),
+        "lost_signals": sorted(engine.lost_signals),
+        "samples": engine.load.latency.num_samples,
+    }
+
+
+def _pressure(engine: Engine, now: float) -> Mapping[str, Any] | None:
+    """As the engine last said; what it does not say is null, which is not 0."""
+    pressure = engine.load.pressure
+    if pressure is None:
+        return None
+    fields = ("waiting", "running", "kv", "capacity_tokens", "preemptions", "level")
+    told = {name: getattr(pressure, name) for name in fields}
+    return {**told, "seconds_ago": round(now - pressure.at, 3)}

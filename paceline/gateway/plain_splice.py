@@ -1,0 +1,120 @@
+"""Streams that are relayed as they are, watched for their beginning, their end and their counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline.gateway.usage import Usage
+from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
+
+__all__ = ["PlainSplice"]
+
+
+class _Told(msgspec.Struct):
+    """Where events of Anthropic's messages and OpenAI's responses have their usage."""
+
+    usage: Usage | None = None
+    message: _Told | None = None
+    response: _Told | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PlainSplice:
+    """Of streams that are relayed as they are: Anthropic's messages and OpenAI's responses.
+
+    Events go out from the first that says something, with those before it: an engine that ends
+    earlier leaves no trace, and another one begins anew.
+
+    Args:
+        path: of the endpoint.
+        says: what is in the first event that has a part of the answer.
+        ends: what is in the last one, in each way that it can end.
+        fails: what is in one that reports an error.
+    """
+
+    path: str
+    says: tuple[bytes, ...]
+    ends: tuple[bytes, ...]
+    fails: tuple[bytes, ...]
+    emitted: bool = False
+    done: bool = False
+    failed: str | None = None
+    failure_event: bytes = b""
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    num_parts: int = 0
+    _num_deltas: int = 0
+    _counted: int | None = None
+    _held: bytes = b""
+    _events: SseEvents = field(default_factory=SseEvents)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._num_deltas if self._counted is None else self._counted
+
+    def begin_leg(self, *, by_text: bool = False) -> None:
+        assert not by_text, "these streams are not resumed"
+        self._held = b""
+        self._events.clear()
+        self.failed, self.failure_event = None, b""
+
+    def feed(self, data: bytes) -> bytes:
+        out = b""
+        for event in self._events.feed(data):
+            if self.failed is not None or self.done:
+                break
+            out += self._event(event)
+        if self._events.too_long or len(self._held) > MAX_EVENT_BYTES:
+            self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
+        return out
+
+    def end_leg(self) -> bytes:
+        if not self.done and self.failed is None:
+            self.failed = "the stream ended in the middle of the answer"
+        return b""
+
+    def partial_text(self) -> str | None:
+        return None
+
+    def resume_ids(self) -> list[list[int] | None] | None:
+        return None
+
+    def _event(self, event: bytes) -> bytes:
+        whole = event + b"\n\n"
+        if event.startswith(b":"):
+            return whole
+        head = event[:256]
+        if any(mark in head for mark in self.fails):
+            self.failed = "the engine reported an error"
+            self.failure_event = whole
+            return b""
+        if b'"usage"' in event:
+            self._count(event)
+        if any(mark in head for mark in self.ends):
+            self.done = True
+        elif any(mark in head for mark in self.says):
+            self._num_deltas += 1
+        elif not self.emitted:
+            self._held += whole
+            return b""
+        self.emitted = True
+        held, self._held = self._held, b""
+        return held + whole
+
+    def _count(self, event: bytes) -> None:
+        """What the engine says of tokens stands over the number of deltas; what it says before the
+        first one is of the prompt."""
+        try:
+            told = msgspec.json.decode(payload_of(event) or b"{}", type=_Told)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        usage = told.usage or (told.message or told.response or told).usage
+        if usage is None:
+            return
+        used = usage.used(self.path)
+        self.prompt_tokens = used.prompt or self.prompt_tokens
+        self.cached_tokens = used.cached or self.cached_tokens
+        if self.emitted:
+            self._counted = used.output

@@ -1,0 +1,137 @@
+"""What keys may ask for and spend, put together from the configuration: prices, budgets, where both
+are kept, and what of it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.gateway.budgets import Budgets, LocalStore, Reservation
+from paceline.gateway.config import GatewayConfig, KeyConfig, budgets_of, prices_of
+from paceline.gateway.leases import LeaseStore
+from paceline.gateway.ledger import Ledger
+from paceline.gateway.money import Budget, Used, show_amount
+from paceline.gateway.routes import Route, Site
+from paceline.http.errors import HttpError
+
+__all__ = ["Charge", "Spending"]
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Of one request that was let in."""
+
+    reservation: Reservation
+    # where it may go: another model where the budget did not reach
+    route: Route
+
+
+class Spending:
+    """Of one gateway. ``start`` on its event loop, ``close`` at the end.
+
+    Raises:
+        ConfigError: the storage cannot be used.
+    """
+
+    def __init__(self, config: GatewayConfig, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self.prices = prices_of(config)
+        path = Path(config.spend_storage) if config.spend_storage and self.prices else None
+        self.ledger = Ledger(path)
+        budgets = budgets_of(config)
+        shared = config.rate_limit_storage
+        store = LeaseStore(shared) if shared and budgets else LocalStore(self.ledger)
+        self._budgets = Budgets(
+            budgets,
+            frozenset(key.name for key in config.keys if key.soft),
+            self.ledger,
+            store,
+            config.currency,
+            wall,
+        )
+        self._currency = config.currency
+        self._keys = {key.name: key for key in config.keys}
+
+    def start(self) -> None:
+        self.ledger.start()
+
+    async def close(self) -> None:
+        await self._budgets.close()
+        await self.ledger.close()
+
+    def key(self, name: str) -> KeyConfig | None:
+        return self._keys.get(name, self._keys.get("*"))
+
+    def may_use(self, name: str, model: str) -> bool:
+        key = self.key(name)
+        return key is None or not key.models or model in key.models
+
+    def check(self, name: str, model: str) -> None:
+        """Raises HttpError 403 where a key may not ask for a model."""
+        key = self.key(name)
+        if key is not None and not self.may_use(name, model):
+            raise HttpError(
+                403,
+                f"this key may not use the model {model[:200]!r}; it may use "
+                f"{', '.join(key.models[:20])}",
+            )
+
+    async def reserve(
+        self,
+        name: str,
+        route: Route,
+        prompt_tokens: int,
+        most_tokens: int,
+        other: Callable[[str], Route] | None,
+    ) -> Charge | None:
+        """Before a request is sent; None: nothing is counted.
+
+        Args:
+            other: the route of another model; None: the caller wants no other.
+
+        Raises:
+            HttpError: 402 or 429, its key has spent what it may.
+        """
+        if not self.prices:
+            return None
+        try:
+            found = await self._reserve(name, route, prompt_tokens, most_tokens)
+        except HttpError:
+            key = self.key(name)
+            if other is None or key is None or key.over_budget in ("", route.model):
+                raise
+            route = other(key.over_budget)
+            found = await self._reserve(name, route, prompt_tokens, most_tokens)
+        return Charge(found, route)
+
+    async def _reserve(self, name: str, route: Route, prompt: int, most: int) -> Reservation:
+        if self._budgets.budget(name) is None:
+            return Reservation(name, 0, "")
+        places = [(site.engine.name, site.model) for tier in route.tiers for site in tier]
+        return await self._budgets.reserve(name, self.prices.worst(places, prompt, most))
+
+    def settle(self, charge: Charge, site: Site | None, used: Used) -> int:
+        """A request has ended; ``site``: None where none answered. What it cost."""
+        if site is None:
+            self._budgets.settle(charge.reservation, "", "", used, 0)
+            return 0
+        price = self.prices.find(site.engine.name, site.model)
+        cost = 0 if price is None else price.of(used)
+        self._budgets.settle(charge.reservation, site.engine.name, site.model, used, cost)
+        return cost
+
+    def status(self) -> Mapping[str, Any]:
+        """By key of the configuration, and of others what they spent today."""
+        today = self.ledger.spent_on(Budget(0, "day").begins(self._wall()))
+        names = sorted({*self._keys, *today} - {"*"})
+        return {name or "anybody": self._budgets.status(name) for name in names[:1000]}
+
+    def spent_today(self) -> tuple[Mapping[str, float], float]:
+        """By key that the configuration names, and all others together, for metrics."""
+        today = self.ledger.spent_on(Budget(0, "day").begins(self._wall()))
+        named = {name: float(show_amount(today.get(name, 0))) for name in self._keys if name != "*"}
+        others = sum(amount for name, amount in today.items() if name not in self._keys)
+        return named, float(show_amount(others))

@@ -1,0 +1,529 @@
+"""Prices, budgets and what is kept of both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.gateway import ModelConfig
+from paceline.gateway.budgets import Budgets, LocalStore, Reservation
+from paceline.gateway.config import KeyConfig, PriceConfig, parse_config
+from paceline.gateway.leases import LeaseStore
+from paceline.gateway.ledger import Ledger
+from paceline.gateway.money import Budget, Price, Prices, Used, parse_amount, show_amount
+from paceline.http.errors import HttpError
+from paceline.http.keys import ApiKey
+from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
+from tests.gateway.helpers import CHAT, chat, configured, gateway_over
+from tests.gateway.test_gateway import WORDS, _until, pieces, refused
+from tests.http.rate_limits.redis_server import RedisServer
+
+pytestmark = pytest.mark.anyio
+
+ONE = 10**12
+# 2026-03-31 23:00:00 UTC
+LATE_IN_MARCH = 1774998000.0
+TODAY = datetime.datetime.now(datetime.UTC).date().isoformat()
+ANN = ApiKey.of("ann", "user", "secret-ann")
+BOB = ApiKey.of("bob", "user", "secret-bob")
+AS_ANN = {"authorization": "Bearer secret-ann"}
+AS_BOB = {"authorization": "Bearer secret-bob"}
+# of a million tokens, so that 100 tokens of output are 0.01
+PRICE = PriceConfig(input="10", cached_input="1", output="100")
+
+
+def answer(prompt: int = 10, output: int = 100, cached: int = 0, **fields: Any) -> Step:
+    usage = {
+        "prompt_tokens": prompt, "completion_tokens": output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+    body = {"id": "x", "model": "m", "choices": [], "usage": usage}
+    return Step(parts=(json.dumps(body).encode(),), stream=False, **fields)
+
+
+# ------------------------------------------------------------------------------ money
+
+
+@given(st.integers(0, 10**12))
+def test_amounts_are_read_as_they_are_shown(millionths: int) -> None:
+    amount = millionths * 10**6
+    assert parse_amount(show_amount(amount), "x") == amount
+
+
+@pytest.mark.parametrize(
+    ("written", "amount"),
+    [("2.50", ONE * 5 // 2), (0.1, ONE // 10), (3, 3 * ONE), ("0.000001", 10**6)],
+)
+def test_amounts(written: str | int | float, amount: int) -> None:
+    assert parse_amount(written, "x") == amount
+
+
+@pytest.mark.parametrize("written", ["x", "-1", "0.0000001", "1e12", "nan", "inf", ""])
+def test_what_is_no_amount(written: str) -> None:
+    with pytest.raises(ConfigError, match="the price of x"):
+        parse_amount(written, "the price of x")
+
+
+def test_a_price_is_exact() -> None:
+    price = Price.per_million(parse_amount("0.15", ""), parse_amount("0.075", ""), 6 * ONE // 10)
+    used = Used(prompt=1_000_000, cached=400_000, output=1_000_000)
+    assert show_amount(price.of(used)) == "0.72"
+    # more cached than there was of a prompt cannot make it cheaper than nothing
+    assert price.of(Used(10, 99, 0)) == 10 * price.cached_input
+    assert show_amount(0) == "0.00" and show_amount(-ONE // 2) == "-0.50"
+
+
+def test_the_row_that_names_most_counts() -> None:
+    rows = {("", ""): 1, ("", "m"): 2, ("e", ""): 3, ("e", "m"): 4}
+    prices = Prices({place: Price(n, n, n) for place, n in rows.items()})
+    for place, n in ((("e", "m"), 4), (("e", "x"), 3), (("x", "m"), 2), (("x", "y"), 1)):
+        assert prices.find(*place) == Price(n, n, n)
+    assert prices.worst([("x", "y"), ("e", "x")], 10, 5) == 45
+    assert Prices({}).find("e", "m") is None and not Prices({})
+
+
+def test_windows_are_of_the_calendar() -> None:
+    day, month, total = (Budget.parse(f"5/{name}") for name in ("day", "month", "total"))
+    assert [b.begins(LATE_IN_MARCH) for b in (day, month, total)] == [
+        "2026-03-31", "2026-03-01", "",
+    ]  # fmt: skip
+    assert (day.ends_in(LATE_IN_MARCH), month.ends_in(LATE_IN_MARCH)) == (3600.0, 3600.0)
+    assert total.ends_in(LATE_IN_MARCH) is None
+    assert month.ends_in(LATE_IN_MARCH + 3600) == 30 * 86400.0
+    assert str(day) == "5.00/day"
+    for text in ("5", "5/hour", "x/day", "-5/day", "5/day "):
+        with pytest.raises(ConfigError):
+            Budget.parse(text)
+
+
+# ------------------------------------------------------------------------------ the ledger
+
+
+async def test_what_was_spent_outlives_the_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "spend.sqlite"
+    for _ in range(2):
+        ledger = Ledger(path)
+        ledger.start()
+        for number in range(3):
+            ledger.add("ann", TODAY, "e", "m", Used(10, 4, number), 7)
+        ledger.add("ann", "2999-04-01", "e", "m", Used(1, 0, 1), 5)
+        await ledger.close()
+    again = Ledger(path)
+    assert again.spent("ann", "") == 52
+    assert again.spent("ann", "2999-04-01") == 10 and again.spent("bob", "") == 0
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        (row,) = database.execute("SELECT * FROM spend WHERE day = ?", (TODAY,))
+    assert row == ("ann", TODAY, "e", "m", 6, 60, 24, 6, 42)
+
+
+async def test_two_gateways_may_share_the_file(tmp_path: Path) -> None:
+    ledgers = [Ledger(tmp_path / "spend.sqlite") for _ in range(2)]
+    for ledger in ledgers:
+        ledger.start()
+        ledger.add("ann", "2026-03-31", "e", "m", Used(1, 0, 1), 5)
+    for ledger in ledgers:
+        await ledger.close()
+    assert Ledger(tmp_path / "spend.sqlite").spent("ann", "") == 10
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"this is no database" * 100)
+    with pytest.raises(ConfigError, match="spend_storage"):
+        Ledger(path)
+    with pytest.raises(ConfigError, match="spend_storage"):
+        Ledger(tmp_path / "no" / "folder")
+
+
+# ------------------------------------------------------------------------------ budgets
+
+
+def budgets(text: str, ledger: Ledger | None = None, **fields: Any) -> Budgets:
+    ledger = ledger or Ledger(None)
+    soft = frozenset({"ann"}) if fields.pop("soft", False) else frozenset[str]()
+    return Budgets({"ann": Budget.parse(text)}, soft, ledger, LocalStore(ledger), "EUR", **fields)
+
+
+async def test_a_budget_is_reserved_settled_and_begins_anew() -> None:
+    now = [LATE_IN_MARCH]
+    found = budgets("10/day", wall=lambda: now[0])
+    first = await found.reserve("ann", 6 * ONE)
+    with pytest.raises(HttpError, match=r"10.00/day EUR: 6.00 are .* may cost 5.00") as caught:
+        await found.reserve("ann", 5 * ONE)
+    assert caught.value.status == 429 and caught.value.retry_after == 3600.0
+    found.settle(first, "e", "m", Used(1, 0, 1), 2 * ONE)
+    second = await found.reserve("ann", 8 * ONE)
+    found.settle(second, "", "", Used(), 0)
+    assert found.status("ann") == {"spent": "2.00", "budget": "10.00/day", "currency": "EUR"}
+    now[0] += 3600.0
+    await found.reserve("ann", 10 * ONE)
+    # others have no budget here
+    assert await found.reserve("bob", 99 * ONE) == Reservation("bob", 0, "")
+
+
+async def test_a_budget_that_never_begins_anew_is_402() -> None:
+    found = budgets("1/total")
+    with pytest.raises(HttpError) as caught:
+        await found.reserve("ann", 2 * ONE)
+    assert caught.value.status == 402 and caught.value.retry_after is None
+
+
+async def test_a_soft_budget_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    found = budgets("1/total", soft=True)
+    for _ in range(3):
+        assert (await found.reserve("ann", 2 * ONE)).amount == 0
+    assert caplog.text.count("budget_nearly_spent key=ann") == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 100)), max_size=40))
+def test_no_order_of_requests_spends_more_than_there_is(steps: list[tuple[int, int]]) -> None:
+    """Unless a request costs more than it was said to at most, which one after it pays for."""
+
+    async def run() -> None:
+        ledger = Ledger(None)
+        found = budgets("0.0001/total", ledger)
+        most = 10**8
+        running: list[tuple[Reservation, int]] = []
+        for size, share in steps:
+            worst = size * 10**6
+            with contextlib.suppress(HttpError):
+                running.append((await found.reserve("ann", worst), worst * share // 100))
+            if len(running) > 3:
+                found.settle(running[0][0], "e", "m", Used(), running.pop(0)[1])
+            reserved = sum(each.amount for each, _ in running)
+            assert ledger.spent("ann", "") + reserved <= most
+        for each, cost in running:
+            found.settle(each, "e", "m", Used(), cost)
+        assert ledger.spent("ann", "") <= most
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------ leases
+
+
+class CountingRedis:
+    """As much of a Redis as leases take; ``down``: it says nothing."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.num_operations = 0
+        self.down = False
+        self.port = 0
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while line := await reader.readline():
+                words = []
+                for _ in range(int(line[1:])):
+                    length = int((await reader.readline())[1:])
+                    words.append((await reader.readexactly(length + 2))[:-2])
+                if self.down:
+                    continue
+                if words[0].upper() == b"INCRBY":
+                    self.num_operations += 1
+                    self.numbers[words[1]] = self.numbers.get(words[1], 0) + int(words[2])
+                    writer.write(b":%d\r\n" % self.numbers[words[1]])
+                elif words[0].upper() == b"EXPIRE":
+                    writer.write(b":1\r\n")
+                else:
+                    writer.write(b"+OK\r\n")
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def counting_redis() -> AsyncIterator[CountingRedis]:
+    redis = CountingRedis()
+    server = await asyncio.start_server(redis.serve, "127.0.0.1", 0)
+    redis.port = server.sockets[0].getsockname()[1]
+    try:
+        yield redis
+    finally:
+        server.close()
+        for writer in redis.writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def test_leases_keep_redis_off_the_way_and_the_sum_below_the_budget() -> None:
+    async with counting_redis() as redis:
+        stores = [LeaseStore(f"redis://127.0.0.1:{redis.port}/0") for _ in range(3)]
+        most, each = 1_000_000, 100
+        taken = 0
+        for number in range(10_600):
+            fits, _ = await stores[number % 3].take("ann", "2026-03-31", each, most)
+            taken += each * fits
+        # all of it but what lies in the others' leases, and never more
+        assert most - 3 * most // 100 <= taken <= most
+        assert redis.num_operations < 1000
+        for store in stores:
+            await store.close()
+        assert set(redis.numbers.values()) == {taken}
+
+
+async def test_what_costs_less_goes_back_to_the_lease() -> None:
+    async with counting_redis() as redis:
+        store = LeaseStore(f"redis://127.0.0.1:{redis.port}/0")
+        for _ in range(10):
+            fits, _ = await store.take("ann", "", 900, 1000)
+            assert fits
+            store.give_back("ann", "", 890)
+        fits, before = await store.take("ann", "", 901, 1000)
+        assert not fits and before >= 100
+        await store.close()
+        assert redis.numbers == {b"paceline:budget:{ann}:": 100}
+
+
+async def test_without_redis_each_gateway_counts_from_what_it_saw() -> None:
+    async with counting_redis() as redis:
+        store = LeaseStore(f"redis://127.0.0.1:{redis.port}/0")
+        assert (await store.take("ann", "", 400, 1000))[0]
+        redis.down = True
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        found = [(await store.take("ann", "", 200, 1000))[0] for _ in range(6)]
+        # neither an outage nor an open door, and nobody waits twice
+        assert found.count(True) in (2, 3) and loop.time() - began < 0.8
+        redis.down = False
+        store._away_until = 0.0
+        await store.take("ann", "", 1, 1000)
+        await store.close()
+        assert 800 <= redis.numbers[b"paceline:budget:{ann}:"] <= 1001
+
+
+async def test_over_a_real_redis(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    try:
+        stores = [LeaseStore(server.url) for _ in range(2)]
+        found = [(await stores[number % 2].take("ann", "", 100, 1000))[0] for number in range(14)]
+        assert found.count(True) >= 9 and not found[-1]
+        for store in stores:
+            await store.close()
+    finally:
+        server.stop()
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="not the URL of a Redis"):
+        LeaseStore("ftp://x")
+
+
+# ------------------------------------------------------------------------------ the gateway
+
+
+def spending(tmp_path: Path, **fields: Any) -> dict[str, Any]:
+    return {
+        "prices": (PRICE,),
+        "spend_storage": str(tmp_path / "spend.sqlite"),
+        "rate_limit_requests": "",
+        **fields,
+    }
+
+
+async def test_a_key_spends_its_budget(tmp_path: Path) -> None:
+    # 10 of prompt and 100 of output are 0.0101; at most 100 of output are asked for
+    keys = (KeyConfig(name="ann", budget="0.025/day"),)
+    async with (
+        scripted(answer()) as engine,
+        gateway_over(configured(engine, **spending(tmp_path, keys=keys)), (ANN, BOB)) as (
+            gateway,
+            client,
+        ),
+    ):
+        body = chat(max_tokens=100)
+        statuses = [
+            (await client.post(CHAT, json=body, headers=AS_ANN)).status_code for _ in range(3)
+        ]
+        assert statuses == [200, 200, 429] and len(engine.bodies) == 2
+        refusal = await client.post(CHAT, json=body, headers=AS_ANN)
+        assert re.search(
+            r"0.025/day USD: 0.0202 are spent or reserved, and this request may cost 0.01",
+            refusal.json()["error"]["message"],
+        )
+        assert 0 < int(refusal.headers["retry-after"]) <= 86400
+        # a smaller one fits still, and others have their own
+        assert (
+            await client.post(CHAT, json=chat(max_tokens=40), headers=AS_ANN)
+        ).status_code == 200
+        assert (await client.post(CHAT, json=body, headers=AS_BOB)).status_code == 200
+        told = gateway.spending.status()
+        assert told["ann"]["spent"] == "0.0303" and told["bob"]["spent"] == "0.0101"
+        metrics = gateway._pages._metrics("")[2].decode()
+        assert 'paceline:gateway_spend_today{key="ann"} 0.0303' in metrics
+        # of keys that the configuration does not name there is one series
+        assert 'paceline:gateway_spend_today{key=""} 0.0101' in metrics and "bob" not in metrics
+    # and what was spent is spent in the next process too
+    async with (
+        scripted(answer()) as engine,
+        gateway_over(configured(engine, **spending(tmp_path, keys=keys)), (ANN,)) as (_, client),
+    ):
+        assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 429
+
+
+async def test_requests_at_once_do_not_spend_one_cent_twice(tmp_path: Path) -> None:
+    keys = (KeyConfig(name="*", budget="0.03/total"),)
+    async with (
+        scripted(answer(delay=0.1)) as engine,
+        gateway_over(configured(engine, **spending(tmp_path, keys=keys)), (ANN,)) as (_, client),
+    ):
+        body = chat(max_tokens=100)
+        sent = [client.post(CHAT, json=body, headers=AS_ANN) for _ in range(10)]
+        statuses = [found.status_code for found in await asyncio.gather(*sent)]
+        assert statuses.count(200) == 2 and statuses.count(402) == 8
+
+
+async def test_what_was_tried_in_vain_costs_nothing_and_what_was_resumed_once(
+    tmp_path: Path,
+) -> None:
+    rest = Step(parts=chat_chunks(WORDS[2:], first_id=2))
+    async with (
+        scripted(refused(503), metrics=PACELINE_METRICS) as refuses,
+        scripted(pieces(2), metrics=PACELINE_METRICS) as dies,
+        scripted(rest, metrics=PACELINE_METRICS) as lives,
+        gateway_over(configured(refuses, dies, lives, **spending(tmp_path)), (ANN,)) as (
+            gateway,
+            client,
+        ),
+    ):
+        for name, weight in (("e2", 1e6), ("e3", 2e6)):
+            gateway.engines.by_name[name].load.prefill_tokens += weight
+        found = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
+        assert found.status_code == 200 and len(lives.bodies) == 1
+        # three tokens of prompt and five of output, once
+        assert gateway.spending.status()["ann"]["spent"] == show_amount(
+            3 * 10 * 10**6 + 500 * 10**6
+        )
+
+
+@pytest.mark.parametrize("ids", [True, False])
+async def test_who_hangs_up_pays_for_what_was_made(tmp_path: Path, ids: bool) -> None:
+    async with (
+        scripted(pieces(3, ids=ids, then="stall"), metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine, **spending(tmp_path)), (ANN,)) as (gateway, client),
+    ):
+        body = chat(stream=True)
+        async with client.stream("POST", CHAT, json=body, headers=AS_ANN) as found:
+            got = b""
+            async for data in found.aiter_raw():
+                got += data
+                if b" a" in got:
+                    break
+        await _until(lambda: gateway.in_flight == 0)
+        prompt = 3 if ids else round(len(json.dumps(body["messages"], separators=(",", ":"))) / 4)
+        spent = gateway.spending.status()["ann"]["spent"]
+        assert spent == show_amount((prompt * 10 + 3 * 100) * 10**6)
+
+
+async def test_what_was_cached_costs_less(tmp_path: Path) -> None:
+    async with (
+        scripted(answer(prompt=1000, output=0, cached=900)) as engine,
+        gateway_over(configured(engine, **spending(tmp_path)), (ANN,)) as (gateway, client),
+    ):
+        await client.post(CHAT, json=chat(), headers=AS_ANN)
+        assert gateway.spending.status()["ann"]["spent"] == "0.0019"
+
+
+async def test_over_its_budget_a_key_may_have_a_cheaper_model(tmp_path: Path) -> None:
+    models = (
+        ModelConfig(name="big", tiers=(("e1:m",),)),
+        ModelConfig(name="small", tiers=(("e2:m",),)),
+    )
+    prices = (
+        PriceConfig(engine="e1", input=10, output=100),
+        PriceConfig(engine="e2", input=0, output=0),
+    )
+    keys = (KeyConfig(name="ann", budget="0.015/day", over_budget="small"),)
+    fields = spending(tmp_path, keys=keys, prices=prices, models=models)
+    async with (
+        scripted(answer()) as big,
+        scripted(answer()) as small,
+        gateway_over(configured(big, small, **fields), (ANN,)) as (_, client),
+    ):
+        body = chat(model="big", max_tokens=100)
+        assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 200
+        found = await client.post(CHAT, json=body, headers=AS_ANN)
+        assert found.headers["x-paceline-engine"] == "e2"
+        assert found.headers["x-paceline-fallback"] == "m"
+        assert found.json()["model"] == "big" and found.json()["paceline"]["fallback"]
+        # a caller who wants no other model is refused
+        headers = {**AS_ANN, "x-paceline-allow": "retry"}
+        assert (await client.post(CHAT, json=body, headers=headers)).status_code == 429
+        assert len(big.bodies) == 1
+
+
+async def test_a_key_may_use_its_models_alone() -> None:
+    keys = (KeyConfig(name="ann", models=("m",)),)
+    async with (
+        scripted(answer(), models=("m", "n")) as engine,
+        gateway_over(configured(engine, keys=keys), (ANN, BOB)) as (_, client),
+    ):
+        assert (await client.post(CHAT, json=chat(), headers=AS_ANN)).status_code == 200
+        refusal = await client.post(CHAT, json=chat(model="n"), headers=AS_ANN)
+        assert refusal.status_code == 403 and "may use m" in refusal.text
+        assert (await client.post(CHAT, json=chat(model="n"), headers=AS_BOB)).status_code == 200
+        for headers, names in ((AS_ANN, ["m"]), (AS_BOB, ["m", "n"])):
+            listed = (await client.get("/v1/models", headers=headers)).json()["data"]
+            assert [entry["id"] for entry in listed] == names
+        assert (await client.get("/v1/models/n", headers=AS_ANN)).status_code == 404
+
+
+ENGINE = '[[engines]]\nname = "a"\nurl = "http://127.0.0.1:8001"\n'
+ROW = "[[prices]]\ninput = 1\noutput = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[keys]]\nname = "x"\nbudget = "1/day"\n', "no price of a: say 0"),
+        (ROW + ROW, "two prices of engine '' and model ''"),
+        (ROW.replace("1", '"x"'), "must be an amount"),
+        (ROW + 'engine = "z"\n', "engine 'z', which is not there"),
+        ('[[keys]]\nname = "x"\n[[keys]]\nname = "x"\n', "one name"),
+        (ROW + '[[keys]]\nname = "x"\nbudget = "1/hour"\n', "AMOUNT/day"),
+        ('[[keys]]\nname = "x"\nover_budget = "y"\n', "no budget"),
+        (
+            '[[models]]\nname = "m"\ntiers = [["a"]]\n[[keys]]\nname = "x"\nmodels = ["n"]\n',
+            "there is no model 'n'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config((ENGINE + text).encode())
+
+
+async def test_nothing_is_kept_where_there_are_no_prices(tmp_path: Path) -> None:
+    path = tmp_path / "spend.sqlite"
+    async with (
+        scripted(answer()) as engine,
+        gateway_over(configured(engine, spend_storage=str(path))) as (_, client),
+    ):
+        assert (await client.post(CHAT, json=chat())).status_code == 200
+    assert not path.exists()
+    priced = spending(tmp_path, spend_storage="", currency="EUR")
+    async with (
+        scripted(replace(answer(), delay=0.0)) as engine,
+        gateway_over(configured(engine, **priced)) as (_, client),
+    ):
+        await client.post(CHAT, json=chat())
+        told = (await client.get("/status")).json()["spend"]
+        assert told == {"anybody": {"spent": "0.0101", "budget": None, "currency": "EUR"}}
+    assert not path.exists()
