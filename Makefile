@@ -9,7 +9,7 @@
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
 #   make test-all       make test, what it leaves out for its length, and the wheel as strangers would
-#                       install it
+#                       install it, and make test-docs
 #   make test-seconds   where the last `make test` took how long: seconds by folder, file and test
 #   make wheel          dist/*.whl with the kernels compiled, tagged with the glibc that they need
 #   make wheel-aarch64  one for aarch64, cross-compiled, with the portable kernels alone
@@ -17,6 +17,11 @@
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
 #                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
 #                       everything that the OpenAPI document allows and forbids
+#   make docs           the docs site, searchable, into build/site; fails where a page has a broken link
+#   make docs-serve     the same while you write, on DOCS_PORT (8001)
+#   make test-docs      that site in a browser, and every example of the pages that is marked `run`
+#   make pictures       the pictures of docs/images, of the page that the default model answers
+#   make five-minutes   a newcomer's way in a fresh clone, timed: from nothing to a paced answer
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
@@ -50,13 +55,16 @@
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
-# Variables: PORT, ARGS, MODEL, QUICK, VENV (.venv), PYTHON (a 3.11+ interpreter to use),
+# Variables: PORT, DOCS_PORT, ARGS, MODEL, QUICK, VENV (.venv), DOCS_VENV (.venv-docs), PYTHON (a 3.11+ interpreter to use),
 # WORKERS (test processes of `make test`: 2; each file runs in one of them), TORCH_INDEX (a package
 # index with the torch build you want, for instance a CPU-only one; the default index's Linux build
 # brings several gigabytes of CUDA libraries).
 
 VENV ?= .venv
+# what builds the docs is no dependency of anything else
+DOCS_VENV ?= .venv-docs
 PORT ?= 8000
+DOCS_PORT ?= 8001
 MODEL ?= smollm2-135m
 ARGS ?=
 QUICK ?=
@@ -82,10 +90,12 @@ STAMP := $(VENV)/.installed
 DURATIONS := build/tests.xml
 NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
+DOCS_STAMP := $(DOCS_VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-ui test-services quick check rooms api-tables replay format model venv clean clean-venv \
+.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-ui test-services test-docs \
+	docs docs-serve pictures five-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
@@ -106,7 +116,7 @@ test-thorough: $(READY) model test-services
 test-seconds: $(STAMP)
 	@$(BIN)/python -m tests.seconds $(DURATIONS)
 
-test-all: test test-thorough test-wheel
+test-all: test test-thorough test-wheel test-docs
 
 # by way of the source distribution, so what that lacks is missed; older wheels would be tested too
 wheel: $(STAMP)
@@ -136,6 +146,22 @@ test-clients: $(READY) model
 test-ui: $(READY) test-services
 	@scripts/vendor-ui --check
 	@PACELINE_UI_TESTS=require $(BIN)/python -m pytest tests/ui tests/server/test_ui.py
+
+docs: $(DOCS_STAMP)
+	@$(DOCS_VENV)/bin/zensical build --strict --clean
+
+docs-serve: $(DOCS_STAMP)
+	@exec $(DOCS_VENV)/bin/zensical serve --dev-addr 127.0.0.1:$(DOCS_PORT)
+
+test-docs: $(READY) model test-services docs
+	@PACELINE_DOCS_TESTS=all $(BIN)/python -m pytest tests/docs
+
+pictures: $(READY) model test-services
+	@$(BIN)/python -m tests.ui.pictures
+
+# makes an environment of its own in a temporary folder, which goes again
+five-minutes:
+	@scripts/five-minutes
 
 quick: $(READY) check
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(QUICK_TESTS)
@@ -230,16 +256,21 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) scripts/make-venv
 	@VENV="$(VENV)" CONSTRAINTS="$(CONSTRAINTS)" TORCH_INDEX="$(TORCH_INDEX)" scripts/make-venv
 	@touch $@
 
+$(DOCS_STAMP): pyproject.toml $(CONSTRAINTS) scripts/make-docs-venv
+	@VENV="$(DOCS_VENV)" CONSTRAINTS="$(CONSTRAINTS)" scripts/make-docs-venv
+	@touch $@
+
 # Without a compiler everything works but --compute native; the next make tries again.
 $(NATIVE): $(wildcard csrc/*) paceline/backends/native/build.py | $(STAMP)
 	@$(BIN)/python -m paceline.backends.native.build >&2 || \
 		echo "paceline: the native kernels were not built (see above); --compute torch serves" >&2
 
 clean:
-	rm -rf $(NATIVE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(NATIVE) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .cache build dist *.egg-info
 	find paceline tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv: clean
 	@[ ! -e "$(VENV)" ] || [ -e "$(VENV)/pyvenv.cfg" ] || { \
 		echo "paceline: $(VENV) is no virtual environment, so it stays" >&2; exit 1; }
 	rm -rf "$(VENV)"
+	[ ! -e "$(DOCS_VENV)/pyvenv.cfg" ] || rm -rf "$(DOCS_VENV)"

@@ -212,12 +212,22 @@ def _native_formats(
             f"stored as {stored}: name formats with --dtype and --kv-dtype (docs/processors.md)"
         )
     choice = fastest(found)
-    what = f"{choice.weights} weights"
+    what = f"{choice.weights} weights by default for this file{_finer(choice.weights)},"
     if kv_dtype == "auto":
         kv_dtype = choice.kv
-        what += f" and {kv_dtype} in the KV cache"
+        what += f" {kv_dtype} in the KV cache,"
     suits = f"in any batch alike and suits weights stored as {stored} (docs/processors.md)"
     return choice.weights, kv_dtype, f"{what} {because} {suits}"
+
+
+def _finer(weights: str) -> str:
+    """The flag that rounds the file's values less, for whoever reads that they are rounded."""
+    finer = {
+        "q4": "int8, bfloat16 or float32",
+        "int8": "bfloat16 or float32",
+        "bfloat16": "float32",
+    }
+    return f" (--dtype {finer[weights]} rounds less)" if weights in finer else ""
 
 
 def _suits(weights: str, stored: str) -> bool:

@@ -8,7 +8,7 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cli import plan_fleet
+from paceline.cli import plan_fleet, plan_models
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.core.errors import ConfigError
 
@@ -16,6 +16,7 @@ __all__ = ["add_parser"]
 
 _EPILOG = """\
 examples:
+  paceline plan models --memory 16GB,24GB
   paceline plan memory --preset 80gb-40gb
   paceline plan memory --model llama-3.1-8b --memory 80GB --max-len 8192 --mean-len 1200
   paceline plan split --model llama-3.1-8b --hardware h100-sxm --prompt 2000 --output 200
@@ -39,6 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     plans = parser.add_subparsers(
         title="what", metavar="WHAT", dest="what", required=True, parser_class=Parser
     )
+    plan_models.add_parser(plans)
     _add_memory(plans)
     _add_batching(plans)
     _add_split(plans)

@@ -81,6 +81,22 @@ def names(chosen: Formats) -> tuple[str, str, str]:
     return chosen.compute, chosen.dtype, chosen.kv_dtype
 
 
+def test_the_reason_says_what_is_a_default_and_how_to_have_less_rounding(
+    machine: pytest.MonkeyPatch,
+) -> None:
+    told = {
+        "Q4_1": ("q4", "int8, bfloat16 or float32"),
+        "Q8_0": ("int8", "bfloat16 or float32"),
+        "bfloat16": ("bfloat16", "float32"),
+    }
+    for stored, (weights, finer) in told.items():
+        words = f"{weights} weights by default for this file (--dtype {finer} rounds less),"
+        assert words in choose(replace(PLAIN, stored_dtype=stored)).why
+    # nothing rounds less than float32, and who named a format knows of the flag
+    assert "float32 weights by default for this file, " in choose(PLAIN, isa="avx2").why
+    assert "by default" not in choose(QUANTISED, dtype="int8").why
+
+
 @pytest.mark.parametrize(
     ("stored", "best", "second"),
     [
@@ -181,7 +197,8 @@ def test_one_of_two_is_chosen_beside_what_was_asked_for(machine: pytest.MonkeyPa
     assert "; int8 in the KV cache because that is the fastest on avx2" in chosen.why
     chosen = choose(QUANTISED, kv_dtype="bfloat16")
     assert names(chosen) == ("native", "q4", "bfloat16")
-    assert "; q4 weights because that is the fastest on avx512bf16" in chosen.why
+    assert "; q4 weights by default for this file" in chosen.why
+    assert "rounds less), because that is the fastest on avx512bf16" in chosen.why
     plain = choose(PLAIN, compute="native", dtype="float32")
     assert plain.why == "float32 in the KV cache as in the weights"
     # nothing left to choose, nothing to explain

@@ -1,0 +1,91 @@
+"""Links lead somewhere, headings that others link to exist, and the navigation names every page."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import DOCS, PAGES, ROOT, headings, links, slug
+
+LINKED = [*PAGES, ROOT / "CHANGELOG.md"]
+NAV = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(part)
+
+
+def broken(path: Path) -> Iterator[str]:
+    """What a reader who follows the links of ``path`` does not find."""
+    for link in links(path):
+        if re.match(r"[a-z]+:", link):
+            continue
+        place, _, heading = link.partition("#")
+        target = (path.parent / place).resolve() if place else path
+        if not target.exists():
+            yield f"{link}: no such file"
+        elif DOCS in path.parents and DOCS not in target.parents:
+            yield f"{link}: the site has only what is in docs/"
+        elif heading and headings(target).count(heading) != 1:
+            yield f"{link}: {headings(target).count(heading)} such headings"
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert list(broken(path)) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One, two\n# Twice\n# Twice\n"
+        "[a](#one-two) [b](#one) [c](gone.md) [d](#twice) ![e](gone.png) [f](https://x.y/z)\n"
+    )
+    assert list(broken(page)) == [
+        "#one: 0 such headings",
+        "gone.md: no such file",
+        "#twice: 2 such headings",
+        "gone.png: no such file",
+    ]
+    assert slug("`paceline.client`: Résumé & more") == "pacelineclient-résumé--more"
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    named = sorted(pages_of(NAV))
+    there = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    assert named == there, "the navigation of zensical.toml names each page of docs/, once"
+
+
+@pytest.mark.parametrize("folder", ["adr", "studies"])
+def test_indexes_link_to_every_page_beside_them(folder: str) -> None:
+    index = DOCS / folder / "README.md"
+    there = {path.name for path in index.parent.glob("*.md")} - {"README.md"}
+    assert there <= set(links(index))
+
+
+def test_the_first_page_links_to_every_page() -> None:
+    """Decisions and studies by way of their indexes."""
+    there = {str(path.relative_to(DOCS)) for path in DOCS.glob("*.md")} - {"index.md"}
+    assert there | {"adr/README.md", "studies/README.md"} <= set(links(DOCS / "index.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_a_page_begins_with_its_title(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert (
+        len(re.findall(r"^# ", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)) == 1
+    )
