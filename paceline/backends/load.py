@@ -22,16 +22,21 @@ from paceline.backends.machine import (
 )
 from paceline.backends.native import choose_kinds
 from paceline.backends.placement import Placement, choose_placement
+from paceline.backends.pooling.load import load_head, pooling_info
+from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import ModelLoader
 from paceline.backends.topology import bind, format_list
-from paceline.backends.worker import WorkerBackend
+from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.encoder import ENCODERS, EncoderCheckpoint
+from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
+from paceline.core.pooling import EMBED
 
 __all__ = ["load_backend"]
 
@@ -64,19 +69,24 @@ def load_backend(
 
 def _load(
     checkpoint_path: Path, settings: BackendSettings, max_num_seqs: int, own_process: bool
-) -> tuple[ModelRunner, BackendInfo]:
+) -> tuple[Runner, BackendInfo]:
     """On the thread that will compute."""
     started = time.monotonic()
+    pooling = find_pooling(checkpoint_path, settings.runner, settings.convert)
+    if pooling is not None and pooling.encoder in ENCODERS:
+        return _load_encoder(checkpoint_path, pooling, settings, max_num_seqs, own_process)
     checkpoint = open_checkpoint(checkpoint_path)
     opened = time.monotonic()
     config = checkpoint.config
-    length = _choose_length(config, settings.max_model_len)
+    usual = None if pooling is None else pooling.max_seq_length
+    length = _choose_length(longest_sequence(config), settings.max_model_len, usual)
+    _check_positions(config, length)
     device = _choose_device(settings.device)
     # before weights are packed and threads started, which then come to lie on the nodes
     placement = _bound(_placed(settings, device), whole_process=own_process)
     formats = choose_formats(
         config,
-        compute=settings.compute,
+        compute=settings.compute if pooling is None else _pooling_compute(settings.compute),
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
@@ -97,6 +107,7 @@ def _load(
         max_model_len=length,
         threads=placement.threads,
         screen_head=settings.screen_head,
+        pooling=pooling,
     )
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length)
     chosen = time.monotonic()
@@ -105,13 +116,23 @@ def _load(
         "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
         opened - started, chosen - opened, time.monotonic() - chosen,
     )  # fmt: skip
-    runner = ModelRunner(
-        loaded,
-        vocab_size=config.vocab_size,
-        block_size=settings.block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=length,
-    )
+    runner: Runner
+    pooled = None
+    if pooling is None:
+        runner = ModelRunner(
+            loaded,
+            vocab_size=config.vocab_size,
+            block_size=settings.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=length,
+        )
+    else:
+        assert isinstance(loaded.model, HiddenModel)
+        head = load_head(pooling, checkpoint, config.hidden_size)
+        pooled = pooling_info(pooling, head, settings.matryoshka_dimensions)
+        runner = PoolingRunner(
+            loaded.model, head, pooled, vocab_size=config.vocab_size, block_size=settings.block_size
+        )
     info = BackendInfo(
         name=formats.compute,
         vocab_size=config.vocab_size,
@@ -122,21 +143,98 @@ def _load(
         dtype=formats.dtype,
         device=device,
         kv_dtype=formats.kv_dtype,
-        choice="; ".join(filter(None, (formats.why, kinds, placement.describe(settings.threads)))),
+        choice="; ".join(
+            filter(
+                None,
+                (
+                    "" if pooling is None else _described(pooling),
+                    formats.why,
+                    kinds,
+                    placement.describe(settings.threads),
+                ),
+            )
+        ),
         numa_nodes=placement.nodes,
         num_host_blocks=host_blocks,
         swap_block_seconds=loaded.swap_block_seconds,
+        pooling=pooled,
     )
     return runner, info
 
 
-def _choose_length(config: ModelConfig, wanted: int | None) -> int:
-    """Positions to serve. Raises ConfigError where the model has fewer, or memory for them."""
-    longest = longest_sequence(config)
-    length = longest if wanted is None else wanted
+def _load_encoder(
+    path: Path, pooling: PoolingFiles, settings: BackendSettings, max_num_seqs: int, own: bool
+) -> tuple[Runner, BackendInfo]:
+    """An encoder, which has no KV cache: its blocks are numbers, so many that the scheduler never
+    waits for one."""
+    started = time.monotonic()
+    checkpoint = EncoderCheckpoint(path)
+    config = checkpoint.config
+    length = _choose_length(config.longest, settings.max_model_len, pooling.max_seq_length)
+    for flag, value in (("kv-dtype", settings.kv_dtype), ("compute", settings.compute)):
+        if value not in ("auto", "torch"):
+            raise ConfigError(
+                f"--{flag} {value} is for decoders, and {path} is an encoder "
+                f"({config.model_type}), which PyTorch computes without a KV cache: leave it out"
+            )
+    if settings.kv_cache_bytes is not None:
+        raise ConfigError(f"{path} is an encoder without a KV cache: leave out --kv-cache-memory")
+    if not has_torch():
+        raise ConfigError(f"{path} is an encoder, which PyTorch computes, and {NO_TORCH}")
+    device = _choose_device(settings.device)
+    placement = _bound(_placed(settings, device), whole_process=own)
+    from paceline.backends.torch.encoder import load_encoder
+
+    dtype = settings.dtype
+    if dtype == "auto" and device == "cpu":
+        # they are small, and their vectors are compared in all their digits
+        dtype = "float32"
+    dtype = _torch_dtype(dtype, device=device)
+    model = load_encoder(checkpoint, dtype=dtype, device=device, threads=placement.threads)
+    head = load_head(pooling, checkpoint, config.hidden_size)
+    _log.info("loaded encoder=%.2f", time.monotonic() - started)
+    pooled = pooling_info(pooling, head, settings.matryoshka_dimensions)
+    blocks = settings.num_blocks or max_num_seqs * -(-length // settings.block_size)
+    runner = PoolingRunner(
+        model, head, pooled, vocab_size=config.vocab_size, block_size=settings.block_size
+    )
+    info = BackendInfo(
+        name="torch",
+        vocab_size=config.vocab_size,
+        max_model_len=length,
+        block_size=settings.block_size,
+        num_blocks=blocks,
+        block_bytes=0,
+        dtype=dtype,
+        device=device,
+        choice="; ".join(filter(None, (_described(pooling), placement.describe(settings.threads)))),
+        numa_nodes=placement.nodes,
+        pooling=pooled,
+    )
+    return runner, info
+
+
+def _described(pooling: PoolingFiles) -> str:
+    """For the ready line: what requests get, and where that is written."""
+    what = "embeddings" if pooling.task == EMBED else "classes"
+    return f"{what} by {pooling.pooling} pooling, {pooling.activation} last ({pooling.why})"
+
+
+def _pooling_compute(asked: str) -> str:
+    if asked == "native":
+        raise ConfigError(
+            "--compute native gives logits and no hidden states, and this model is pooled: leave "
+            "it out, and PyTorch computes"
+        )
+    return "torch"
+
+
+def _choose_length(longest: int, wanted: int | None, usual: int | None) -> int:
+    """Positions to serve: ``wanted``, else as many as the model has, but no more than is ``usual``.
+    Raises ConfigError where the model has fewer."""
+    length = min(longest, usual or longest) if wanted is None else wanted
     if not 1 <= length <= longest:
         raise ConfigError(f"max_model_len={length} is not in 1 to {longest}, the model's positions")
-    _check_positions(config, length)
     return length
 
 
@@ -218,6 +316,7 @@ def _choose_loader(
     max_model_len: int,
     threads: int,
     screen_head: bool,
+    pooling: PoolingFiles | None,
 ) -> ModelLoader:
     if screen_head and (formats.compute != "native" or formats.dtype not in ("int8", "q4")):
         raise ConfigError(
@@ -246,6 +345,7 @@ def _choose_loader(
         block_size=block_size,
         max_model_len=max_model_len,
         threads=threads,
+        has_head=pooling is None,
     )
 
 

@@ -37,6 +37,12 @@ class BackendSettings:
     screen_head: bool = False
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
+    # what the model is for: "auto" by its files, "generate", or "pooling" and then what it becomes
+    # if they do not say it: "embed" or "classify"; see ``checkpoints.pooling``
+    runner: str = "auto"
+    convert: str = "auto"
+    # sizes that embeddings may be cut to, where the files do not say it; (): by the files alone
+    matryoshka_dimensions: tuple[int, ...] = ()
     # tokens per KV block
     block_size: int = 16
     # the KV pool's size in blocks or at most in bytes, not both; neither: see
@@ -55,5 +61,7 @@ class BackendSettings:
     numa_fallback: bool = False
 
     def __post_init__(self) -> None:
+        # a list, where it came as JSON
+        object.__setattr__(self, "matryoshka_dimensions", tuple(self.matryoshka_dimensions))
         for _, message in outside(self, _RANGES):
             raise ConfigError(message)

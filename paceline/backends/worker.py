@@ -7,14 +7,22 @@ nothing but the machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Protocol
 
-from paceline.backends.runner import ModelRunner
 from paceline.core.backend import BackendInfo
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import SchedulerOutput, StepResult
 
-__all__ = ["WorkerBackend"]
+__all__ = ["Runner", "WorkerBackend"]
+
+
+class Runner(Protocol):
+    """What runs plans, called from the thread."""
+
+    def run(self, plan: SchedulerOutput) -> StepResult: ...
+
+    def constrain(self, matchers: MatcherSource, thread: Executor) -> None: ...
 
 
 class WorkerBackend:
@@ -24,10 +32,10 @@ class WorkerBackend:
         build: called on the thread; what it raises, the constructor raises.
     """
 
-    def __init__(self, build: Callable[[], tuple[ModelRunner, BackendInfo]]) -> None:
+    def __init__(self, build: Callable[[], tuple[Runner, BackendInfo]]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="paceline-model")
         self._mask_thread: ThreadPoolExecutor | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
         try:
             self._runner, self._info = self._executor.submit(build).result()
         except BaseException:

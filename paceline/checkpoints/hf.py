@@ -22,7 +22,7 @@ from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safet
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
-__all__ = ["HFCheckpoint"]
+__all__ = ["HFCheckpoint", "read_entries", "values_of"]
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -30,6 +30,8 @@ _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+# of a decoder that classifies, as transformers names them
+HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
 MAX_SHARDS: Final = 4096
 
 
@@ -45,7 +47,10 @@ class HFCheckpoint:
         self._folder = folder
         # the config is judged first: "this architecture is not supported" is the more useful error
         read_hf_config(folder, "float32")
-        self._entries = _read_entries(folder)
+        self._entries = read_entries(folder)
+        self._head: dict[str, SafetensorsEntry] = {
+            name: self._entries.pop(name) for name in HEAD if name in self._entries
+        }
         sizes: Counter[str] = Counter()
         for entry in self._entries.values():
             sizes[entry.dtype] += entry.num_bytes
@@ -79,16 +84,22 @@ class HFCheckpoint:
         return part.stored_name, part.rows
 
     def tensor(self, name: str) -> NDArray[np.float32]:
+        return self._ordered(name, values_of(self._find(name)))
+
+    def tensor_row(self, name: str, row: int) -> NDArray[np.float32]:
+        """One row of a matrix, without reading the others. Raises CheckpointError for a row that is
+        not there."""
         entry = self._find(name)
-        data = _read(entry)
-        if entry.dtype == "BF16":
-            # bfloat16 is the upper half of a float32
-            upper = np.frombuffer(data, dtype="<u2").astype(np.uint32)
-            values = (upper << 16).view(np.float32)
-        else:
-            code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
-            values = np.frombuffer(data, dtype=code).astype(np.float32)
-        return self._ordered(name, values.reshape(entry.shape))
+        if not 0 <= row < entry.shape[0]:
+            raise CheckpointError(f"{self._folder}: {name} has {entry.shape[0]} rows, no {row}")
+        size = entry.num_bytes // entry.shape[0]
+        start = entry.start + row * size
+        return values_of(replace(entry, shape=entry.shape[1:], start=start, num_bytes=size))
+
+    def head_tensor(self, name: str) -> NDArray[np.float32] | None:
+        """A tensor of the classifier's head, HEAD; None where there is none."""
+        entry = self._head.get(name)
+        return None if entry is None else values_of(entry)
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
         entry = self._find(name)
@@ -145,9 +156,11 @@ def _parts_of(
     than its parts, or two tensors have one name."""
     architecture = ARCHITECTURES[config.model_type]
     expected = expected_shapes(config)
+    # classes without a head are saved without the name of what a head stands on
+    prefix = "model." if "embed_tokens.weight" in entries else ""
     parts: dict[str, _Part] = {}
     for stored, entry in entries.items():
-        names = architecture.parts_of(stored)
+        names = architecture.parts_of(stored if stored == "lm_head.weight" else prefix + stored)
         if len(names) > 1 and all(name in expected for name in names):
             found = _split(folder, stored, entry, [expected[name][0] for name in names])
         else:
@@ -182,6 +195,21 @@ def _split(folder: Path, name: str, entry: SafetensorsEntry, counts: list[int]) 
     return parts
 
 
+def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:
+    """A tensor in float32, a fresh array. Raises CheckpointError for what is no floating point."""
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(f"{entry.path} has a tensor of {entry.dtype}, no type of weights")
+    data = _read(entry)
+    if entry.dtype == "BF16":
+        # bfloat16 is the upper half of a float32
+        upper = np.frombuffer(data, dtype="<u2").astype(np.uint32)
+        values = (upper << 16).view(np.float32)
+    else:
+        code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
+        values = np.frombuffer(data, dtype=code).astype(np.float32)
+    return values.reshape(entry.shape)
+
+
 def _read(entry: SafetensorsEntry) -> bytes:
     with entry.path.open("rb") as file:
         file.seek(entry.start)
@@ -191,7 +219,9 @@ def _read(entry: SafetensorsEntry) -> bytes:
     return data
 
 
-def _read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
+def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
+    """The tensors of a folder by their stored names. Raises CheckpointError where a shard is
+    missing or the index tells another story than the files."""
     if (folder / _SINGLE).is_file():
         entries = read_safetensors_header(folder / _SINGLE)
         if not entries:

@@ -22,6 +22,9 @@ __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "read_hf_config"
 
 SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
+_GENERATOR: Final = "ForCausalLM"
+# endings of classes with the same layers, and no head that predicts tokens
+_HEADLESS: Final = ("ForSequenceClassification", "Model")
 
 # Fields that change the arithmetic of a decoder, each with the values at which they do not. A
 # config that sets one otherwise is refused unless its architecture reads the field: in files of
@@ -77,7 +80,7 @@ def config_from(
     Raises:
         CheckpointError: as ``read_hf_config``.
     """
-    architecture = _architecture(raw)
+    architecture, is_headless = _architecture(raw)
     fields = Fields(raw, architecture.defaults)
     if "quantization_config" in fields.raw:
         raise CheckpointError(
@@ -115,7 +118,8 @@ def config_from(
         "rotary_dim": None if partial == 1.0 else int(head_dim * partial),
         "max_position_embeddings": fields.whole("max_position_embeddings"),
         "rms_norm_eps": fields.number(fields.raw, "rms_norm_eps", 1e-6),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        # without a head there is none beside the embedding
+        "tie_word_embeddings": is_headless or fields.flag("tie_word_embeddings"),
         "eos_token_ids": eos | token_ids(generation.get("eos_token_id"), "eos_token_id"),
         "bos_token_id": next(iter(bos), None),
     }
@@ -127,18 +131,24 @@ def config_from(
     )
 
 
-def _architecture(raw: Mapping[str, Any]) -> Architecture:
+def _architecture(raw: Mapping[str, Any]) -> tuple[Architecture, bool]:
+    """The architecture, and whether the class is one without a head that predicts tokens."""
     architectures = raw.get("architectures")
     names = architectures if isinstance(architectures, list) and architectures else None
     if names is None:
         # configs saved from a bare config object carry no architectures
         model_type = raw.get("model_type")
         if isinstance(model_type, str) and model_type in ARCHITECTURES:
-            return ARCHITECTURES[model_type]
+            return ARCHITECTURES[model_type], False
         found = f"model_type {model_type!r:.80}"
     else:
         if isinstance(names[0], str) and names[0] in _BY_CLASS:
-            return _BY_CLASS[names[0]]
+            return _BY_CLASS[names[0]], False
+        for ending in _HEADLESS:
+            if isinstance(names[0], str) and names[0].endswith(ending):
+                named = _BY_CLASS.get(names[0].removesuffix(ending) + _GENERATOR)
+                if named is not None:
+                    return named, True
         found = f"architecture {names[0]!r:.80}"
     own_code = (
         " It would need Python code from the checkpoint (auto_map), which Paceline never runs."

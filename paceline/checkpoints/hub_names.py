@@ -37,6 +37,12 @@ _FOLDER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     "model.safetensors.index.json", "model*.safetensors",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+)  # fmt: skip
+# of sentence-transformers' modules, in a folder each
+_MODULE_FILES: Final = (
+    "[0-9]_Pooling/config.json", "[0-9]_LogitScore/config.json",
+    "[0-9]_Dense/config.json", "[0-9]_Dense/model.safetensors",
 )  # fmt: skip
 # of several GGUF files, where none is named: the usual compromise of size and loss first
 PREFERRED: Final = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
@@ -153,11 +159,13 @@ def _file(reference: HubReference, names: Sequence[str]) -> Selection:
 
 def _folder(inside: str, names: Sequence[str]) -> tuple[str, ...]:
     """Files of a Hugging Face folder, () where there is none with safetensors."""
-    own = [name for name in names if "/" not in name[len(inside) :]]
     found = tuple(
         name
-        for name in own
-        if any(fnmatchcase(name[len(inside) :], pattern) for pattern in _FOLDER_FILES)
+        for name in names
+        if any(
+            fnmatchcase(name[len(inside) :], pattern)
+            for pattern in (_MODULE_FILES if "/" in name[len(inside) :] else _FOLDER_FILES)
+        )
     )
     weights = any(name.endswith(".safetensors") for name in found)
     return found if weights and f"{inside}config.json" in found else ()

@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 
 from paceline.core.errors import CheckpointError
 
-__all__ = ["parse_json_object", "read_json_object"]
+__all__ = ["parse_json_object", "read_json_list", "read_json_object"]
 
 # the largest JSON a checkpoint holds is tokenizer.json, some tens of megabytes
 MAX_JSON_BYTES: Final = 128 << 20
@@ -35,17 +35,21 @@ def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         CheckpointError: not UTF-8, not JSON, nested too deeply, or not an object.
     """
+    value = _parse_json(data, what)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, must be an object")
+    return value
+
+
+def _parse_json(data: bytes, what: str) -> Any:
     try:
-        value = json.loads(
+        return json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant
         )
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{what} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is a JSON {type(value).__name__}, must be an object")
-    return value
 
 
 def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
@@ -54,6 +58,20 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] 
     Raises:
         CheckpointError: unreadable, larger than ``limit`` bytes, or not a JSON object.
     """
+    data = _read(path, limit)
+    return None if data is None else parse_json_object(data, str(path))
+
+
+def read_json_list(path: Path, limit: int = MAX_JSON_BYTES) -> list[Any] | None:
+    """The same for a JSON list."""
+    data = _read(path, limit)
+    value = None if data is None else _parse_json(data, str(path))
+    if value is not None and not isinstance(value, list):
+        raise CheckpointError(f"{path} is a JSON {type(value).__name__}, must be a list")
+    return value
+
+
+def _read(path: Path, limit: int) -> bytes | None:
     try:
         with path.open("rb") as file:
             # read(limit) would take limit bytes of memory at once, whatever the file's size
@@ -66,4 +84,4 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] 
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     if size > limit:
         raise CheckpointError(f"{path} has {size} bytes, at most {limit} are read")
-    return parse_json_object(data, str(path))
+    return data

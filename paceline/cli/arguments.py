@@ -17,6 +17,7 @@ __all__ = [
     "bounded_int",
     "byte_count",
     "json_object",
+    "size_list",
     "weights_by_name",
 ]
 
@@ -169,6 +170,14 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def size_list(text: str) -> tuple[int, ...]:
+    """``256,512``: whole numbers from 1."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes; example: 256,512")
+    return tuple(int(part) for part in parts)
 
 
 def byte_count(text: str) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from paceline.backends.topology import format_list, parse_list
-from paceline.cli.arguments import bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import bounded_float, bounded_int, byte_count, size_list
 from paceline.cli.scheduling_options import ADMISSION, SCHEDULING, add_flags, given_settings
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
+from paceline.core.pooling import CONVERTS, RUNNERS
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -95,6 +96,29 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         default=default.load.compute,
         help="native computes whole steps in the C++ library, on the CPU; auto takes it where it "
         f"can serve the model, and the log says why (default {default.load.compute})",
+    )
+    group.add_argument(
+        "--runner",
+        choices=RUNNERS,
+        default=default.load.runner,
+        help="what the model is for: generate answers tokens, pooling answers vectors for "
+        "/v1/embeddings, /rerank, /score and /classify; auto goes by the model's files "
+        f"(docs/embeddings.md; default {default.load.runner})",
+    )
+    group.add_argument(
+        "--convert",
+        choices=CONVERTS,
+        default=default.load.convert,
+        help="what a model becomes that is pooled and whose files do not say how: embed or "
+        f"classify (default {default.load.convert})",
+    )
+    group.add_argument(
+        "--matryoshka-dimensions",
+        type=size_list,
+        default=default.load.matryoshka_dimensions,
+        metavar="N[,N...]",
+        help="sizes that a request may cut embeddings to (dimensions), of a model that was trained "
+        "for it and whose config.json does not say so",
     )
     group.add_argument(
         "--isa",
@@ -257,6 +281,9 @@ def engine_settings(
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         compute=args.compute,
+        runner=args.runner,
+        convert=args.convert,
+        matryoshka_dimensions=args.matryoshka_dimensions,
         isa=args.isa,
         screen_head=args.screen_head,
         max_model_len=args.max_model_len,

@@ -6,6 +6,7 @@ in the process that makes text. Only ``build_core`` loads torch, and only where 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +15,10 @@ from paceline.checkpoints.aliases import ALIASES
 from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
-from paceline.core.config import CacheConfig
+from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for, fits
+from paceline.core.pooling import PoolingInfo
 
 if TYPE_CHECKING:
     from paceline.engine.core import EngineCore
@@ -31,6 +33,8 @@ __all__ = [
     "default_sampling",
     "idle_blocks",
 ]
+
+_log = logging.getLogger(__name__)
 
 # the null backend has no memory to measure: enough for its default number of running requests
 _NULL_BLOCKS = 4096
@@ -148,7 +152,38 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
         path = Path(settings.model_path)
         files = path.glob("*.safetensors") if path.is_dir() else gguf_files(path)
         size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
-    return size // info.block_bytes
+    # an encoder's blocks are numbers without memory
+    return size // info.block_bytes if info.block_bytes else None
+
+
+def _pooled(
+    scheduler: SchedulerConfig, pooling: PoolingInfo, settings: EngineSettings, max_model_len: int
+) -> tuple[SchedulerConfig, int]:
+    """The scheduler's settings for a model that is pooled, and its longest prompt.
+
+    Raises ConfigError where a prompt cannot be as long as was asked for.
+    """
+    if pooling.sees_all:
+        # hidden states that it needs again do not lie in the KV cache
+        scheduler = replace(scheduler, preemption="recompute")
+    most = scheduler.max_num_batched_tokens
+    if pooling.whole_prompts and max_model_len > most:
+        if settings.load.max_model_len is not None:
+            raise ConfigError(
+                f"--max-model-len {max_model_len} exceeds --max-num-batched-tokens {most}, and "
+                "this encoder computes a prompt in one step: raise the second or lower the first"
+            )
+        _log.warning(
+            "max_model_len=%d: this encoder computes a prompt in one step of at most %d tokens; "
+            "--max-num-batched-tokens %d serves all its positions",
+            most, most, max_model_len,
+        )  # fmt: skip
+        max_model_len = most
+    return replace(
+        scheduler,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=not pooling.whole_prompts,
+    ), max_model_len
 
 
 def build_core(
@@ -169,11 +204,15 @@ def build_core(
     try:
         info = backend.info
         max_model_len = choose_max_model_len(settings.load.max_model_len, info)
-        scheduler = replace(settings.scheduler, max_model_len=max_model_len)
+        scheduler, caches = settings.scheduler, settings.enable_prefix_caching
+        if info.pooling is not None:
+            scheduler, max_model_len = _pooled(scheduler, info.pooling, settings, max_model_len)
+            caches = caches and not info.pooling.sees_all
+        scheduler = replace(scheduler, max_model_len=max_model_len)
         cache = CacheConfig(
             block_size=info.block_size,
             num_blocks=info.num_blocks,
-            enable_prefix_caching=settings.enable_prefix_caching,
+            enable_prefix_caching=caches,
             max_idle_blocks=idle_blocks(settings, info),
             watermark=settings.watermark,
             num_host_blocks=info.num_host_blocks,

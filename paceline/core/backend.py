@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.pooling import PoolingInfo
 
 __all__ = ["BackendInfo", "ModelBackend"]
 
@@ -42,6 +43,8 @@ class BackendInfo:
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory
     swap_block_seconds: float = 0.0
+    # None: the model generates tokens; else it pools, and serves no other requests
+    pooling: PoolingInfo | None = None
 
 
 @runtime_checkable

@@ -86,6 +86,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     # prompt + output of one request at most
     max_model_len: int = 2048
+    # False: every prompt is computed in one step, because its tokens see those behind them too
+    enable_chunked_prefill: bool = True
     # pick each step's chunk by its predicted time: the slack that requests with targets leave, and
     # never more than makes steps efficient; False: the whole budget every step
     adaptive_token_budget: bool = True
@@ -149,6 +151,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}, or running requests could not all advance"
+            )
+        if not self.enable_chunked_prefill and self.max_model_len > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} must be at most max_num_batched_tokens="
+                f"{self.max_num_batched_tokens} where prompts are not computed in chunks"
             )
         if self.speculative_config is not None:
             NgramSettings.of(self.speculative_config)

@@ -137,8 +137,8 @@ class StepResult:
     """What one step produced, row for row of ``plan.rows``."""
 
     step_id: int
-    # sampled token ids; () for rows with samples=False and for rows that failed; several for rows
-    # with drafts
+    # sampled token ids; () for rows with samples=False, for rows that failed, and for those of
+    # requests that are pooled, which end with that; several for rows with drafts
     sampled: tuple[tuple[int, ...], ...]
     # per row, one entry per sampled token; None where the row asked for none. () when no row asked
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
@@ -147,6 +147,9 @@ class StepResult:
     # (request id, entries of all prompt tokens but the first), with the first token of requests
     # that asked for them
     prompt_logprobs: tuple[tuple[str, tuple[TokenLogprobs, ...]], ...] = ()
+    # (request id, its vector in little-endian float32) of requests that are pooled, with the row
+    # that would have sampled
+    pooled: tuple[tuple[str, bytes], ...] = ()
     # seconds the backend spent on this step
     elapsed: float = 0.0
 

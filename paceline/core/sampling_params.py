@@ -9,6 +9,7 @@ from typing import Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
+from paceline.core.pooling import PoolingParams
 from paceline.core.ranges import Range, outside
 
 __all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SAMPLING", "SamplingParams"]
@@ -82,6 +83,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     # None: none; k: of each prompt token its own and the k likeliest tokens' log-probabilities
     prompt_logprobs: int | None = field(default=None, repr=False)
+    # None: tokens are wanted; else a vector of the prompt and no token (``max_tokens`` is 1)
+    pooling: PoolingParams | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, message in chain(outside(self, SAMPLING), self._faults()):

@@ -83,6 +83,8 @@ class EngineCore:
         self._has_news = False
         # log-probabilities of prompts that steps brought, until somebody takes them
         self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
+        # vectors of pooled requests, likewise
+        self.pooled: list[tuple[str, bytes]] = []
         self.num_steps = 0
         # told of every plan before it is executed
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
@@ -168,6 +170,7 @@ class EngineCore:
         self._has_news = True
         self.num_steps += 1
         self.prompt_logprobs += result.prompt_logprobs
+        self.pooled += result.pooled
         done = self._clock()
         updates = self.scheduler.update(plan, result, done)
         if self._recorder is not None:

@@ -147,6 +147,8 @@ class LLM:
             yield _refused(request, expired.error)
         self._processor.note_prompt_logprobs(self._core.prompt_logprobs)
         self._core.prompt_logprobs.clear()
+        self._processor.note_pooled(self._core.pooled)
+        self._core.pooled.clear()
         processed = self._processor.process(updates, time.monotonic())
         self._core.abort(processed.stopped, FinishReason.STOP)
         self._core.abort(processed.failed)

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from paceline.core.outputs import Timeline, TokenLogprobs
+from paceline.core.pooling import PoolingInfo
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.speculation.settings import MOST_TOKENS
@@ -139,6 +140,8 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_preemptions: int = 0
     # of every prompt token but the first, once, if they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    # the vector of a pooled request in little-endian float32, with the end
+    pooled: bytes | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +169,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     numa_nodes: str = ""
     # sequences that may wait at once; None: any number
     max_num_waiting: int | None = None
+    # None: it generates tokens
+    pooling: PoolingInfo | None = None
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):

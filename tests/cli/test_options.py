@@ -84,6 +84,9 @@ def test_weights_refuse(text: str) -> None:
         (["--dtype", "float32"], "dtype", "float32"),
         (["--compute", "native"], "compute", "native"),
         (["--isa", "avx2"], "isa", "avx2"),
+        (["--runner", "pooling"], "runner", "pooling"),
+        (["--convert", "embed"], "convert", "embed"),
+        (["--matryoshka-dimensions", "64,32"], "matryoshka_dimensions", (64, 32)),
         (["--screen-head"], "screen_head", True),
         (["--kv-dtype", "int8"], "kv_dtype", "int8"),
         (["--max-model-len", "100"], "max_model_len", 100),
@@ -301,6 +304,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     # set for an engine that replaces one
     elsewhere.add("numa_fallback")
     elsewhere |= {"load", "scheduler"}
+    # follows from the model
+    elsewhere.add("enable_chunked_prefill")
     for part in (EngineSettings, BackendSettings, SchedulerConfig):
         for field in fields(part):
             if field.name not in elsewhere:

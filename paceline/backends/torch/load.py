@@ -39,6 +39,8 @@ class TorchLoader:
     max_model_len: int
     # processor threads
     threads: int
+    # False: hidden states are wanted, and no logits
+    has_head: bool = True
 
     @property
     def block_bytes(self) -> int:
@@ -65,7 +67,9 @@ class TorchLoader:
         config, device = self.checkpoint.config, torch.device(self.device)
         dtype = choose_dtype(self.dtype, self.device)
         with torch.inference_mode():
-            weights = load_weights(self.checkpoint, dtype=dtype, device=device)
+            weights = load_weights(
+                self.checkpoint, dtype=dtype, device=device, has_head=self.has_head
+            )
             table = partial(RotaryTable, config, self.max_model_len, dtype=dtype, device=device)
             sliding = None if config.sliding_rope is None else table(rope=config.sliding_rope)
             decoder = Decoder(config, weights, table(), sliding)

@@ -71,8 +71,8 @@ class DecoderWeights:
     embedding: torch.Tensor
     layers: Sequence[LayerWeights]
     norm: RMSNorm
-    # [hidden] -> [vocab]
-    head: Linear
+    # [hidden] -> [vocab]; None: only hidden states are wanted
+    head: Linear | None
     # the head's weight as it is, [vocab, hidden]; the embedding where they are tied
     head_weight: torch.Tensor
 
@@ -120,6 +120,31 @@ class Decoder:
         Returns:
             logits [S, vocab] in float32.
         """
+        if len(sampled) == 0:
+            self._layers(token_ids, positions, attention)
+            return self._weights.embedding.new_empty((0, self._vocab_size), dtype=torch.float32)
+        # the head is the largest product: only for the rows that sample
+        logits = self._logits(self.hidden(token_ids, positions, sampled, attention))
+        if self._config.logits_divisor != 1.0:
+            logits /= self._config.logits_divisor
+        if (cap := self._config.logits_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """As ``forward``, but what the head would be given: [S, hidden], in the weights' dtype."""
+        return self._weights.norm(self._layers(token_ids, positions, attention)[wanted])
+
+    def _layers(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """The sum of all layers, [T, hidden] in float32."""
         # the sum of all layers stays in float32: in bfloat16 its rounding decides near ties
         x = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
         if self._config.embedding_scale != 1.0:
@@ -140,15 +165,7 @@ class Decoder:
             if layer.mlp_output_norm is not None:
                 inner = layer.mlp_output_norm(inner)
             x.add_(inner, alpha=share)
-        if len(sampled) == 0:
-            return x.new_empty(0, self._vocab_size)
-        # the head is the largest product: only for the rows that sample
-        logits = self._logits(self._weights.norm(x[sampled]))
-        if self._config.logits_divisor != 1.0:
-            logits /= self._config.logits_divisor
-        if (cap := self._config.logits_softcap) is not None:
-            logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return x
 
     def _normed(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
         return x.to(self._dtype) if norm is None else norm(x)
@@ -159,6 +176,7 @@ class Decoder:
         A product in bfloat16 comes back rounded to 8 bits, which makes ties of the best candidates
         and breaks them by token id; these few are computed again in float32.
         """
+        assert self._weights.head is not None, "loaded for its hidden states alone"
         logits = self._weights.head(x)
         if logits.dtype is torch.float32:
             return logits

@@ -48,6 +48,25 @@ class TorchStep:
         )
 
     @torch.inference_mode()
+    def hidden(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        wanted: NDArray[np.int64],
+        kinds: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """See ``pooling.runner.HiddenModel``; decoders do not tell kinds of tokens apart."""
+        self._attention.prepare(batch)
+        states = self._decoder.hidden(
+            torch.from_numpy(token_ids).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            torch.from_numpy(wanted).to(self._device),
+            self._attention,
+        )
+        return states.float().cpu().numpy()
+
+    @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._attention.copy_blocks(pairs)
 

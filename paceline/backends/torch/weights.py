@@ -128,9 +128,9 @@ class _Reader:
 
 
 def load_weights(
-    source: TensorSource, *, dtype: torch.dtype, device: torch.device
+    source: TensorSource, *, dtype: torch.dtype, device: torch.device, has_head: bool = True
 ) -> DecoderWeights:
-    """Read a whole model.
+    """Read a whole model; without ``has_head`` all but what predicts tokens.
 
     Raises:
         CheckpointError: a tensor is missing, unreadable, or of another shape than the config says.
@@ -140,12 +140,12 @@ def load_weights(
         embedding = reader.get("model.embed_tokens.weight")
         layers = tuple(reader.layers())
         norm = reader.norm("model.norm.weight")
-        tied = source.config.tie_word_embeddings
+        tied = source.config.tie_word_embeddings or not has_head
         head_weight = embedding if tied else reader.get("lm_head.weight").contiguous()
     return DecoderWeights(
         embedding=embedding,
         layers=layers,
         norm=norm,
-        head=make_linear(head_weight),
+        head=make_linear(head_weight) if has_head else None,
         head_weight=head_weight,
     )

@@ -212,13 +212,16 @@ def check_door(
     """
     asked = request.asked
     prompt, output = request.num_prompt_tokens, asked.sampling.max_tokens
+    if asked.sampling.pooling is not None:
+        # it brings no token
+        output = 0
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least 1 token is needed", "prompt")
     if request.request_id in live:
         raise InvalidRequestError(f"request id {request.request_id!r} is in use", "request_id")
-    if request.max_total_tokens > config.max_model_len:
+    if prompt + output > config.max_model_len:
         raise NeverFitsError(
-            f"{prompt} prompt tokens + {output} output tokens = {request.max_total_tokens} exceed "
+            f"{prompt} prompt tokens + {output} output tokens = {prompt + output} exceed "
             f"the maximum context length of {config.max_model_len} tokens",
             "max_tokens",
         )

@@ -71,7 +71,7 @@ class Admission:
                 continue
             if outlook is None and not self._surely_lasts(request, last):
                 outlook = self.outlook(last)
-            obstacle = self._obstacle(limits, request, outlook)
+            obstacle = self._obstacle(step, limits, request, outlook)
             if obstacle is None:
                 self._admit(step, limits, request, now)
                 if head is None:
@@ -109,7 +109,11 @@ class Admission:
         return look_ahead(self._kv, self._work, running)
 
     def _obstacle(
-        self, limits: StepLimits, request: Request, outlook: MemoryOutlook | None
+        self,
+        step: StepBuilder,
+        limits: StepLimits,
+        request: Request,
+        outlook: MemoryOutlook | None,
     ) -> Reason | None:
         """What keeps a waiting request out; None: nothing does, and it has its blocks now."""
         kv = self._kv
@@ -118,6 +122,12 @@ class Admission:
                 if not self._waiting.drop_blocks():
                     return Reason.MEMORY
             return None
+        if (
+            not self._config.enable_chunked_prefill
+            and step.rows
+            and request.num_tokens > step.budget
+        ):
+            return Reason.BUDGET
         obstacle = limits.obstacle(request)
         if obstacle is not None:
             return obstacle
@@ -130,8 +140,10 @@ class Admission:
         return None
 
     def _admit(self, step: StepBuilder, limits: StepLimits, request: Request, now: float) -> None:
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, step.budget)
-        if request.tier is not Tier.ORDINARY:
+        num_tokens = request.num_tokens - request.num_computed_tokens
+        if self._config.enable_chunked_prefill:
+            num_tokens = min(num_tokens, step.budget)
+        if request.tier is not Tier.ORDINARY and self._config.enable_chunked_prefill:
             num_tokens = min(num_tokens, limits.chunk(step, request, admission=True))
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None, "admit() promised the blocks"

@@ -118,7 +118,8 @@ class Updates:
         return tuple(updates)
 
     def _append(self, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, ...]:
-        """Append tokens until one ends the output. Returns those that count."""
+        """Append tokens until one ends the output; none are the end of a request that is pooled.
+        Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
             self._steps.num_prompt_tokens += request.num_prompt_tokens
@@ -126,6 +127,8 @@ class Updates:
             # one that was demoted against what was foreseen says nothing of the others
             if forecast is not None and (forecast.late or not request.history.demoted):
                 self._last.first_tokens.append((forecast, now - request.asked.arrival_time))
+        if not token_ids:
+            self._finish(request, FinishReason.STOP, prune=False)
         sampling = request.asked.sampling
         for count, token_id in enumerate(token_ids, 1):
             request.output_token_ids.append(token_id)

@@ -297,6 +297,7 @@ class EngineFrontend(abc.ABC):
 
     def _deliver(self, message: Outputs, now: float) -> None:
         self._processor.note_prompt_logprobs(message.prompt_logprobs)
+        self._processor.note_pooled(message.pooled)
         processed = self._processor.process(message.updates, now)
         self._abort(processed.stopped, stopped=True)
         self._abort(processed.failed)

@@ -201,12 +201,16 @@ class EngineLoop:
             counted = sum(use.num_running + use.num_waiting for use in self._classes)
             self._next_census = now + max(_CENSUS, counted * _CENSUS_PER_REQUEST)
         stats = engine_stats(self._core, now, self._classes)
-        if tokens := sum([len(update.new_token_ids) for update in self._updates]):
-            # as vLLM counts: of a prompt all tokens, in the step that brought the first behind it
+        tokens = sum([len(update.new_token_ids) for update in self._updates])
+        if tokens or self._core.pooled:
+            # as vLLM counts: of a prompt all tokens, in the step that brought the first behind it,
+            # or its vector
             prompts, self._prompt_tokens = self._prompt_tokens, stats.scheduler.num_prompt_tokens
             stats = replace(stats, iteration_tokens=(tokens + self._prompt_tokens - prompts,))
-        self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
+        told, pooled = tuple(self._core.prompt_logprobs), tuple(self._core.pooled)
+        self._send(Outputs(tuple(self._updates), stats, told, pooled))
         self._core.prompt_logprobs.clear()
+        self._core.pooled.clear()
         self._updates.clear()
 
 
@@ -245,4 +249,5 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         choice=backend.choice,
         numa_nodes=backend.numa_nodes,
         max_num_waiting=config.max_num_waiting,
+        pooling=backend.pooling,
     )

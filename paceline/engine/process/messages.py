@@ -95,6 +95,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     stats: EngineStats
     # see StepResult
     prompt_logprobs: tuple[tuple[str, tuple[TokenLogprobs, ...]], ...] = ()
+    pooled: tuple[tuple[str, bytes], ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):

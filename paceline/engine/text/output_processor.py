@@ -68,6 +68,8 @@ class _Request:
     # waiting for the next output; None once told
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     told_prompt_logprobs: bool = False
+    # the vector of a pooled request
+    pooled: bytes | None = None
     # output of each choice so far, for an engine that would have to go on with it
     token_ids: list[list[int]] = field(default_factory=list)
 
@@ -115,7 +117,7 @@ class _Request:
             self.num_cached_tokens = update.num_cached_tokens
         if not self.first_scheduled:
             self.first_scheduled = update.first_scheduled_time
-        if num_tokens:
+        if num_tokens or self.pooled is not None:
             if self.first_token is None:
                 self.first_token = now
             elif now - self.last_token > self.longest_gap:
@@ -146,6 +148,7 @@ class _Request:
             finished=not self.live,
             times=self.times(),
             num_preemptions=sum(self.num_preemptions),
+            pooled=self.pooled,
         )
 
 
@@ -356,6 +359,13 @@ class OutputProcessor:
             if choice is not None and not choice.owner.told_prompt_logprobs:
                 choice.owner.told_prompt_logprobs = True
                 choice.owner.prompt_logprobs = logprobs
+
+    def note_pooled(self, entries: Iterable[tuple[str, bytes]]) -> None:
+        """Take in the vectors of choices that end with the updates processed next."""
+        for request_id, vector in entries:
+            choice = self._choices.get(request_id)
+            if choice is not None:
+                choice.owner.pooled = vector
 
     def process(self, updates: Iterable[RequestUpdate], now: float) -> Processed:
         """Turn one batch of news into outputs.

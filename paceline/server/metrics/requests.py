@@ -265,7 +265,7 @@ class RequestObserver:
     def output(self, output: GenerationOutput, now: float) -> None:
         metrics = self._metrics
         self._preemptions = output.num_preemptions
-        if self._prompt_tokens is None and output.num_output_tokens:
+        if self._prompt_tokens is None and (output.num_output_tokens or output.pooled is not None):
             prompt, cached = output.num_prompt_tokens, output.num_cached_tokens
             self._prompt_tokens, self._cached_tokens = prompt, cached
             metrics.prompt_tokens.value += prompt

@@ -1,0 +1,1 @@
+"""Hidden states to vectors: what pools, whatever computes the hidden states."""

@@ -1,0 +1,165 @@
+"""An encoder of BERT's shape on a flat ragged batch: norms behind the sums, and attention that sees
+the whole prompt.
+
+This module does not know files, requests or pooling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.bidirectional import BidirectionalAttention
+from paceline.backends.torch.linear import Linear, make_linear
+from paceline.backends.torch.machine import choose_dtype
+from paceline.checkpoints.encoder import EncoderCheckpoint, EncoderConfig
+from paceline.core.outputs import BlockSwap
+
+__all__ = ["Encoder", "load_encoder"]
+
+_FUNCTIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu": torch.nn.functional.relu,
+}
+
+
+class _LayerNorm:
+    """In float32, in the weights' dtype."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, dtype: torch.dtype
+    ) -> None:
+        self._weight, self._bias = weight, bias
+        self._epsilon, self._dtype = epsilon, dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.layer_norm(
+            x.float(), self._weight.shape, self._weight, self._bias, self._epsilon
+        )
+        return normed.to(self._dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    qkv: Linear
+    attention_output: Linear
+    attention_norm: _LayerNorm
+    inner: Linear
+    output: Linear
+    output_norm: _LayerNorm
+
+
+class Encoder:
+    """A ``pooling.runner.HiddenModel`` without a cache; see ``load_encoder``."""
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        embeddings: Sequence[torch.Tensor],
+        embedding_norm: _LayerNorm,
+        layers: Sequence[_Layer],
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._words, self._positions, self._kinds = embeddings
+        self._norm = embedding_norm
+        self._layers = layers
+        self._function = _FUNCTIONS[config.activation]
+        self._device = device
+        heads = config.num_attention_heads
+        head_dim = config.hidden_size // heads
+        self._attention = BidirectionalAttention(
+            heads, heads, head_dim, head_dim**-0.5, device=device
+        )
+        self._shape = (-1, 3 * heads, head_dim)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        wanted: NDArray[np.int64],
+        kinds: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """See ``HiddenModel``. An encoder with one kind of token takes all for that."""
+        self._attention.prepare(batch)
+        kinds = np.minimum(kinds, self._config.type_vocab_size - 1)
+        x = self._norm(
+            self._words[self._to_device(token_ids)].float()
+            + self._positions[self._to_device(positions + self._config.first_position)]
+            + self._kinds[self._to_device(kinds)]
+        )
+        for index, layer in enumerate(self._layers):
+            seen = self._attention.attend(index, layer.qkv(x).view(self._shape))
+            x = layer.attention_norm(x.float() + layer.attention_output(seen))
+            inner = self._function(layer.inner(x))
+            x = layer.output_norm(x.float() + layer.output(inner))
+        return x[self._to_device(wanted)].float().cpu().numpy()
+
+    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """There are no blocks."""
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        """There are no blocks."""
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """There are no blocks."""
+
+
+def load_encoder(
+    checkpoint: EncoderCheckpoint, *, dtype: str, device: str, threads: int
+) -> Encoder:
+    """Read a whole encoder. Raises CheckpointError like ``EncoderCheckpoint.tensor``.
+
+    Args:
+        threads: processor threads.
+    """
+    # of this thread only, with OpenMP
+    torch.set_num_threads(threads)
+    config, place, main = checkpoint.config, torch.device(device), choose_dtype(dtype, device)
+
+    def read(name: str, kind: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensor(name)).to(device=place, dtype=kind)
+
+    def linear(*names: str) -> Linear:
+        weight = torch.cat([read(f"{name}.weight", main) for name in names])
+        return make_linear(weight, torch.cat([read(f"{name}.bias", main) for name in names]))
+
+    def norm(name: str) -> _LayerNorm:
+        weight, bias = (read(f"{name}.{part}", torch.float32) for part in ("weight", "bias"))
+        return _LayerNorm(weight, bias, config.layer_norm_eps, main)
+
+    def layer(index: int) -> _Layer:
+        name = f"encoder.layer.{index}"
+        return _Layer(
+            qkv=linear(*(f"{name}.attention.self.{part}" for part in ("query", "key", "value"))),
+            attention_output=linear(f"{name}.attention.output.dense"),
+            attention_norm=norm(f"{name}.attention.output.LayerNorm"),
+            inner=linear(f"{name}.intermediate.dense"),
+            output=linear(f"{name}.output.dense"),
+            output_norm=norm(f"{name}.output.LayerNorm"),
+        )
+
+    with torch.inference_mode():
+        return Encoder(
+            config,
+            [
+                read(f"embeddings.{name}_embeddings.weight", main)
+                for name in ("word", "position", "token_type")
+            ],
+            norm("embeddings.LayerNorm"),
+            [layer(index) for index in range(config.num_hidden_layers)],
+            place,
+        )
