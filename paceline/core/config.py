@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 from paceline.core.ranges import Range, outside
-from paceline.core.speculation.settings import NgramSettings
+from paceline.core.speculation.settings import SpeculationSettings
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 
@@ -137,7 +137,7 @@ class SchedulerConfig:
     # room, "recompute" drops it, "auto" does what is predicted to take less time
     preemption: str = "auto"
     # how next tokens are guessed, to be verified several in one row; see
-    # ``speculation.settings``; None: they are not
+    # ``speculation.settings``; None: of requests alone that say what they expect
     speculative_config: Mapping[str, Any] | None = None
     # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
     # Below 1.0 it is for work whose lengths cannot be predicted
@@ -150,8 +150,7 @@ class SchedulerConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}, or running requests could not all advance"
             )
-        if self.speculative_config is not None:
-            NgramSettings.of(self.speculative_config)
+        SpeculationSettings.of(self.speculative_config)
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0.0):
                 raise ConfigError(

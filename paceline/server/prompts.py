@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 # characters; about half a millisecond of tokenising
 _INLINE_CHARS: Final = 4096
 _THREADS: Final = 2
+# tokens of a prediction beyond what fits into the answer, which may leave some of it out
+_PREDICTION_SLACK: Final = 256
 # tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
 
@@ -139,6 +141,13 @@ class PromptMaker:
             return tuple(dict.fromkeys(ids))
 
         return await self._run(encode, sum(map(len, words)))
+
+    async def prediction(self, text: str | None, max_tokens: int) -> tuple[int, ...]:
+        """The ids of what a caller expects, as far as an answer of so many tokens can go on."""
+        if not text:
+            return ()
+        ids = await self.encode(text, add_special_tokens=False)
+        return tuple(ids[: max_tokens + _PREDICTION_SLACK])
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return await self._run(

@@ -21,6 +21,7 @@ from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.http.fields import Fields, check_integer, check_string, check_token_ids, show
 from paceline.server.bodies.foreign import translated
 from paceline.server.bodies.messages import parse_messages
+from paceline.server.bodies.prediction import parse_prediction
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.sampling_fields import (
     INT32,
@@ -104,6 +105,8 @@ class GenerationOptions:
     bad_words: tuple[str, ...]
     # guessed at a time
     max_draft_tokens: int = MOST_TOKENS
+    # what most of the answer is expected to be; None: nothing was said
+    prediction: str | None = None
     # False: no text is made
     detokenize: bool = True
     # tokens of a block of the prefix cache; 0: it keeps nothing of this request
@@ -196,9 +199,14 @@ def parse_chat(
     last = template.messages[-1]
     speaks_on = fields.boolean("echo", False) and last["role"] == template.speaker
     tells_reasoning = fields.boolean("include_reasoning", True)
+    prediction = parse_prediction(fields.object("prediction"))
     ignored = note_unknown(fields, strict=rules.strict_fields)
     return ChatRequest(
-        options=replace(options, ignored_fields=ignored),
+        options=replace(
+            options,
+            ignored_fields=ignored,
+            prediction=prediction,
+        ),
         template=template,
         echo=last["content"] if speaks_on else "",
         # a grammar leaves no place for thoughts

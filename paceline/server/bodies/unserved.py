@@ -100,12 +100,11 @@ NO_EFFECT: Final = (
     "prompt_cache_retention",
     "session_id",
     "verbosity",
-    "prediction",
 )
 
 
-# thoughts are told apart in chat alone
-NO_EFFECT_IN_COMPLETIONS: Final = (*NO_EFFECT, "include_reasoning")
+# thoughts are told apart, and what is expected is read, in chat alone
+NO_EFFECT_IN_COMPLETIONS: Final = (*NO_EFFECT, "include_reasoning", "prediction")
 
 
 def refuse_unserved(

@@ -21,6 +21,7 @@ from paceline.server.openapi.schemas import (
     INTEGER,
     NULL,
     OBJECT,
+    PREDICTION,
     STRING,
     Schema,
     array,
@@ -324,6 +325,7 @@ def _chat(rules: RequestRules) -> Schema:
         "chat_template": STRING if rules.trust_request_chat_template else NULL,
         "echo": BOOLEAN,
         "include_reasoning": BOOLEAN,
+        "prediction": PREDICTION,
     }
     found = {name: nullable(schema) for name, schema in fields.items()}
     return record({"messages": array(ref("Message"), 1)}, sampling | found)
@@ -343,7 +345,8 @@ def _completion(rules: RequestRules) -> Schema:
     return record(
         {"prompt": prompt},
         _sampling(rules)
-        | {"echo": nullable(BOOLEAN), "logprobs": logprobs, "include_reasoning": _IGNORED},
+        | {"echo": nullable(BOOLEAN), "logprobs": logprobs, "include_reasoning": _IGNORED}
+        | {"prediction": _IGNORED},
     )
 
 
