@@ -157,8 +157,9 @@ class Driver:
 
     def step(self) -> bool:
         """One turn of an engine with ``depth`` steps in flight; False when nothing moved."""
-        while len(self._flying) < self.depth and self.plan().rows:
-            pass
+        while len(self._flying) < self.depth:
+            if (self._flying and self.scheduler.awaits_tokens) or not self.plan().rows:
+                break
         self.now += 1.0
         if not self._flying:
             return self.scheduler.wake_at is not None

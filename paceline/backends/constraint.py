@@ -7,7 +7,8 @@ grammar is, nor logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.core.errors import PacelineError, RequestFailedError
 from paceline.core.grammar import Grammar, MatcherSource, TokenMatcher
@@ -23,14 +24,16 @@ class OutputConstraint:
         self._grammar = grammar
         self._matcher: TokenMatcher | None = None
         self._num_read = 0
+        # of ``forced``, which nobody has been told yet
+        self._failure: PacelineError | None = None
 
     @property
     def num_read(self) -> int:
         """Output tokens the matcher has taken in."""
         return self._num_read
 
-    def mask(self, new_tokens: Sequence[int]) -> bytes:
-        """Which tokens may follow, as ``TokenMatcher.allowed`` says it.
+    def masks(self, new_tokens: Sequence[int], guesses: Sequence[int] = ()) -> list[bytes]:
+        """Which tokens may follow, and which may follow guesses; see ``TokenMatcher.look_ahead``.
 
         Args:
             new_tokens: the output from ``num_read`` on.
@@ -38,17 +41,41 @@ class OutputConstraint:
         Raises:
             PacelineError: the matcher failed; so does the request, and nobody else.
         """
+        with self._failing_alone():
+            if self._failure is not None:
+                raise self._failure
+            return self._read(new_tokens).look_ahead(guesses)
+
+    def forced(self, new_tokens: Sequence[int], most: int) -> Sequence[int]:
+        """What must follow; see ``TokenMatcher.forced``. Fails with the next call of ``masks``.
+
+        Args:
+            new_tokens: the output from ``num_read`` on.
+        """
         try:
-            if self._matcher is None:
-                self._matcher = self._matchers.matcher(self._grammar)
-            if new_tokens:
-                self._matcher.consume(new_tokens)
-                self._num_read += len(new_tokens)
-            return self._matcher.allowed()
+            with self._failing_alone():
+                return self._read(new_tokens).forced(most)
+        except PacelineError as error:
+            self._failure = error
+            return ()
+
+    def _read(self, new_tokens: Sequence[int]) -> TokenMatcher:
+        if self._matcher is None:
+            self._matcher = self._matchers.matcher(self._grammar)
+        if new_tokens:
+            self._matcher.consume(new_tokens)
+            self._num_read += len(new_tokens)
+        return self._matcher
+
+    @staticmethod
+    @contextmanager
+    def _failing_alone() -> Iterator[None]:
+        """Whatever somebody's grammar makes the library do is that request's fault alone."""
+        try:
+            yield
         except PacelineError:
             raise
         except Exception as error:
-            # whatever somebody's grammar makes the library do is that request's fault alone
             raise RequestFailedError(
                 f"checking the output against its grammar failed ({type(error).__name__})"
             ) from error

@@ -32,6 +32,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
+from paceline.core.speculation.settings import MOST_TOKENS
 
 __all__ = ["NullBackend", "expected_tokens"]
 
@@ -64,6 +65,17 @@ class _State:
         """The prompt, once, if its log-probabilities are wanted: all of them are 0."""
         wanted, self._tells_prompt = self._tells_prompt, False
         return self.tokens[: self.num_prompt_tokens] if wanted else None
+
+    def unread(self) -> list[int]:
+        """The output that the grammar's matcher has not taken in yet."""
+        assert self.constraint is not None
+        return self.tokens[self.num_prompt_tokens + self.constraint.num_read :]
+
+    def forced(self) -> tuple[int, ...]:
+        """What the grammar leaves no choice about."""
+        if self.constraint is None:
+            return ()
+        return tuple(self.constraint.forced(self.unread(), MOST_TOKENS))
 
 
 class NullBackend:
@@ -135,7 +147,7 @@ class NullBackend:
         for copy in plan.block_copies:
             self._cache[copy.dst] = list(self._cache[copy.src])
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
-        guessed = dict(plan.drafts)
+        guessed = {draft.row: draft.token_ids for draft in plan.drafts}
         for index, row in enumerate(plan.rows):
             state = self._states[row.request_id]
             if not state.failed:
@@ -176,6 +188,11 @@ class NullBackend:
             for row in plan.rows
             if row.samples and (prompt := self._states[row.request_id].take_prompt()) is not None
         )
+        forced = [
+            (index, state.forced())
+            for index in plan.forces
+            if sampled[index] and (state := self._states[plan.rows[index].request_id])
+        ]
         asked = any(entry is not None for entry in logprobs)
         return StepResult(
             step_id=plan.step_id,
@@ -183,6 +200,7 @@ class NullBackend:
             logprobs=tuple(logprobs) if asked else (),
             errors=tuple(errors),
             prompt_logprobs=prompts,
+            forced=tuple(entry for entry in forced if entry[1]),
             elapsed=time.monotonic() - started,
         )
 
@@ -205,11 +223,16 @@ class NullBackend:
         """Append the row's tokens: one, and one more for each guess that is right."""
         drawn: list[int] = []
         end = row.start + row.num_tokens
+        # the first position behind guesses that the grammar cannot be read on over
+        last = end
+        if guesses and state.constraint is not None:
+            masks = state.constraint.masks(state.unread(), guesses)
+            last = end - len(guesses) + len(masks) - 1
         for length in range(end - len(guesses), end + 1):
             token = self._sample(length, state)
             drawn.append(token)
             state.tokens.append(token)
-            if length == end or token != guesses[length - end] or token == self._poison_token:
+            if length == last or token != guesses[length - end] or token == self._poison_token:
                 # what follows poison is for the next step to fail on
                 break
         return tuple(drawn)
@@ -237,7 +260,7 @@ class NullBackend:
         output = state.tokens[state.num_prompt_tokens :]
         mask: bytes | None = None
         if state.constraint is not None:
-            mask = state.constraint.mask(output[state.constraint.num_read :])
+            (mask,) = state.constraint.masks(state.unread())
         banned: set[int] = {
             word[-1]
             for word in sampling.bad_words

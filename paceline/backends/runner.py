@@ -32,13 +32,15 @@ from paceline.core.outputs import (
     TokenLogprobs,
 )
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.speculation.settings import MOST_TOKENS
 
 __all__ = ["ModelRunner"]
 
 # one entry per sampled token, None for rows that asked for none
 RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
-# row -> what its grammar forbids [vocab], or why the request fails
-Masks: TypeAlias = dict[int, "NDArray[np.bool_] | str"]
+# row -> what its grammar forbids [vocab] after none of the row's guesses, after one, and so on, as
+# far as it can be read on; or why the request fails
+Masks: TypeAlias = dict[int, "list[NDArray[np.bool_]] | str"]
 
 _NOTHING_LEFT: Final = (
     "no token is left to choose: the grammar, allowed_token_ids, bad_words and min_tokens of this "
@@ -126,14 +128,17 @@ class ModelRunner:
             self._model.swap_blocks(plan.swaps)
         started = time.monotonic()
         self._apply(plan)
-        sampled, logprobs, errors = self._execute(plan.rows, dict(plan.drafts))
+        drafts = {draft.row: draft.token_ids for draft in plan.drafts}
+        sampled, logprobs, errors = self._execute(plan.rows, drafts)
         prompt_logprobs = self._take_prompt_logprobs(plan.rows)
+        forced = self._forced(plan, sampled) if plan.forces else ()
         return StepResult(
             step_id=plan.step_id,
             sampled=tuple(sampled),
             logprobs=tuple(logprobs) if any(entry is not None for entry in logprobs) else (),
             errors=tuple(errors),
             prompt_logprobs=prompt_logprobs,
+            forced=forced,
             elapsed=time.monotonic() - started,
         )
 
@@ -203,7 +208,7 @@ class ModelRunner:
         width = max(slot.num_blocks for slot in slots)
         tables = self._tables[index, :width].astype(np.int64)
         sampling = [r for r, row in enumerate(rows) if row.samples]
-        masks = self._start_masks(rows, slots, sampling)
+        masks = self._start_masks(rows, slots, sampling, drafts)
         places = [(r, 0) for r in sampling]
         if drafts:
             places = [(r, -i) for r in sampling for i in range(len(drafts.get(r, ())), -1, -1)]
@@ -240,36 +245,72 @@ class ModelRunner:
             logits = logits[own]
             likeliest = None if likeliest is None else likeliest[own]
         forbidden = masks.result() if masks else {}
-        return self._sample(rows, slots, places, logits, likeliest, forbidden)
+        return self._sample(rows, slots, places, drafts, logits, likeliest, forbidden)
 
     def _start_masks(
-        self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot], sampling: Sequence[int]
+        self,
+        rows: Sequence[ScheduledRow],
+        slots: Sequence[_Slot],
+        sampling: Sequence[int],
+        drafts: Mapping[int, Sequence[int]],
     ) -> Future[Masks] | None:
         """Let the matchers of the rows that sample read on and fill their masks."""
-        jobs: list[tuple[int, OutputConstraint, list[int]]] = []
+        jobs: list[tuple[int, OutputConstraint, list[int], Sequence[int]]] = []
         for r in sampling:
             slot = slots[r]
             if slot.constraint is not None and slot.error is None:
-                first = slot.num_prompt_tokens + slot.constraint.num_read
-                end = rows[r].start + rows[r].num_tokens
-                jobs.append((r, slot.constraint, self._tokens[slot.index, first:end].tolist()))
+                guesses = drafts.get(r, ())
+                end = rows[r].start + rows[r].num_tokens - len(guesses)
+                jobs.append((r, slot.constraint, self._unread(slot, end), guesses))
         if not jobs or self._mask_thread is None:
             return None
         return self._mask_thread.submit(self._fill_masks, jobs)
 
-    def _fill_masks(self, jobs: Sequence[tuple[int, OutputConstraint, list[int]]]) -> Masks:
+    def _unread(self, slot: _Slot, end: int) -> list[int]:
+        """The output before position ``end`` that the matcher has not taken in yet."""
+        assert slot.constraint is not None
+        first = slot.num_prompt_tokens + slot.constraint.num_read
+        return [int(token) for token in self._tokens[slot.index, first:end]]
+
+    def _fill_masks(
+        self, jobs: Sequence[tuple[int, OutputConstraint, list[int], Sequence[int]]]
+    ) -> Masks:
         masks: Masks = {}
-        for r, constraint, new_tokens in jobs:
+        for r, constraint, new_tokens, guesses in jobs:
             try:
-                packed = np.frombuffer(constraint.mask(new_tokens), dtype=np.uint8)
+                allowed = constraint.masks(new_tokens, guesses)
             except PacelineError as error:
                 masks[r] = str(error)
                 continue
-            bits = np.unpackbits(packed, bitorder="little")[: self._vocab_size]
-            forbidden = np.ones(self._vocab_size, dtype=np.bool_)
-            forbidden[: len(bits)] = bits == 0
-            masks[r] = forbidden
+            masks[r] = [self._forbidden(mask) for mask in allowed]
         return masks
+
+    def _forbidden(self, mask: bytes) -> NDArray[np.bool_]:
+        packed = np.frombuffer(mask, dtype=np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")[: self._vocab_size]
+        forbidden = np.ones(self._vocab_size, dtype=np.bool_)
+        forbidden[: len(bits)] = bits == 0
+        return forbidden
+
+    def _forced(
+        self, plan: SchedulerOutput, sampled: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """See ``StepResult.forced``. On the thread of the masks, to which matchers are used."""
+        if self._mask_thread is None:
+            return ()
+        jobs: list[tuple[int, OutputConstraint, list[int]]] = []
+        guesses = {draft.row: len(draft.token_ids) for draft in plan.drafts}
+        for r in plan.forces:
+            slot, row = self._slots[plan.rows[r].request_id], plan.rows[r]
+            if slot.constraint is not None and slot.error is None and sampled[r]:
+                end = row.start + row.num_tokens - guesses.get(r, 0) + len(sampled[r])
+                jobs.append((r, slot.constraint, self._unread(slot, end)))
+
+        def find() -> tuple[tuple[int, tuple[int, ...]], ...]:
+            found = [(r, tuple(each.forced(new, MOST_TOKENS))) for r, each, new in jobs]
+            return tuple(entry for entry in found if entry[1])
+
+        return self._mask_thread.submit(find).result() if jobs else ()
 
     def _take_prompt_logprobs(
         self, rows: Sequence[ScheduledRow]
@@ -307,6 +348,7 @@ class ModelRunner:
         rows: Sequence[ScheduledRow],
         slots: Sequence[_Slot],
         places: Sequence[tuple[int, int]],
+        drafts: Mapping[int, Sequence[int]],
         logits: Logits,
         likeliest: Likeliest,
         masks: Masks,
@@ -327,8 +369,10 @@ class ModelRunner:
         for r, guess in places:
             slot, length = slots[r], rows[r].start + rows[r].num_tokens + guess
             tokens = self._tokens[slot.index, :length]
-            mask = masks.get(r)
-            forbidden = None if isinstance(mask, str) else mask
+            mask = masks.get(r, "")
+            place = guess + len(drafts.get(r, ()))
+            # behind guesses that the grammar does not allow anything may be drawn: it is dropped
+            forbidden = mask[place] if not isinstance(mask, str) and place < len(mask) else None
             sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
         samples = self._sampler.sample(logits, sample_rows, likeliest)
         # rows whose guesses are no longer right
@@ -347,7 +391,11 @@ class ModelRunner:
                 errors.append((rows[r].request_id, _NOTHING_LEFT))
                 continue
             position = rows[r].start + rows[r].num_tokens + guess
-            if guess and self._tokens[slot.index, position] != token_id:
+            mask = masks.get(r, "")
+            if guess and (
+                self._tokens[slot.index, position] != token_id
+                or (not isinstance(mask, str) and len(drafts[r]) + guess + 1 >= len(mask))
+            ):
                 settled.add(r)
             self._tokens[slot.index, position] = token_id
             sampled[r] += (token_id,)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 from paceline.core.ranges import Range, outside
-from paceline.core.speculation.settings import NgramSettings
+from paceline.core.speculation.settings import SpeculationSettings
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 
@@ -139,7 +139,7 @@ class SchedulerConfig:
     # room, "recompute" drops it, "auto" does what is predicted to take less time
     preemption: str = "auto"
     # how next tokens are guessed, to be verified several in one row; see
-    # ``speculation.settings``; None: they are not
+    # ``speculation.settings``; None: of requests alone that say what they expect
     speculative_config: Mapping[str, Any] | None = None
     # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
     # Below 1.0 it is for work whose lengths cannot be predicted
@@ -157,8 +157,7 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len} must be at most max_num_batched_tokens="
                 f"{self.max_num_batched_tokens} where prompts are not computed in chunks"
             )
-        if self.speculative_config is not None:
-            NgramSettings.of(self.speculative_config)
+        SpeculationSettings.of(self.speculative_config)
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0.0):
                 raise ConfigError(

@@ -7,6 +7,7 @@ who applies it to logits, the backend's::
                                                                                   |
                                     MatcherSource.matcher(grammar) <-- new request'
                                     TokenMatcher.consume / allowed <-- each sampled token
+                                    TokenMatcher.look_ahead, forced <-- guesses of tokens
 
 The scheduler does not look at any of this.
 """
@@ -70,6 +71,18 @@ class TokenMatcher(Protocol):
         are allowed too, and nothing else where it must end. Raises RequestFailedError like
         ``consume``.
         """
+        ...
+
+    def look_ahead(self, guesses: Sequence[int]) -> list[bytes]:
+        """What ``allowed`` says now, and what it would say after one of the guesses, after two,
+        and so on, for as long as they are tokens, are allowed and do not end the output. The
+        matcher stays where it is. Raises RequestFailedError like ``allowed``; where only what
+        follows a guess fails, the list ends there."""
+        ...
+
+    def forced(self, most: int) -> Sequence[int]:
+        """Up to so many tokens that come next, one after the other, as no others are allowed; none
+        that ends the output. The matcher stays where it is."""
         ...
 
 

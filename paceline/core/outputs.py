@@ -75,13 +75,16 @@ class Draft(NamedTuple):
 
     A token is chosen after each of these positions, from the first on, as it would be without
     guesses (by its own position among the request's tokens, with the guesses before it as
-    history), for as long as the one before it was guessed right. So a row brings 1 to
-    ``len(token_ids)`` + 1 tokens, the same that as many steps would have brought.
+    history), for as long as the one before it was guessed right and the request's grammar can be
+    read on. So a row brings 1 to ``len(token_ids)`` + 1 tokens, the same that as many steps would
+    have brought.
     """
 
-    # index in ``SchedulerOutput.rows``; the row samples, and its request has no grammar
+    # index in ``SchedulerOutput.rows``; the row samples
     row: int
     token_ids: tuple[int, ...]
+    # who guessed: "ngram", "prediction", "grammar"; for accounts alone
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class SchedulerOutput:
     swaps: tuple[BlockSwap, ...] = ()
     # by row; most rows have none
     drafts: tuple[Draft, ...] = ()
+    # rows whose request has a grammar, for which ``StepResult.forced`` is wanted
+    forces: tuple[int, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -150,14 +155,17 @@ class StepResult:
     # (request id, its vector in little-endian float32) of requests that are pooled, with the row
     # that would have sampled
     pooled: tuple[tuple[str, bytes], ...] = ()
+    # (row, token ids) of ``plan.forces``: what the grammar leaves no choice about behind the tokens
+    # that were sampled, where there is such a thing
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # seconds the backend spent on this step
     elapsed: float = 0.0
 
 
 class Timeline(NamedTuple):
     """What became of a request and why: sent with its first token, with the first after each
-    preemption or demotion, and when it ends, so that it is known wherever the caller stops
-    reading."""
+    preemption or demotion, with those of rows with guesses, and when it ends, so that it is known
+    wherever the caller stops reading."""
 
     # (reason, seconds) spent waiting to be admitted, first or again; see ``queues.wait_clocks``
     waited: tuple[tuple[str, float], ...]
@@ -172,6 +180,8 @@ class Timeline(NamedTuple):
     relegated: bool
     # seconds from arrival to first token, as predicted on arrival; None: nothing was known yet
     predicted_ttft: float | None
+    # (source, guesses that were verified, those that were right)
+    drafts: tuple[tuple[str, int, int], ...] = ()
 
 
 class RequestUpdate(NamedTuple):

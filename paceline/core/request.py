@@ -92,6 +92,8 @@ class RequestSpec:
     resumed: ResumedOutput | None = None
     # tokens that may be guessed of it at a time; 0: none
     max_draft_tokens: int = MOST_TOKENS
+    # what the caller thinks that most of the output will be; () where nothing was said
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 class Forecast(NamedTuple):
@@ -127,6 +129,8 @@ class History:
     # seconds from arrival to first token, as predicted on arrival, and what that was made of
     predicted_ttft: float | None = None
     forecast: Forecast | None = None
+    # by source, guesses that were verified and those that were right
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -33,11 +33,13 @@ from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.speculation.settings import SpeculationSettings
+from paceline.core.speculation.tally import Tally
 from paceline.core.stats import ClassUse, SchedulerStats, take_census
 from paceline.core.step.admission import Admission
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
-from paceline.core.step.drafts import DrafterMaker, Drafts, settle
+from paceline.core.step.drafts import DrafterMaker, Drafts
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
@@ -86,9 +88,11 @@ class Scheduler:
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # nothing that exists for guesses is called where there are none
-        self._drafts = Drafts(state, drafter) if config.speculative_config else None
-        # rows with guesses, guesses, and those that were right
-        self._num_drafts = (0, 0, 0)
+        self._speculation = SpeculationSettings.of(config.speculative_config)
+        self._tally = Tally()
+        self._drafts: Drafts | None = None
+        if self._speculation.guesses_alone:
+            self._drafts = Drafts(state, self._speculation, self._tally, drafter)
         self._requests: dict[str, Request] = {}
         # requests dropped before they were started, until they are asked for
         self._expired: list[Expired] = []
@@ -116,6 +120,12 @@ class Scheduler:
             self._tenants.came(request.asked.tenant)
         if request.targets.aims or request.best_effort:
             self._pacing = self._paced
+        if (
+            self._drafts is None
+            and request.asked.prediction_token_ids
+            and self._speculation.predictions
+        ):
+            self._drafts = Drafts(self.state, self._speculation, self._tally)
         if request.asked.fork_of is None:
             if request.asked.resumed is None:
                 self._door.watch(request)
@@ -205,6 +215,7 @@ class Scheduler:
             step.num_tokens,
             self.kv.take_swaps(),
             drafts,
+            () if self._drafts is None else self._drafts.forces(step),
         )
         self._num_steps += 1
         self._steps.push(plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds)
@@ -223,11 +234,8 @@ class Scheduler:
         """
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
-        if plan.drafts:
-            rows, guesses, right = self._num_drafts
-            rows, guesses = rows + len(plan.drafts), guesses + sum(len(d[1]) for d in plan.drafts)
-            right += settle(plan.drafts, requests, result.sampled)
-            self._num_drafts = rows, guesses, right
+        if self._drafts is not None:
+            self._drafts.take_in(plan, requests, result)
         updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
         if self._running.num_ended:
             self._running.prune()
@@ -285,7 +293,7 @@ class Scheduler:
             num_relegated=self._paced.feasibility.num_demoted,
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._door.refused.items()),
-            drafts=self._num_drafts,
+            drafts=self._tally,
         )
 
     def census(self) -> tuple[ClassUse, ...]:

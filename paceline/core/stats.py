@@ -37,6 +37,10 @@ class SchedulerStats:
     num_drafts: int = _counter()
     num_draft_tokens: int = _counter()
     num_accepted_tokens: int = _counter()
+    # the last two by source, and right guesses by their place in the row, from the first on
+    drafted: tuple[tuple[str, int], ...] = _counter(())
+    accepted: tuple[tuple[str, int], ...] = _counter(())
+    accepted_by_place: tuple[tuple[str, int], ...] = _counter(())
     prefix_cache_queries: int = _counter()
     prefix_cache_hits: int = _counter()
     num_recomputed_tokens: int = _counter()

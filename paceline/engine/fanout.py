@@ -72,6 +72,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
                 num_forks=request.n - 1 if is_new and not index else 0,
                 resumed=_resumed(request, index),
                 max_draft_tokens=request.max_draft_tokens,
+                prediction_token_ids=request.prediction,
             )
         )
         try:

@@ -102,6 +102,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     # tokens that may be guessed of it at a time
     max_draft_tokens: int = MOST_TOKENS
+    # what the caller thinks that most of the output will be
+    prediction: tuple[int, ...] = ()
     # None: it begins here
     resume: Resume | None = None
 

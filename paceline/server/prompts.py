@@ -33,6 +33,8 @@ _INLINE_CHARS: Final = 4096
 # and how many of them take as long as one call of the tokenizer
 _CALL_CHARS: Final = 64
 _THREADS: Final = 2
+# tokens of a prediction beyond what fits into the answer, which may leave some of it out
+_PREDICTION_SLACK: Final = 256
 # tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
 
@@ -125,6 +127,13 @@ class PromptMaker:
         spelt = [text for word in words for text in (word, f" {word.lstrip()}")]
         ids = await self._encode(spelt, add_special_tokens=False)
         return tuple(dict.fromkeys(map(tuple, ids)))
+
+    async def prediction(self, text: str | None, max_tokens: int) -> tuple[int, ...]:
+        """The ids of what a caller expects, as far as an answer of so many tokens can go on."""
+        if not text:
+            return ()
+        ids = await self.encode(text, add_special_tokens=False)
+        return tuple(ids[: max_tokens + _PREDICTION_SLACK])
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         (ids,) = await self._encode((text,), add_special_tokens)

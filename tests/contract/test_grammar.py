@@ -169,6 +169,12 @@ class Faulty:
             def allowed(self) -> bytes:
                 return real.allowed()
 
+            def look_ahead(self, guesses: Sequence[int]) -> Any:
+                return real.look_ahead(guesses)
+
+            def forced(self, most: int) -> Any:
+                return real.forced(most)
+
         return Breaks()
 
 

@@ -31,7 +31,7 @@ from paceline.http.errors import error_response, reply_to
 from paceline.http.exposition import Registry
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.bodies.wire import Explanation, encode
+from paceline.server.bodies.wire import Explanation, GuessCount, encode
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
 from paceline.server.openai.answers import UsageCount
 from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, scrape
@@ -61,6 +61,9 @@ SNAPSHOT = EngineStats(
         num_drafts=20,
         num_draft_tokens=22,
         num_accepted_tokens=21,
+        drafted=(("ngram", 23), ("prediction", 24)),
+        accepted=(("ngram", 25),),
+        accepted_by_place=(("0", 26), ("1", 27)),
         num_host_blocks=30,
         num_free_host_blocks=13,
         pressure_level=3,
@@ -88,6 +91,9 @@ async def test_every_number_of_a_snapshot_has_its_place() -> None:
         ("vllm:spec_decode_num_drafts_total", {}, 20),
         ("vllm:spec_decode_num_draft_tokens_total", {}, 22),
         ("vllm:spec_decode_num_accepted_tokens_total", {}, 21),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", {"position": "1"}, 27),
+        ("paceline:spec_decode_draft_tokens_total", {"source": "prediction"}, 24),
+        ("paceline:spec_decode_accepted_tokens_total", {"source": "ngram"}, 25),
         ("paceline:kv_host_blocks", {"state": "used"}, 17),
         ("paceline:kv_host_blocks", {"state": "free"}, 13),
         ("paceline:memory_pressure_level", {}, 3),
@@ -181,6 +187,7 @@ TIMELINE = Timeline(
     num_swapped_tokens=5,
     relegated=True,
     predicted_ttft=0.75,
+    drafts=(("ngram", 7, 6),),
 )
 
 
@@ -266,6 +273,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
         ttft_ms=1000.0,
         longest_gap_ms=250.0,
         tokens_per_second=50.0,
+        speculation={"ngram": GuessCount(verified_tokens=7, accepted_tokens=6)},
     )
 
 
@@ -323,7 +331,8 @@ async def test_timelines_under_pressure_say_what_the_counters_say(num_host_block
     timelines: list[dict[str, Any]] = [answer.json()["usage"]["timeline"][0] for answer in answers]
     assert all(timeline["predicted_ttft_ms"] > 0.0 for timeline in timelines)
     assert metric(text, "paceline:ttft_prediction_error_seconds_count") >= 3
-    total = {name: sum(t[name] for t in timelines) for name in timelines[0] if name != "waited_ms"}
+    numbers = timelines[0].keys() - {"waited_ms", "speculation"}
+    total = {name: sum(t[name] for t in timelines) for name in numbers}
     # both turns are alike: these are the second's
     assert 0 < total["preemptions"] < metric(text, "vllm:num_preemptions_total")
     told, other = "swapped_tokens", "recomputed_tokens"

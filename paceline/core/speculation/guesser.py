@@ -2,10 +2,11 @@
 
 A guess is judged whether it was verified or not: once the tokens are known, those that were guessed
 for their places are compared with them. So a request whose guesses are not worth verifying is found
-out when they become so, without a step being spent on it.
+out when they become so, without a step being spent on it. All sources guess every time, and the one
+is taken from which most is expected; what a grammar leaves no choice about is certain.
 
-Guesses are alike that follow as long a match, and those behind a right one are counted apart: they
-are right far more often than the first.
+Guesses are alike that are of the same source and follow as long a match, and those behind a right
+one are counted apart: they are right far more often than the first.
 
 This module does not know steps, prices, or where guesses come from.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.speculation.ngram import NO_GUESS, Drafter
+from paceline.core.speculation.guess import GRAMMAR, NO_GUESS, Drafter, Guess
 
 __all__ = ["Acceptance", "Guesser"]
 
@@ -45,22 +46,31 @@ class Acceptance:
     def __init__(self, others: Acceptance | None = None) -> None:
         self._most_tries = _MOST_TRIES_OF_ALL if others is None else _MOST_TRIES
         self._others = others
-        # hits and tries by match length, of first guesses and of later ones
-        self._counts: dict[tuple[int, bool], tuple[float, float]] = {}
+        # hits and tries by source and match length, of first guesses and of later ones
+        self._counts: dict[tuple[str, int, bool], tuple[float, float]] = {}
 
-    def rate(self, match: int, first: bool) -> float:
+    def rate(self, source: str, match: int, first: bool) -> float:
         """Above 0 and below 1."""
-        prior = _PRIOR if self._others is None else self._others.rate(match, first)
-        hits, tries = self._counts.get((min(match, _MOST_MATCH), first), (0.0, 0.0))
+        prior = _PRIOR if self._others is None else self._others.rate(source, match, first)
+        kind = source, min(match, _MOST_MATCH), first
+        hits, tries = self._counts.get(kind, (0.0, 0.0))
         return (hits + prior * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
 
-    def note(self, match: int, first: bool, right: bool) -> None:
-        kind = min(match, _MOST_MATCH), first
+    def note(self, source: str, match: int, first: bool, right: bool) -> None:
+        kind = source, min(match, _MOST_MATCH), first
         hits, tries = self._counts.get(kind, (0.0, 0.0))
         fade = 0.5 if tries >= self._most_tries else 1.0
         self._counts[kind] = (hits + right) * fade, (tries + 1.0) * fade
         if self._others is not None:
-            self._others.note(match, first, right)
+            self._others.note(source, match, first, right)
+
+    def survivals(self, guess: Guess) -> list[float]:
+        """How likely each of the guessed tokens is to be right, those before it too."""
+        count = len(guess.token_ids)
+        if guess.source == GRAMMAR:
+            return [1.0] * count
+        first, later = (self.rate(guess.source, guess.match, first) for first in (True, False))
+        return [first * later**place for place in range(count)]
 
 
 class Guesser:
@@ -70,19 +80,32 @@ class Guesser:
         others: of all requests.
     """
 
-    __slots__ = ("_acceptance", "_drafter", "_expected", "_from", "_tokens", "share")
+    __slots__ = (
+        "_acceptance", "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses",
+        "_tokens", "share",
+    )  # fmt: skip
 
-    def __init__(self, drafter: Drafter, prompt: Sequence[int], others: Acceptance) -> None:
-        self._drafter = drafter
+    def __init__(
+        self, drafters: Sequence[Drafter], prompt: Sequence[int], others: Acceptance
+    ) -> None:
+        self._drafters = drafters
         self._tokens = list(prompt)
-        # what was guessed last, and for which position on
-        self._expected = NO_GUESS
+        # what was guessed last, by whom ever, for which position on, and what was taken of it
+        self._guesses: list[Guess] = []
         self._from = 0
+        self._chosen = NO_GUESS
+        # what the grammar leaves no choice about, from which position on
+        self._forced: Sequence[int] = ()
+        self._forced_from = 0
         self._acceptance = Acceptance(others)
         # of late, this share of the places guessed for had a first guess that was right
         self.share = _FIRST_SHARE
 
-    def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Sequence[int]:
+    def force(self, start: int, token_ids: Sequence[int]) -> None:
+        """The grammar allows nothing but these from position ``start`` on."""
+        self._forced_from, self._forced = start, token_ids
+
+    def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.
 
         Args:
@@ -93,26 +116,37 @@ class Guesser:
         tokens += new
         if new:
             self._judge()
-        elif self._expected.token_ids:
-            return self._expected.token_ids[:count]
-        self._expected = self._drafter.propose(tokens, count)
-        self._from = len(tokens)
-        return self._expected.token_ids[:count]
+        if new or not self._chosen.token_ids:
+            self._propose(count)
+        chosen = self._chosen
+        return chosen._replace(token_ids=chosen.token_ids[:count])
 
-    def survivals(self, count: int) -> list[float]:
-        """How likely each of the last guesses is to be right, those before it too."""
-        match = self._expected.match
-        first, later = (self._acceptance.rate(match, first) for first in (True, False))
-        return [first * later**place for place in range(count)]
+    def survivals(self, guess: Guess) -> list[float]:
+        """See ``Acceptance.survivals``."""
+        return self._acceptance.survivals(guess)
+
+    def _propose(self, count: int) -> None:
+        tokens = self._tokens
+        self._from = len(tokens)
+        self._guesses = [drafter.propose(tokens, count) for drafter in self._drafters]
+        passed = len(tokens) - self._forced_from
+        if 0 <= passed < len(self._forced):
+            forced = self._forced[passed : passed + count]
+            self._guesses.append(Guess(forced, 0, GRAMMAR))
+        self._chosen = max(
+            self._guesses,
+            key=lambda guess: sum(self._acceptance.survivals(guess)),
+            default=NO_GUESS,
+        )
 
     def _judge(self) -> None:
-        token_ids, match = self._expected
-        hit = False
         known = self._tokens[self._from :]
-        for place, (guess, token) in enumerate(zip(token_ids, known, strict=False)):
-            right = guess == token
-            self._acceptance.note(match, not place, right)
-            hit = hit or right
-            if not right:
-                break
+        for token_ids, match, source in self._guesses:
+            for place, (guess, token) in enumerate(zip(token_ids, known, strict=False)):
+                right = guess == token
+                self._acceptance.note(source, match, not place, right)
+                if not right:
+                    break
+        chosen = self._chosen.token_ids
+        hit = bool(chosen) and chosen[0] == known[0]
         self.share += (hit - self.share) * _NEWEST

@@ -6,32 +6,10 @@ This module does not know requests, steps or how many guesses are worth their ti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
 
-__all__ = ["NO_GUESS", "Drafter", "Guess", "NgramDrafter"]
+from paceline.core.speculation.guess import NO_GUESS, Guess
 
-
-class Guess(NamedTuple):
-    """What may come next."""
-
-    token_ids: Sequence[int]
-    # so many of the latest tokens speak for it
-    match: int
-
-
-NO_GUESS: Final = Guess((), 0)
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of one sequence."""
-
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        """Up to ``count`` guesses, most often fewer or none.
-
-        Args:
-            tokens: all that is known, prompt and output; each call's begin with the last call's.
-        """
-        ...
+__all__ = ["NgramDrafter"]
 
 
 class NgramDrafter:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["MOST_TOKENS", "NgramSettings"]
+__all__ = ["MOST_TOKENS", "SpeculationSettings"]
 
 # guesses of one row at most
 MOST_TOKENS: Final = 32
@@ -20,27 +20,44 @@ _AUTO: Final = {"num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_loo
 
 
 @dataclass(frozen=True, slots=True)
-class NgramSettings:
-    """Of the methods "ngram" and "auto", which is the former with settings of its own."""
+class SpeculationSettings:
+    """Who may guess, and how much."""
 
     # guesses of one row at most
     num_tokens: int
-    # they are what followed the last time that so many of the latest tokens occurred
-    lookup_min: int
-    lookup_max: int
+    # what followed the last time that so many of the latest tokens occurred; None: nobody looks
+    lookup_min: int | None
+    lookup_max: int | None
+    # tokens that a grammar leaves no choice about
+    grammars: bool
+    # what a request says that it expects
+    predictions: bool
+
+    @property
+    def guesses_alone(self) -> bool:
+        """Whether requests are guessed that bring nothing to guess from."""
+        return self.lookup_min is not None or self.grammars
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> NgramSettings:
-        """Raises ConfigError for a key or value that is not known, or one that is missing."""
+    def of(cls, config: Mapping[str, Any] | None) -> SpeculationSettings:
+        """None: a request that says what it expects is guessed, and no other.
+
+        Raises ConfigError for a key or value that is not known, or one that is missing."""
+        if config is None:
+            return cls(_AUTO["num_speculative_tokens"], None, None, False, True)
         known = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
         for key in config:
             if key not in known:
                 raise ConfigError(f"{_NAME}: {key!r} is not one of {', '.join(sorted(known))}")
         method = config.get("method")
+        if method == "off":
+            if len(config) > 1:
+                raise ConfigError(f'{_NAME}: method "off" takes no other keys')
+            return cls(0, None, None, False, False)
         if method == "auto":
             config = _AUTO | dict(config)
         elif method != "ngram":
-            raise ConfigError(f'{_NAME}: method must be "auto" or "ngram", got {method!r}')
+            raise ConfigError(f'{_NAME}: method must be "auto", "ngram" or "off", got {method!r}')
         num_tokens = _number(config, "num_speculative_tokens", None, MOST_TOKENS)
         # as in vLLM, one stands for both, and 5 for none
         least = config.get("prompt_lookup_min", config.get("prompt_lookup_max", 5))
@@ -51,7 +68,7 @@ class NgramSettings:
                 f"{_NAME}: prompt_lookup_min={lookup_min} must not be above "
                 f"prompt_lookup_max={lookup_max}"
             )
-        return cls(num_tokens, lookup_min, lookup_max)
+        return cls(num_tokens, lookup_min, lookup_max, method == "auto", True)
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any, most: int) -> int:

@@ -14,16 +14,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paceline.core.outputs import Draft, ScheduledRow
+from paceline.core.outputs import Draft, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.chunk import LATE_QUANTILE
 from paceline.core.request import Request
+from paceline.core.speculation.guess import NO_GUESS, Drafter, Guess
 from paceline.core.speculation.guesser import Acceptance, Guesser
-from paceline.core.speculation.ngram import Drafter, NgramDrafter
-from paceline.core.speculation.settings import NgramSettings
+from paceline.core.speculation.ngram import NgramDrafter
+from paceline.core.speculation.prediction import PredictionDrafter
+from paceline.core.speculation.settings import SpeculationSettings
+from paceline.core.speculation.tally import Tally
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.state import SchedulerState
 
-__all__ = ["DrafterMaker", "Drafts", "settle"]
+__all__ = ["DrafterMaker", "Drafts"]
 
 DrafterMaker = Callable[[Request], Drafter]
 
@@ -46,19 +49,23 @@ _WORTH_WAITING: Final = 0.1
 
 
 class Drafts:
-    """Adds guesses to steps.
+    """Adds guesses to steps, and counts what became of them.
 
     Args:
-        make: a drafter for a request; None: by the configuration.
+        tally: of all guesses.
+        make: a drafter for a request, which is the only one then; None: by the settings.
     """
 
-    def __init__(self, state: SchedulerState, make: DrafterMaker | None) -> None:
-        assert state.config.speculative_config is not None
-        settings = NgramSettings.of(state.config.speculative_config)
-        self._make: DrafterMaker = make or (
-            lambda _: NgramDrafter(settings.lookup_min, settings.lookup_max)
-        )
-        self._most = settings.num_tokens
+    def __init__(
+        self,
+        state: SchedulerState,
+        settings: SpeculationSettings,
+        tally: Tally,
+        make: DrafterMaker | None = None,
+    ) -> None:
+        self._settings = settings
+        self._tally = tally
+        self._make = make
         self._acceptance = Acceptance()
         self._waiting = state.waiting
         self._running = state.running
@@ -85,7 +92,7 @@ class Drafts:
             return ()
         guesses = [self._guesses(request) for request in requests]
         self.awaits_tokens = _share(requests) > _WORTH_WAITING
-        counts = self._choose(step, guesses) if any(guesses) else None
+        counts = self._choose(step, guesses) if any(g.token_ids for g in guesses) else None
         if counts is None:
             return ()
         drafts = []
@@ -97,23 +104,84 @@ class Drafts:
             if requests[index].num_pending_tokens == 1:
                 count = self._lengthen(step, index, count)
                 if count:
-                    drafts.append(Draft(index, tuple(guesses[index][:count])))
+                    guess = guesses[index]
+                    drafts.append(Draft(index, tuple(guess.token_ids[:count]), guess.source))
         self._num_lengthened += bool(drafts)
         return tuple(drafts)
 
-    def _guesses(self, request: Request) -> tuple[int, ...]:
+    def forces(self, step: StepBuilder) -> tuple[int, ...]:
+        """See ``SchedulerOutput.forces``: where guesses may be worth something in the next step."""
+        if not self._settings.grammars or len(self._running.requests) > _MOST_ROWS:
+            return ()
+        return tuple(
+            index
+            for index, request in enumerate(step.requests)
+            if request.asked.sampling.grammar is not None
+            and step.rows[index].samples
+            and request.asked.max_draft_tokens
+        )
+
+    def take_in(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> None:
+        """A step is back, whose tokens no request has yet: count what was computed of wrong guesses
+        as not computed, so that the next row overwrites it.
+
+        Args:
+            requests: of the rows of the step.
+        """
+        for index, token_ids, source in plan.drafts:
+            request, sampled = requests[index], result.sampled[index]
+            right = max(0, len(sampled) - 1)
+            # those behind a token that ends the output are not part of it
+            ends = [place for place, token in enumerate(sampled) if token in request.stop_ids]
+            counted = min(right, ends[0] + 1) if ends else right
+            self._tally.note(source, len(token_ids), counted)
+            verified, so_far = request.history.drafts.get(source, (0, 0))
+            request.history.drafts[source] = verified + len(token_ids), so_far + counted
+            # the caller is told with the next tokens
+            request.told = False
+            # 0 if it has ended or been preempted: its blocks are gone
+            if request.num_draft_tokens:
+                request.num_computed_tokens -= len(token_ids) - right
+                request.num_draft_tokens = 0
+        for index, token_ids in result.forced:
+            request = requests[index]
+            guesser = self._guesser(request)
+            if guesser is not None:
+                guesser.force(request.num_tokens + len(result.sampled[index]), token_ids)
+
+    def _guesses(self, request: Request) -> Guess:
         # the last token that a request can get is never computed
         room = request.max_total_tokens - request.num_tokens - request.num_pending_tokens
-        most = min(self._most, room, request.asked.max_draft_tokens)
-        if most <= 0 or request.shares_tail or request.asked.sampling.grammar is not None:
-            return ()
-        guesser = request.guesser
+        most = min(self._settings.num_tokens, room, request.asked.max_draft_tokens)
+        if most <= 0 or request.shares_tail:
+            return NO_GUESS
+        guesser = self._guesser(request)
         if guesser is None:
-            prompt = request.asked.prompt_token_ids
-            guesser = request.guesser = Guesser(self._make(request), prompt, self._acceptance)
-        return tuple(guesser.guess(request.num_prompt_tokens, request.output_token_ids, most))
+            return NO_GUESS
+        return guesser.guess(request.num_prompt_tokens, request.output_token_ids, most)
 
-    def _choose(self, step: StepBuilder, guesses: list[tuple[int, ...]]) -> list[int] | None:
+    def _guesser(self, request: Request) -> Guesser | None:
+        """None: there is nothing to guess from."""
+        if request.guesser is None:
+            drafters = self._drafters(request)
+            forced = self._settings.grammars and request.asked.sampling.grammar is not None
+            if drafters or forced:
+                prompt = request.asked.prompt_token_ids
+                request.guesser = Guesser(drafters, prompt, self._acceptance)
+        return request.guesser
+
+    def _drafters(self, request: Request) -> list[Drafter]:
+        if self._make is not None:
+            return [self._make(request)]
+        settings, drafters = self._settings, list[Drafter]()
+        if settings.predictions and request.asked.prediction_token_ids:
+            predicted = request.asked.prediction_token_ids
+            drafters.append(PredictionDrafter(predicted, request.num_prompt_tokens))
+        if settings.lookup_min is not None and settings.lookup_max is not None:
+            drafters.append(NgramDrafter(settings.lookup_min, settings.lookup_max))
+        return drafters
+
+    def _choose(self, step: StepBuilder, guesses: list[Guess]) -> list[int] | None:
         """How many guesses of each row are worth it; None: of none.
 
         They are taken by falling likelihood, so first guesses of a row come before later ones, and
@@ -178,35 +246,13 @@ def _share(requests: Sequence[Request]) -> float:
 
 
 def _by_likelihood(
-    requests: Sequence[Request], guesses: Sequence[tuple[int, ...]]
+    requests: Sequence[Request], guesses: Sequence[Guess]
 ) -> list[tuple[float, int]]:
     """How likely each guess is to be right, those before it too, and its row; likeliest first."""
     likely: list[tuple[float, int]] = []
-    for index, (request, ids) in enumerate(zip(requests, guesses, strict=True)):
-        if ids:
+    for index, (request, guess) in enumerate(zip(requests, guesses, strict=True)):
+        if guess.token_ids:
             assert request.guesser is not None, "it has guessed"
-            likely += [(each, index) for each in request.guesser.survivals(len(ids))]
+            likely += [(each, index) for each in request.guesser.survivals(guess)]
     likely.sort(key=lambda entry: -entry[0])
     return likely
-
-
-def settle(
-    drafts: tuple[Draft, ...], requests: list[Request], sampled: tuple[tuple[int, ...], ...]
-) -> int:
-    """Count what was computed of wrong guesses as not computed: the next row overwrites it.
-
-    Args:
-        requests: of the rows of the step.
-
-    Returns:
-        How many guesses were right.
-    """
-    accepted = 0
-    for index, token_ids in drafts:
-        request, right = requests[index], max(0, len(sampled[index]) - 1)
-        accepted += right
-        # 0 if it has ended or been preempted: its blocks are gone
-        if request.num_draft_tokens:
-            request.num_computed_tokens -= len(token_ids) - right
-            request.num_draft_tokens = 0
-    return accepted

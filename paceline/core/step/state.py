@@ -23,6 +23,7 @@ from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Forecast, Request, RequestStatus
+from paceline.core.speculation.tally import Tally
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 
@@ -109,7 +110,7 @@ def take_stats(
     num_relegated: int,
     num_discarded_tokens: int,
     refused: tuple[tuple[str, int], ...],
-    drafts: tuple[int, int, int],
+    drafts: Tally,
 ) -> SchedulerStats:
     """A snapshot of the parts, with what others have counted."""
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
@@ -121,9 +122,12 @@ def take_stats(
         num_blocks=kv.pool.num_blocks,
         num_free_blocks=kv.pool.num_free,
         num_preemptions=state.running.num_preemptions,
-        num_drafts=drafts[0],
-        num_draft_tokens=drafts[1],
-        num_accepted_tokens=drafts[2],
+        num_drafts=drafts.num_rows,
+        num_draft_tokens=sum(drafts.verified.values()),
+        num_accepted_tokens=sum(drafts.right.values()),
+        drafted=tuple(drafts.verified.items()),
+        accepted=tuple(drafts.right.items()),
+        accepted_by_place=tuple((str(i), n) for i, n in enumerate(drafts.right_by_place)),
         prefix_cache_queries=kv.num_queried_tokens,
         prefix_cache_hits=kv.num_hit_tokens,
         num_recomputed_tokens=num_recomputed_tokens,

@@ -199,4 +199,5 @@ def _timeline_of(request: Request) -> Timeline:
         num_swapped_tokens=history.num_restored_tokens,
         relegated=history.demoted,
         predicted_ttft=history.predicted_ttft,
+        drafts=tuple((source, *counts) for source, counts in history.drafts.items()),
     )

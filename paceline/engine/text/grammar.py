@@ -16,6 +16,7 @@ This module does not know requests, schedules or logits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import queue
 import re
@@ -98,7 +99,7 @@ class GrammarCompiler:
             # it fell out of the cache while its request waited
             self.prepare(grammar).result(self.timeout)
             prototype = self._cached(grammar)
-        return Matcher(prototype.deep_copy(), self._ends)
+        return Matcher(prototype.deep_copy(), self._ends, self._ll_tokenizer().vocab_size)
 
     def close(self) -> None:
         for _ in self._threads:
@@ -205,8 +206,10 @@ _NAMES: Final = {"json_schema": "JSON schema", "regex": "regular expression", "l
 class Matcher:
     """One output; see ``core.grammar.TokenMatcher``."""
 
-    def __init__(self, matcher: LLMatcher, ends: tuple[int, ...]) -> None:
+    def __init__(self, matcher: LLMatcher, ends: tuple[int, ...], vocab_size: int) -> None:
         self._matcher = matcher
+        self._ends = ends
+        self._vocab_size = vocab_size
         self._eos = ends[0]
         self._others = ends[1:]
 
@@ -230,6 +233,35 @@ class Matcher:
                 bits[token_id >> 3] |= 1 << (token_id & 7)
             return bytes(bits)
         return mask
+
+    def look_ahead(self, guesses: Sequence[int]) -> list[bytes]:
+        masks = [self.allowed()]
+        if guesses:
+            # an error cannot be rolled back, so a copy goes ahead
+            ahead = Matcher(self._matcher.deep_copy(), self._ends, self._vocab_size)
+            for token_id in guesses:
+                if not ahead.takes(token_id):
+                    break
+                try:
+                    ahead.consume((token_id,))
+                    masks.append(ahead.allowed())
+                except RequestFailedError:
+                    # it fails when the token is no guess any more
+                    break
+        return masks
+
+    def takes(self, token_id: int) -> bool:
+        """Whether this token may come next and does not end the output. One that may not leaves the
+        matcher of no use."""
+        return (
+            0 <= token_id < self._vocab_size
+            and token_id not in self._ends
+            and self._matcher.validate_tokens([token_id]) == 1
+        )
+
+    def forced(self, most: int) -> Sequence[int]:
+        found = self._matcher.compute_ff_tokens()[:most]
+        return list(itertools.takewhile(lambda token_id: token_id not in self._ends, found))
 
     def _fail(self) -> None:
         message = _first_lines(self._matcher.get_error())

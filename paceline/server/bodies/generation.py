@@ -30,6 +30,7 @@ from paceline.server.bodies.kinds import (
     token_schema,
 )
 from paceline.server.bodies.messages import MESSAGES
+from paceline.server.bodies.prediction import parse_prediction
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.sampling_fields import SamplingBody, logprobs_of
 from paceline.server.bodies.schemas import Schema
@@ -144,8 +145,7 @@ class GenerationBody(SamplingBody, UnservedFields):
     speculation = nested(
         SpeculationOptions,
         note='`{"max_tokens": 0}`: no tokens of this request are guessed; a higher number: so many '
-        "at a time at most. It matters only where `--speculative-config` is given, and changes no "
-        "answer",
+        "at a time at most. It changes no answer",
     )
     timings_per_token = boolean(
         note="llama-server's `timings` go with the answer, and with the last chunk of each choice "
@@ -225,6 +225,17 @@ class ChatBody(TemplateBody, GenerationBody):
     )
     echo = boolean(note="the answer begins with the last message, where that is of the same role")
     include_reasoning = boolean(True, note="`false`: thoughts are not told")
+    prediction = described(
+        parse_prediction,
+        schemas.PREDICTION,
+        note='`{"type": "content", "content": text or text parts}`: what most of the answer is '
+        "expected to be. Its tokens are verified several in a step, as far as steps have room, "
+        "whether the server guesses by itself or not (only with `--speculative-config "
+        '\'{"method": "off"}\'` nothing is guessed); the answer stays the same. '
+        "`usage.completion_tokens_details` counts those that were verified and right "
+        "(`accepted_prediction_tokens`), or wrong (`rejected_prediction_tokens`, which are no "
+        "completion tokens); both are 0 where nothing was verified",
+    )
     functions = undone("calling by its older name; tools does it")
     function_call = undone("calling by its older name; tool_choice does it", "none")
     documents = undone("documents")
@@ -286,7 +297,8 @@ class CompletionBody(GenerationBody):
         "of the raw logits, 20 at most, unless `--max-logprobs` says otherwise (-1: all, in "
         "answers of up to 64 MiB)"
     )
-    # thoughts are told apart in chat alone
+    # thoughts are told apart, and what is expected is read, in chat alone
     include_reasoning = ignored()
+    prediction = ignored()
     suffix = undone("inserting before a suffix")
     best_of = undone("best_of above 1", 1)

@@ -11,7 +11,7 @@ unknown one is named in a header of the answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -81,6 +81,8 @@ class GenerationOptions:
     bad_words: tuple[str, ...]
     # guessed at a time
     max_draft_tokens: int = MOST_TOKENS
+    # what most of the answer is expected to be; None: nothing was said
+    prediction: str | None = None
     # False: no text is made
     detokenize: bool = True
     # tokens of a block of the prefix cache; 0: it keeps nothing of this request
@@ -166,7 +168,7 @@ def parse_chat(
     )
     last = template.messages[-1]
     return ChatRequest(
-        options=options,
+        options=replace(options, prediction=body.prediction),
         template=template,
         echo=last["content"] if body.echo and last["role"] == template.speaker else "",
         # a grammar leaves no place for thoughts

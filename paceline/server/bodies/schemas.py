@@ -10,6 +10,7 @@ __all__ = [
     "INTEGER",
     "NULL",
     "OBJECT",
+    "PREDICTION",
     "STRING",
     "Schema",
     "array",
@@ -84,3 +85,15 @@ def record(required: dict[str, Schema], optional: dict[str, Schema] | None = Non
 def closed(schema: Schema) -> Schema:
     """The same object without others."""
     return schema | {"additionalProperties": False}
+
+
+# what a caller expects most of a chat's answer to be
+PREDICTION: Final[Schema] = bounded(
+    record(
+        {
+            "type": string("content"),
+            "content": {"anyOf": [STRING, array(record({"type": string("text"), "text": STRING}))]},
+        }
+    ),
+    "most of the answer, as expected: it is verified several tokens at a time",
+)

@@ -72,4 +72,3 @@ class UnservedFields(Body):
     prompt_cache_retention = ignored()
     session_id = ignored()
     verbosity = ignored()
-    prediction = ignored()

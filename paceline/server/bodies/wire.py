@@ -31,6 +31,7 @@ __all__ = [
     "CompletionLogprobs",
     "Explanation",
     "FunctionDelta",
+    "GuessCount",
     "PromptLogprob",
     "PromptTokensDetails",
     "RequestMetrics",
@@ -52,7 +53,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int
+    # of models that think
+    reasoning_tokens: int | UnsetType = UNSET
+    # verified guesses from the request's ``prediction``: right ones, and wrong ones, which
+    # are no tokens of the answer
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+
+class GuessCount(msgspec.Struct, frozen=True):
+    verified_tokens: int
+    accepted_tokens: int
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +83,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     longest_gap_ms: float | None
     # of this choice, after its first token; None for a single token
     tokens_per_second: float | None
+    # guesses that were verified, by source; none were where there is no source
+    speculation: dict[str, GuessCount]
 
     @classmethod
     def of(
@@ -95,6 +108,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             ttft_ms=None if ttft is None else round(1e3 * ttft, 3),
             longest_gap_ms=None if longest_gap is None else round(1e3 * longest_gap, 3),
             tokens_per_second=tokens_per_second,
+            speculation={
+                source: GuessCount(verified, accepted)
+                for source, verified, accepted in timeline.drafts
+            },
         )
 
 
@@ -164,7 +181,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # of models that think
+    # of models that think, and requests that say what they expect
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     # what became of each choice and why, where ``explain`` asked for it
     timeline: list[Explanation] | UnsetType = UNSET
@@ -182,13 +199,19 @@ class Usage(msgspec.Struct, frozen=True):
         written: int = 0,
         reasoning: int | None = None,
         demoted: bool = False,
+        predicted: tuple[int, int] | None = None,
     ) -> Usage:
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if reasoning is not None or predicted is not None:
+            accepted, rejected = (UNSET, UNSET) if predicted is None else predicted
+            thought = UNSET if reasoning is None else reasoning
+            details = CompletionTokensDetails(thought, accepted, rejected)
         return cls(
             prompt,
             prompt + completion,
             completion,
             PromptTokensDetails(cached, written),
-            UNSET if reasoning is None else CompletionTokensDetails(reasoning),
+            details,
             timeline,
             demoted or UNSET,
         )
@@ -196,7 +219,9 @@ class Usage(msgspec.Struct, frozen=True):
     @property
     def reasoning_tokens(self) -> int:
         details = self.completion_tokens_details
-        return 0 if details is UNSET else details.reasoning_tokens
+        if details is UNSET or details.reasoning_tokens is UNSET:
+            return 0
+        return details.reasoning_tokens
 
     def explanation(self) -> dict[str, Any]:
         """The fields beyond counts, for APIs that count under other names."""

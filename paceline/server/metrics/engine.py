@@ -89,6 +89,24 @@ class EngineMetrics:
             "Guessed tokens that were right.",
             "num_accepted_tokens",
         )
+        self._accepted_by_place = new(
+            counter,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place in the row.",
+            "position",
+        )
+        self._drafted = new(
+            counter,
+            "paceline:spec_decode_draft_tokens",
+            "Guessed tokens that were verified, by who guessed.",
+            "source",
+        )
+        self._accepted = new(
+            counter,
+            "paceline:spec_decode_accepted_tokens",
+            "Guessed tokens that were right, by who guessed.",
+            "source",
+        )
         one(
             counter,
             "vllm:prefix_cache_queries",
@@ -217,8 +235,14 @@ class EngineMetrics:
             self._held.at(reason).value = float(reason == now.held_by)
         for reason, seconds in now.waited:
             self._held_seconds.at(reason).value = seconds
-        for reason, count in now.refused:
-            self._refused.at(reason).value = count
+        for family, counts in (
+            (self._refused, now.refused),
+            (self._accepted_by_place, now.accepted_by_place),
+            (self._drafted, now.drafted),
+            (self._accepted, now.accepted),
+        ):
+            for label, count in counts:
+                family.at(label).value = count
 
     def _update_classes(self, stats: EngineStats) -> None:
         now = stats.scheduler

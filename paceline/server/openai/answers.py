@@ -10,6 +10,7 @@ from secrets import token_hex
 from typing import Protocol
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.speculation.guess import PREDICTION
 from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
@@ -74,6 +75,7 @@ class UsageCount:
         cache_block: tokens of a block of the prefix cache; 0: nothing is kept.
         metrics: tell vLLM's times; of several prompts or choices there are none.
         timings: tell llama-server's, of one prompt with all its choices.
+        predicted: tell what became of guesses from what the caller expects.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class UsageCount:
         metrics: bool = False,
         timings: bool = False,
         single: bool = False,
+        predicted: bool = False,
     ) -> None:
         self._rows = [(0, 0, 0)] * num_prompts
         self._cache_block = cache_block
@@ -93,6 +96,8 @@ class UsageCount:
         self._times: RequestTimes | None = None
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
         self._demoted = False
+        # of each choice, guesses that were right and wrong; None: nothing was expected
+        self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
         # tokens of thoughts; None: the model has none
         self._reasoning: int | None = None
         # one choice a prompt: its tokens are the prompt's
@@ -110,6 +115,7 @@ class UsageCount:
             timings=options.tells_timings,
             # what was made before it was resumed is among the prompt's, and not of this speed
             single=options.n == 1 and not options.resume_output_ids,
+            predicted=options.prediction is not None,
         )
 
     def expect(self, index: int, num_prompt_tokens: int) -> None:
@@ -126,6 +132,12 @@ class UsageCount:
         self._demoted |= any(
             d.timeline is not None and d.timeline.relegated for d in output.choices
         )
+        if self._predicted is not None:
+            for delta in output.choices:
+                if delta.timeline is not None:
+                    drafts = {source: counts for source, *counts in delta.timeline.drafts}
+                    verified, right = drafts.get(PREDICTION, (0, 0))
+                    self._predicted[index, delta.index] = right, verified - right
         if self._timelines is None:
             return
         times = output.times
@@ -159,6 +171,12 @@ class UsageCount:
             written=self._written(),
             reasoning=self._reasoning,
             demoted=self._demoted,
+            predicted=None
+            if self._predicted is None
+            else (
+                sum(right for right, _ in self._predicted.values()),
+                sum(wrong for _, wrong in self._predicted.values()),
+            ),
         )
 
     def metrics(self) -> RequestMetrics | None:
@@ -258,8 +276,10 @@ def generation_request(
     sampling: SamplingParams,
     options: GenerationOptions,
     arrival_time: float,
+    prediction: tuple[int, ...] = (),
 ) -> GenerationRequest:
-    """``request_id`` must be unique in the engine; arrival in seconds of ``time.monotonic()``."""
+    """``request_id`` must be unique in the engine; arrival in seconds of ``time.monotonic()``.
+    ``prediction`` is what the caller expects, as ids."""
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -284,4 +304,5 @@ def generation_request(
         else None,
         whole=not options.stream,
         max_draft_tokens=options.max_draft_tokens,
+        prediction=prediction,
     )

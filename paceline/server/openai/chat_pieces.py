@@ -201,7 +201,14 @@ async def start_chat(
         default_max_tokens=None if default is None else int(default),
         bad_words=await service.prompts.bad_words(options.bad_words),
     )
-    engine_request = generation_request(head.engine_id(0), prompt, sampling, options, arrival)
+    engine_request = generation_request(
+        head.engine_id(0),
+        prompt,
+        sampling,
+        options,
+        arrival,
+        await service.prompts.prediction(options.prediction, sampling.max_tokens),
+    )
     passed_over: Mapping[int, str] = {}
     if options.resume_output_ids and (request.template.tools or request.thinking):
         passed_over = resumed_texts(engine_request, service.client.tokenizer)

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from paceline.backends.null import expected_tokens
 from paceline.core.errors import ConfigError
-from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request
 from paceline.core.slo import Slo
+from paceline.core.speculation.guess import GRAMMAR, NGRAM, PREDICTION, Drafter, Guess
 from paceline.core.speculation.guesser import Acceptance, Guesser
-from paceline.core.speculation.ngram import Drafter, Guess, NgramDrafter
-from paceline.core.speculation.settings import NgramSettings
+from paceline.core.speculation.ngram import NgramDrafter
+from paceline.core.speculation.prediction import PredictionDrafter
+from paceline.core.speculation.settings import SpeculationSettings
+from paceline.core.speculation.testing import ForeignDrafter, ScriptedDrafter
 from paceline.core.step.drafts import DrafterMaker
 from tests.driving import Driver, ask, make_request
 
@@ -26,35 +28,16 @@ OFF: dict[str, Any] = {"speculative_config": None}
 PROMPT = (3, 5, 8, 13)
 
 
-class _Knows:
-    """Knows what the null backend will say, and spoils some of it."""
-
-    def __init__(self, prompt: Sequence[int], wrong: Sequence[int], extra: int = 0) -> None:
-        self._text = [*prompt, *expected_tokens(prompt, 200, VOCAB)]
-        self._wrong = wrong
-        self._extra = extra
-
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        guesses = self._text[len(tokens) : len(tokens) + count + self._extra]
-        for place in self._wrong:
-            if place < len(guesses):
-                guesses[place] = (guesses[place] + 1) % VOCAB
-        return Guess(guesses, 1)
-
-
-class _Foreign:
-    """Guesses that are no tokens."""
-
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        return Guess([10**9] * count, 1)
+def _scripted(prompt: Sequence[int], wrong: Sequence[int] = (), extra: int = 0) -> ScriptedDrafter:
+    return ScriptedDrafter([*prompt, *expected_tokens(prompt, 200, VOCAB)], VOCAB, wrong, extra)
 
 
 def _knowing(*wrong: int, extra: int = 0) -> DrafterMaker:
-    return lambda request: _Knows(request.asked.prompt_token_ids, wrong, extra)
+    return lambda request: _scripted(request.asked.prompt_token_ids, wrong, extra)
 
 
 def _foreign(request: Request) -> Drafter:
-    return _Foreign()
+    return ForeignDrafter()
 
 
 def _driver(drafter: DrafterMaker | None = None, **config: Any) -> Driver:
@@ -106,36 +89,62 @@ def test_wrong_guesses_are_soon_no_longer_verified() -> None:
 
 def test_guesses_that_become_right_are_verified_again() -> None:
     # five wrong ones make a request stop; right ones are seen without being verified
-    guesser = Guesser(_Knows(PROMPT, ()), PROMPT, Acceptance())
+    knows = _scripted(PROMPT, wrong=(0,))
+    guesser = Guesser([knows], PROMPT, Acceptance())
     answer = expected_tokens(PROMPT, 60, VOCAB)
-    knows = _Knows(PROMPT, (0,))
-    guesser._drafter = knows
-    for length in range(1, 10):
-        guesser.guess(len(PROMPT), answer[:length], 4)
-    low = guesser.survivals(1)[0]
-    knows._wrong = ()
-    for length in range(10, 40):
-        guesser.guess(len(PROMPT), answer[:length], 4)
-    assert low < 0.3 < 0.6 < guesser.survivals(1)[0] < 1.0
+
+    def likely(after: int) -> float:
+        return guesser.survivals(guesser.guess(len(PROMPT), answer[:after], 4))[0]
+
+    low = [likely(length) for length in range(1, 10)][-1]
+    knows.wrong = ()
+    high = [likely(length) for length in range(10, 40)][-1]
+    assert low < 0.3 < 0.6 < high < 1.0
     # what others saw counts for one that has seen nothing
-    other = Guesser(knows, PROMPT, Acceptance(guesser._acceptance))
-    other.guess(len(PROMPT), (), 1)
-    assert other.survivals(1)[0] > 0.6
+    other = Guesser([knows], PROMPT, Acceptance(guesser._acceptance))
+    assert other.survivals(other.guess(len(PROMPT), (), 1))[0] > 0.6
+
+
+def test_the_source_is_taken_of_which_most_is_expected() -> None:
+    class Says:
+        def __init__(self, source: str, right: bool) -> None:
+            self.source, self.right = source, right
+
+        def propose(self, tokens: Sequence[int], count: int) -> Guess:
+            return Guess([7 if self.right else 8] * count, 1, self.source)
+
+    guesser = Guesser([Says(NGRAM, False), Says(PREDICTION, True)], (1,), Acceptance())
+    sources = [guesser.guess(1, [7] * length, 3).source for length in range(9)]
+    # equals at first; what was not verified is judged all the same
+    assert sources[0] == NGRAM
+    assert set(sources[2:]) == {PREDICTION}
+    # what a grammar leaves no choice about is certain, and begins where it was said to
+    guesser.force(11, (7, 7, 7, 7, 7))
+    assert guesser.guess(1, [7] * 9, 3).source == PREDICTION
+    guess = guesser.guess(1, [7] * 11, 8)
+    assert (guess.source, list(guess.token_ids)) == (GRAMMAR, [7, 7, 7, 7])
+    assert guesser.survivals(guess) == [1.0] * 4
 
 
 def test_later_guesses_and_longer_matches_are_told_apart() -> None:
     seen = Acceptance()
     for _ in range(20):
-        seen.note(1, True, False)
-        seen.note(1, False, True)
-        seen.note(5, True, True)
-    assert seen.rate(1, True) < 0.2 < 0.9 < min(seen.rate(1, False), seen.rate(5, True)) < 1.0
+        seen.note(NGRAM, 1, True, False)
+        seen.note(NGRAM, 1, False, True)
+        seen.note(NGRAM, 5, True, True)
+        seen.note(PREDICTION, 1, True, True)
+    high = (
+        seen.rate(NGRAM, 1, False),
+        seen.rate(NGRAM, 5, True),
+        seen.rate(PREDICTION, 1, True),
+    )
+    assert seen.rate(NGRAM, 1, True) < 0.2 < 0.9 < min(high) < 1.0
     # what was seen long ago fades
     for _ in range(400):
-        seen.note(5, True, False)
+        seen.note(NGRAM, 5, True, False)
     for _ in range(200):
-        seen.note(5, True, True)
-    assert seen.rate(5, True) > 0.6
+        seen.note(NGRAM, 5, True, True)
+    assert seen.rate(NGRAM, 5, True) > 0.6
 
 
 def test_a_request_may_ask_for_no_guesses_or_few() -> None:
@@ -272,12 +281,56 @@ def test_nothing_is_guessed_by_default() -> None:
     assert not _drafted(driver)
 
 
-def test_a_grammar_is_not_guessed_in() -> None:
-    driver = _driver(_knowing())
-    driver.add(make_request("a", PROMPT, 9, grammar=Grammar(kind="regex", source="a+")))
-    driver.run()
-    assert len(driver.tokens["a"]) == 9
-    assert not _drafted(driver)
+def test_what_a_request_expects_is_guessed_with_and_without_a_configuration() -> None:
+    answer = tuple(expected_tokens(PROMPT, 60, VOCAB))
+    # what is expected lacks a token, has one too many, and has one that is another
+    expected = (*answer[:10], *answer[11:20], 0, *answer[20:30], 1, *answer[31:])
+    counts = []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 4}, {"method": "off"}):
+        driver = Driver(vocab_size=VOCAB, speculative_config=config)
+        driver.add(ask(make_request("a", PROMPT, 60), prediction_token_ids=expected))
+        driver.add(make_request("b", (9, 9, 9), 12))
+        driver.run()
+        assert driver.tokens["a"] == list(answer)
+        assert driver.tokens["b"] == expected_tokens((9, 9, 9), 12, VOCAB)
+        last = driver.finished["a"].timeline
+        assert last is not None
+        counts.append({source: (tried, right) for source, tried, right in last.drafts})
+        stats = driver.scheduler.stats()
+        assert dict(stats.drafted) == {s: c[0] for s, c in counts[-1].items()}
+        assert stats.num_accepted_tokens == sum(n for _, n in stats.accepted_by_place)
+        assert driver.finished["b"].timeline is not None
+        assert not driver.finished["b"].timeline.drafts
+    for tried, right in (counts[0][PREDICTION], counts[1][PREDICTION]):
+        assert 35 < right < tried < 70
+    # guesses of others are none of the request's that expects nothing
+    assert counts[2] == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "guesses"),
+    [
+        ([], [1, 2, 3, 4]),
+        ([1, 2], [3, 4, 5, 1]),
+        # another token in the place of one, and the next that is as expected
+        ([1, 9], [3, 4, 5, 1]),
+        ([1, 9, 3], [4, 5, 1, 2]),
+        # the place that is nearest and has most before it, and the finger never goes to the prompt
+        ([1, 2, 3, 4, 5, 1, 2, 7], [8, 3]),
+        ([3], [4, 5, 1, 2]),
+        ([8], [3]),
+        ([6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6], []),
+    ],
+)
+def test_the_finger_in_the_prediction(output: list[int], guesses: list[int]) -> None:
+    prediction, prompt = (1, 2, 3, 4, 5, 1, 2, 7, 8, 3), (4, 5, 1, 2, 7)
+    at_once = PredictionDrafter(prediction, len(prompt))
+    assert list(at_once.propose([*prompt, *output], 4).token_ids) == guesses
+    # one that saw the tokens come says the same
+    slow = PredictionDrafter(prediction, len(prompt))
+    for length in range(len(output) + 1):
+        said = slow.propose([*prompt, *output[:length]], 4)
+    assert list(said.token_ids) == guesses
 
 
 @given(
@@ -336,11 +389,20 @@ def test_settings_are_checked() -> None:
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be"),
         ({"method": "eagle"}, "method must be"),
         ({"model": "x"}, "'model' is not one of"),
+        ({"method": "off"}, "takes no other keys"),
     ):
         with pytest.raises(ConfigError, match=said):
-            NgramSettings.of(good | wrong)
-    assert NgramSettings.of({"method": "auto"}) == NgramSettings(8, 1, 5)
-    assert NgramSettings.of(good | {"method": "auto"}) == NgramSettings(3, 1, 5)
-    assert NgramSettings.of(good) == NgramSettings(3, 5, 5)
-    assert NgramSettings.of(good | {"prompt_lookup_min": 2}) == NgramSettings(3, 2, 2)
-    assert NgramSettings.of(good | {"prompt_lookup_max": 4}) == NgramSettings(3, 4, 4)
+            SpeculationSettings.of(good | wrong)
+
+    def of(config: dict[str, Any] | None) -> tuple[Any, ...]:
+        settings = SpeculationSettings.of(config)
+        lookup = settings.lookup_min, settings.lookup_max
+        return settings.num_tokens, *lookup, settings.grammars, settings.predictions
+
+    assert of({"method": "auto"}) == (8, 1, 5, True, True)
+    assert of(good | {"method": "auto"}) == (3, 1, 5, True, True)
+    assert of(good) == (3, 5, 5, False, True)
+    assert of(good | {"prompt_lookup_min": 2}) == (3, 2, 2, False, True)
+    assert of(good | {"prompt_lookup_max": 4}) == (3, 4, 4, False, True)
+    assert of(None) == (8, None, None, False, True)
+    assert of({"method": "off"}) == (0, None, None, False, False)

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from paceline.backends.constraint import OutputConstraint
 from paceline.core.errors import InvalidRequestError, RequestFailedError
 from paceline.core.grammar import Grammar
 from paceline.engine.testing import ByteTokenizer
@@ -58,6 +59,64 @@ def test_every_end_of_output_will_do() -> None:
     matcher.consume(b"a")
     assert allowed(matcher.allowed()) == {ord("a"), ByteTokenizer.BOS, END}
     matcher.consume([END])
+
+
+@pytest.mark.parametrize(
+    ("guesses", "masks"),
+    [
+        (b"", [b"bc"]),
+        (b"bcd", [b"bc", b"c", b"d", b"x"]),
+        # what is not allowed, is no token, or ends the output stops it
+        (b"bx", [b"bc", b"c"]),
+        ([ord("b"), 10**9], [b"bc", b"c"]),
+        ([ord("b"), -1], [b"bc", b"c"]),
+        ([*b"cdx", END, END], [b"bc", b"d", b"x", [END]]),
+    ],
+)
+def test_looking_ahead_leaves_the_matcher_where_it_is(
+    compiler: GrammarCompiler, guesses: bytes | list[int], masks: list[bytes]
+) -> None:
+    matcher = compiler.matcher(Grammar("regex", "ab?cdx"))
+    matcher.consume(b"a")
+    for _ in range(2):
+        assert [allowed(mask) for mask in matcher.look_ahead(guesses)] == [set(m) for m in masks]
+    matcher.consume(b"cdx")
+    assert allowed(matcher.allowed()) == {END}
+
+
+def test_what_must_follow_is_what_the_masks_leave(compiler: GrammarCompiler) -> None:
+    source = json.dumps(
+        {
+            "type": "object",
+            "properties": {"customer": {"type": "boolean"}, "quantity": {"type": "integer"}},
+            "required": ["customer", "quantity"],
+            "additionalProperties": False,
+            "x-guidance": {"whitespace_flexible": False},
+        }
+    )
+    matcher = compiler.matcher(Grammar("json_schema", source))
+    total = 0
+    for token in b'{"customer":true,"quantity":12}':
+        forced = list(matcher.forced(32))
+        total += len(forced)
+        ahead = matcher.look_ahead(forced)
+        assert len(ahead) == len(forced) + 1
+        for token_id, mask in zip(forced, ahead, strict=False):
+            assert allowed(mask) == {token_id}
+        assert list(matcher.forced(2)) == forced[:2]
+        matcher.consume([token])
+    assert total > 100
+    # the end of the output is for the model to say
+    assert not matcher.forced(32) and allowed(matcher.allowed()) == {END}
+
+
+def test_a_failure_behind_a_guess_is_not_one_yet(compiler: GrammarCompiler) -> None:
+    constraint = OutputConstraint(compiler, Grammar("regex", "ab?c"))
+    assert len(constraint.masks(b"", b"ab")) == 3
+    # what fails while nobody looks is told by the next mask
+    assert not constraint.forced(b"xyz", 8)
+    with pytest.raises(RequestFailedError, match="left its grammar"):
+        constraint.masks(b"")
 
 
 HOSTILE = {

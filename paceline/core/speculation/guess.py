@@ -1,0 +1,37 @@
+"""What a guess is, and the seam to whatever makes some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+__all__ = ["GRAMMAR", "NGRAM", "NO_GUESS", "PREDICTION", "Drafter", "Guess"]
+
+# sources, as they are called in accounts
+NGRAM: Final = "ngram"
+PREDICTION: Final = "prediction"
+GRAMMAR: Final = "grammar"
+
+
+class Guess(NamedTuple):
+    """What may come next."""
+
+    token_ids: Sequence[int]
+    # so many of the latest tokens speak for it
+    match: int
+    source: str = NGRAM
+
+
+NO_GUESS: Final = Guess((), 0)
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+        """Up to ``count`` guesses, most often fewer or none.
+
+        Args:
+            tokens: all that is known, prompt and output; each call's begin with the last call's.
+        """
+        ...
