@@ -204,7 +204,7 @@ def main() -> int:
             time.sleep(_ALONE)
             pace = (batch.done() - before) / _ALONE
             batch.end()
-            print(f"the batch alone does {pace:.2f} lines/s\n", flush=True)
+            print(f"in {server.served}, the batch alone does {pace:.2f} lines/s\n", flush=True)
             results = {slo: measure(server, vocab, slo) for slo in CLASSES}
         finally:
             server.close()
@@ -216,6 +216,7 @@ def main() -> int:
                 "tpot_p99_ratio": ratio,
                 "within_target": ratio <= TARGET,
                 "batch_alone_lines_per_s": round(pace, 3),
+                "formats": server.served,
                 **results,
                 "quick": QUICK,
                 "machine": machine(places.cpus),

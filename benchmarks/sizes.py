@@ -178,7 +178,7 @@ class _Theirs(LlamaCpp):
         self._kinds.make(self.quantiser)
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
-        return self.command(self._kinds[variant])
+        return self.command(self._kinds[variant], variant)
 
 
 def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
@@ -233,7 +233,8 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
     finally:
         team.close()
     offline = {entry.row.name: summary(entry) for entry in measured}
-    print(f"\n{offline_table(offline, [ours.name, theirs.name])}")
+    precisions = {label: str(said["precision"]) for label, said in team.about.items()}
+    print(f"\n{offline_table(offline, [ours.name, theirs.name], precisions)}")
     results: dict[str, Any] = {}
     for entry in measured:
         results[entry.row.name] = {

@@ -34,6 +34,7 @@ class Ours:
     places: Places
     flags: tuple[str, ...]
     variants: tuple[str, ...] = ("auto",)
+    served: str = "auto/auto"
 
     def setup(self) -> None:
         """Nothing to do."""

@@ -21,6 +21,8 @@ __all__ = ["PacelineServer", "ReadyServer", "Server"]
 # servers are asked this often whether they answer yet, logs whether they say so
 _POLL_SECONDS = 0.05
 _LOG_SECONDS = 0.005
+# of ours, where it was left to choose: of its ready line
+_FORMATS = re.compile(r"\(\S+, (\w+) on \w+, \d+ KV blocks of \d+ in (\w+),")
 _READY = r"^paceline ready: https?://\S+:(\d+)/v1 "
 
 
@@ -72,7 +74,8 @@ class PacelineServer(ReadyServer):
 
 
 class Server(Process):
-    """An engine's server that answers. ``startup`` is seconds from its start to its first token.
+    """An engine's server that answers. ``startup`` is seconds from its start to its first token,
+    ``served`` what it computes in, weights/KV cache.
 
     Raises Unavailable when there is none or it does not answer.
     """
@@ -86,6 +89,8 @@ class Server(Process):
         try:
             self._wait(began + command.start_seconds)
             self.startup = time.monotonic() - began
+            chosen = _FORMATS.search(self.log()) if peer.served.startswith("auto/") else None
+            self.served = f"{chosen[1]}/{chosen[2]}" if chosen else peer.served
             plan = arrivals(8.0, 1.0, None, vocab_size, seed=-1)
             asyncio.run(replay(port, self.model, plan))
         except BaseException:

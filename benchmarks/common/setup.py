@@ -42,10 +42,12 @@ class Places:
 
 
 class Peer(Protocol):
-    """One engine. ``variants`` are its choices of precision; a row shows the best of them."""
+    """One engine. ``variants`` are its choices of precision and tokens of a step; a row shows the
+    best of them. ``served`` is what its server computes in, weights/KV cache."""
 
     name: str
     variants: tuple[str, ...]
+    served: str
 
     def setup(self) -> None:
         """Make the environment, once; a second call finds it done. Raises Unavailable."""

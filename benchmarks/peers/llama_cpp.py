@@ -47,6 +47,8 @@ _CPU_OPTIONS: Final = {
     "avx_vnni": "GGML_AVX_VNNI",
 }
 _BATCH: Final = 2048
+# llama.cpp's default
+_UBATCH: Final = "512"
 # tokens, as llama-batched-bench
 _WARM_UP: Final = 16
 # of the server, with room for the longest request of the online load in each
@@ -72,10 +74,12 @@ def cpu_flags(cpuinfo: str, level: Level | None = None) -> list[str]:
 
 
 class LlamaCpp:
-    """See ``base.Peer``. Variants are quantisations."""
+    """See ``base.Peer``. Variants are quantisations, and behind "@" the most tokens that it
+    computes at once, where that is not its default (``n_ubatch``, 512)."""
 
     name = "llama.cpp"
-    variants: tuple[str, ...] = ("Q4_0", "Q8_0")
+    variants: tuple[str, ...] = ("Q4_0", "Q4_0@2048", "Q8_0")
+    served = "Q4_0/float16"
 
     def __init__(self, places: Places, level: Level | None = None) -> None:
         self._places = places
@@ -87,8 +91,8 @@ class LlamaCpp:
 
     def setup(self) -> None:
         self.build()
-        for variant in self.variants:
-            self._quantise(variant)
+        for kind in dict.fromkeys(variant.partition("@")[0] for variant in self.variants):
+            self._quantise(kind)
 
     def build(self) -> None:
         """Binding and programs, once. Raises Unavailable."""
@@ -156,12 +160,13 @@ class LlamaCpp:
         partial.rename(target)
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
-        return self.command(self._quantised(variant))
+        kind, _, tokens = variant.partition("@")
+        return self.command(self._quantised(kind), kind, tokens)
 
-    def command(self, model: Path) -> Command:
+    def command(self, model: Path, kind: str, tokens: str = "") -> Command:
         """A worker that has loaded ``model``."""
         python = self._folder / "venv" / "bin" / "python"
-        arguments = (str(model), str(len(self._places.cpus)))
+        arguments = (str(model), kind, tokens or _UBATCH, str(len(self._places.cpus)))
         return Command(
             (str(python), "-m", __name__, str(self._source), *arguments),
             (("LLAMA_CPP_LIB_PATH", str(self._binaries)),),
@@ -179,10 +184,11 @@ class LlamaCpp:
 class _Model:
     """The worker's end. A context is made for every job and warmed up, which is not timed."""
 
-    def __init__(self, model: str, threads: str) -> None:
+    def __init__(self, model: str, kind: str, tokens: str, threads: str) -> None:
         self._api: Any = importlib.import_module("llama_cpp.llama_cpp")
         self._numpy: Any = importlib.import_module("numpy")
         self._threads = int(threads)
+        self._tokens = int(tokens)
         self._api.llama_backend_init()
         parameters = self._api.llama_model_default_params()
         self._model = self._api.llama_model_load_from_file(model.encode(), parameters)
@@ -195,6 +201,9 @@ class _Model:
         self.about = {
             "version": f"{_VERSION} (llama-cpp-python)",
             "weights": Path(model).name,
+            # its KV cache is in 16 bits unless told otherwise
+            "precision": f"{kind}/float16",
+            "n_ubatch": int(tokens),
             "system": self._api.llama_print_system_info().decode(),
         }
 
@@ -203,6 +212,7 @@ class _Model:
         parameters.n_ctx = sequences * (-(-length // 256) * 256)
         parameters.n_seq_max = sequences
         parameters.n_batch = _BATCH
+        parameters.n_ubatch = self._tokens
         parameters.n_threads = parameters.n_threads_batch = self._threads
         context = self._api.llama_init_from_model(self._model, parameters)
         if not context:

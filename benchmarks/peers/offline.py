@@ -155,7 +155,7 @@ def run_rows(
     skip: Callable[[Contender, Row], str | None] = lambda contender, row: None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Measured]:
-    """Every row on every contender, A B C A B C, with prompts that no worker has seen before.
+    """Every row on every contender, A B C B C A, with prompts that no worker has seen before.
 
     Prefix caching is asked for in the rows that share one.
 
@@ -182,7 +182,10 @@ def run_rows(
             else:
                 commands[contender] = command
         for number in range(max(rounds, SHORT_ROUNDS)):
-            for contender, command in list(commands.items()):
+            turns = list(commands.items())
+            # who comes first, on a machine that has just rested, is another in each round
+            first = number % max(1, len(turns))
+            for contender, command in turns[first:] + turns[:first]:
                 spent = measured.seconds.get(contender, [])
                 if max(spent, default=0.0) > SLOW_SECONDS:
                     continue
@@ -218,12 +221,15 @@ def summary(measured: Measured) -> dict[str, Any]:
     """What the JSON says of a row: by peer its best variant's rates, or why there are none."""
     row = measured.row
     values: dict[str, Any] = {}
+    ran = Counter(contender.peer for contender in measured.seconds)
     for peer, (variant, seconds, rounds) in measured.best().items():
         values[peer] = {
             "output_tps": round(row.count * row.output / seconds, 1),
             "total_tps": round(row.total_tokens / seconds, 1),
             "seconds": round(seconds, 3),
             "variant": variant,
+            # the best of so many variants that ran
+            "best_of": ran[peer],
             "rounds": rounds,
         }
     for contender, reason in measured.failed.items():

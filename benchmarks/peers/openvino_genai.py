@@ -21,6 +21,11 @@ __all__ = ["OpenVino"]
 
 _PACKAGE = "openvino-genai>=2026.4"
 _CACHE_GB = 3
+# of its CPU device, as they are without being set
+_PROPERTIES = (
+    "INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE",
+    "EXECUTION_MODE_HINT", "ENABLE_CPU_PINNING", "ENABLE_HYPER_THREADING",
+)  # fmt: skip
 
 
 class OpenVino:
@@ -29,6 +34,7 @@ class OpenVino:
 
     name = "openvino-genai"
     variants: tuple[str, ...] = ("2048", "256")
+    served = ""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -61,9 +67,15 @@ class _Pipeline:
         self._pipeline = genai.ContinuousBatchingPipeline(
             Path(model), config, "CPU", {"INFERENCE_NUM_THREADS": int(threads)}
         )
+        known = self._openvino.Core()
+        properties = {name: str(known.get_property("CPU", name)) for name in _PROPERTIES}
+        multiplied, kept = (properties[name] for name in _PROPERTIES[:2])
         self.about = {
             "version": importlib.import_module("importlib.metadata").version("openvino-genai"),
             "weights": Path(model).name,
+            # the file's kind, multiplied in another where it is decompressed
+            "precision": f"file in {multiplied}/{kept}",
+            "properties": properties,
         }
         self._count = 0
 

@@ -34,12 +34,20 @@ class Paceline:
         formats: the variants: "weights/KV cache", as ``--dtype`` and ``--kv-dtype`` take them;
             "auto/auto" is what ``paceline serve`` takes by itself.
         prefix_caching: on, as by default, in all rows; or off in all.
+        served: what the server is told of them.
     """
 
     def __init__(
-        self, places: Places, name: str, formats: tuple[str, ...], *, prefix_caching: bool = True
+        self,
+        places: Places,
+        name: str,
+        formats: tuple[str, ...],
+        *,
+        prefix_caching: bool = True,
+        served: str = "auto/auto",
     ) -> None:
         self.name = name
+        self.served = served
         self._prefix_caching = prefix_caching
         self.variants = formats
         self._places = places
@@ -60,10 +68,14 @@ class Paceline:
         return Command((sys.executable, "-m", __name__, *arguments, str(len(self._places.cpus))))
 
     def server(self, port: int) -> Command:
+        told: tuple[str, ...] = ()
+        if self.served != "auto/auto":
+            weights, kv = self.served.split("/")
+            told = ("--dtype", weights, "--kv-dtype", kv)
         return Command(
             (sys.executable, "-m", "paceline.cli.main", "serve", str(self._places.model),
              "--host", "127.0.0.1", "--port", str(port),
-             "--threads", str(len(self._places.cpus))),
+             "--threads", str(len(self._places.cpus)), *told),
         )  # fmt: skip
 
 
@@ -122,7 +134,7 @@ def _load() -> tuple[_Engine, dict[str, Any]]:
             threads=int(threads),
         )
     )
-    about = {"version": __version__, "weights": info.dtype, "kv": info.kv_dtype}
+    about = {"version": __version__, "precision": f"{info.dtype}/{info.kv_dtype}"}
     return _Engine(core), about | {"why": info.choice}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.rows import parse_row
 
-__all__ = ["OURS", "offline_table", "online_table"]
+__all__ = ["OURS", "equal_table", "format_table", "offline_table", "online_table"]
 
 OURS = "paceline"
 
@@ -25,12 +26,27 @@ def _ratio(values: dict[str, Any], key: str, rivals: Sequence[str]) -> str:
     return f"{values[OURS][key] / known[best]:.2f}x {best}"
 
 
-def offline_table(offline: dict[str, dict[str, Any]], names: Sequence[str]) -> str:
-    """Output tokens/s, or all tokens/s where a row has one output token a request; the last column
-    is ours over the best engine whose name does not start with ours."""
+def offline_table(
+    offline: dict[str, dict[str, Any]], names: Sequence[str], precisions: Mapping[str, str]
+) -> str:
+    """Output tokens/s, or all tokens/s where a row has one output token a request; each engine's
+    best of the precisions that its column's head lists. The last column is ours over the best
+    engine whose name does not start with ours.
+
+    Args:
+        precisions: weights/KV cache of what ran, by label ("engine variant").
+    """
     rivals = [name for name in names if not name.startswith(OURS)]
-    width = max(12, *(len(name) + 2 for name in names))
+    heads = {
+        name: list(dict.fromkeys(p for label, p in precisions.items() if label.split()[0] == name))
+        for name in names
+    }
+    width = 2 + max(10, *map(len, names), *(len(p) for head in heads.values() for p in head))
     lines = [f"{'tokens/s':24}" + "".join(f"{name:>{width}}" for name in names) + "  ratio"]
+    for place in range(max(map(len, heads.values()), default=0)):
+        told = [head[place] if place < len(head) else "" for head in heads.values()]
+        first = "best of" if place == 0 else ""
+        lines.append(f"{first:24}" + "".join(f"{precision:>{width}}" for precision in told))
     for row, values in offline.items():
         single = parse_row(row).output == 1
         key = "total_tps" if single else "output_tps"
@@ -40,10 +56,63 @@ def offline_table(offline: dict[str, dict[str, Any]], names: Sequence[str]) -> s
     return "\n".join(lines)
 
 
-def online_table(online: dict[str, dict[str, Any]]) -> str:
-    """A line for every server and rate."""
+def _rate(row: str, seconds: Sequence[float]) -> float:
+    parsed = parse_row(row)
+    tokens = parsed.total_tokens if parsed.output == 1 else parsed.count * parsed.output
+    return tokens / statistics.median(seconds)
+
+
+def format_table(
+    seconds: Mapping[str, Mapping[str, Sequence[float]]], precisions: Mapping[str, str]
+) -> str:
+    """Every engine in every variant: a line each, a column for each row, tokens/s as above."""
+    labels = list(dict.fromkeys(label for of_row in seconds.values() for label in of_row))
+    first = 2 + max(map(len, ["engine and variant", *labels]))
+    second = 2 + max(map(len, ["weights/KV", *precisions.values()]))
+    width = 2 + max(map(len, seconds))
+    head = f"{'engine and variant':{first}}{'weights/KV':{second}}"
+    lines = [head + "".join(f"{row:>{width}}" for row in seconds)]
+    for label in labels:
+        cells = [
+            f"{_rate(row, of_row[label]):.0f}" if label in of_row else "-"
+            for row, of_row in seconds.items()
+        ]
+        told = f"{label:{first}}{precisions.get(label, ''):{second}}"
+        lines.append(told + "".join(f"{cell:>{width}}" for cell in cells))
+    return "\n".join(lines)
+
+
+def equal_table(
+    seconds: Mapping[str, Mapping[str, Sequence[float]]],
+    precisions: Mapping[str, str],
+    weights: str = "bfloat16",
+) -> str:
+    """Ours over each other engine, both with weights in the same precision, each at its best."""
+    alike = [label for label, p in precisions.items() if p.split("/")[0] == weights]
+    lines = []
+    for row, of_row in seconds.items():
+        best: dict[str, float] = {}
+        for label in alike:
+            if label in of_row:
+                name = OURS if label.startswith(OURS) else label.split()[0]
+                best[name] = max(best.get(name, 0.0), _rate(row, of_row[label]))
+        ours = best.pop(OURS, None)
+        if ours is not None and best:
+            cells = ", ".join(f"{ours / rate:.2f}x {name}" for name, rate in best.items())
+            lines.append(f"{row:24}{ours:>8.0f}  {cells}")
+    return "\n".join([f"{f'both with {weights}':24}{'ours':>8}", *lines]) if lines else ""
+
+
+def online_table(online: dict[str, dict[str, Any]], served: Mapping[str, str]) -> str:
+    """A line for every server and rate.
+
+    Args:
+        served: weights/KV cache of each.
+    """
     heads = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "within", "failed")
-    lines = [f"{'req/s':8}{'server':18}" + "".join(f"{head:>10}" for head in heads)]
+    lines = [
+        f"{'req/s':8}{'server':18}{'weights/KV':20}" + "".join(f"{head:>10}" for head in heads)
+    ]
     for rate, servers in online.items():
         for name, figures in servers.items():
             if "absent" in figures:
@@ -54,5 +123,6 @@ def online_table(online: dict[str, dict[str, Any]]) -> str:
                 for share in ("p50", "p99")
             ]
             cells += [f"{figures['attainment']:.0%}", str(figures["failed"])]
-            lines.append(f"{rate:8}{name:18}" + "".join(f"{cell:>10}" for cell in cells))
+            told = f"{rate:8}{name:18}{served.get(name, ''):20}"
+            lines.append(told + "".join(f"{cell:>10}" for cell in cells))
     return "\n".join(lines)

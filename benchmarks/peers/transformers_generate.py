@@ -25,6 +25,7 @@ class Transformers:
 
     name = "transformers"
     variants: tuple[str, ...] = ("bfloat16",)
+    served = ""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -59,7 +60,8 @@ class _Model:
         ).eval()
         self.about = {
             "version": transformers.__version__,
-            "weights": f"{Path(folder).name}, {dtype}",
+            "weights": Path(folder).name,
+            "precision": f"{dtype}/{dtype}",
         }
 
     def run(self, job: Job) -> Done:

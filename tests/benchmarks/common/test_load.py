@@ -156,8 +156,8 @@ def test_figures_by_hand() -> None:
     assert figures["itl_ms"]["p99"] == pytest.approx(
         percentile([0.05, 0.05, 0.2, 0.01, 0.3], 0.99) * 1e3, abs=0.1
     )
-    table = online_table({"2": {"a": figures, "b": {"absent": "no server"}}})
-    assert len(table.splitlines()) == 2 and "50%" in table
+    table = online_table({"2": {"a": figures, "b": {"absent": "no server"}}}, {"a": "q4/int8"})
+    assert len(table.splitlines()) == 2 and "50%" in table and " q4/int8 " in table
     nothing = describe([Timing(0.0, (), 0, "lost")])
     assert nothing["attainment"] == 0 and "ttft_ms" not in nothing
 
@@ -228,6 +228,7 @@ class NullPeer:
 
     name = "null"
     variants = ("x",)
+    served = "auto/auto"
 
     def __init__(self, *argv: str) -> None:
         self._argv = argv
@@ -253,6 +254,7 @@ def test_a_real_server_is_waited_for_frozen_and_measured(tmp_path: Path) -> None
     server = Server(peer, free_port(), tmp_path / "log", vocab_size=250)
     try:
         assert server.startup > 0
+        assert server.served == "int64/int64", "what its ready line says it chose"
         server.freeze()
         plan = [Arrival(0.01 * i, [100 + i] * 20, 4) for i in range(5)]
         figures = server.measure(plan)

@@ -33,6 +33,7 @@ def fake(name: str, *, serves: bool = False, missing: str = "") -> Any:
             # of llama.cpp the second argument is the level
             self.name = label if isinstance(label, str) else name
             self.variants = rest[0] if rest else ("a", "b")
+            self.served = more.get("served", "auto/auto")
 
         def setup(self) -> None:
             if missing:
@@ -113,8 +114,10 @@ def test_the_last_line_has_every_figure(
 
     assert results["lengths"].startswith(("azure2023_conv_20min.csv", "lognormal"))
     (rate,) = results["online"].values()
-    assert set(rate) == {"paceline", "llama.cpp", "openvino-genai", "transformers"}
-    for name in ("paceline", "llama.cpp"):
+    servers = {"paceline", "paceline-bf16", "llama.cpp"}
+    assert set(rate) == {*servers, "openvino-genai", "transformers"}
+    assert set(results["served"]) == servers
+    for name in servers:
         assert rate[name]["requests"] == 4 and rate[name]["failed"] == 0
         assert 0 <= rate[name]["attainment"] <= 1
         for kind in ("ttft_ms", "tpot_ms", "itl_ms"):

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.peers.__main__ import number
 from benchmarks.peers.offline import Contender, Measured, Team, by_variant, run_rows, summary
-from benchmarks.peers.report import offline_table
+from benchmarks.peers.report import equal_table, format_table, offline_table
 from benchmarks.peers.rows import ROWS, make_job, parse_row
 
 VOCAB = 1000
@@ -24,6 +24,7 @@ class FakePeer:
         self.name = name
         self._worker = worker or name
         self.variants = modes
+        self.served = ""
         self._record = record
 
     def setup(self) -> None:
@@ -79,12 +80,13 @@ def test_contenders_take_turns_and_the_best_variant_counts(tmp_path: Path) -> No
         team.close()
     timed = [line for line in record.read_text().splitlines() if line.endswith(" 2")]
     pids = [line.split()[0] for line in timed]
-    assert len(set(pids)) == 3 and pids[:3] == pids[3:], "A B C A B C"
+    assert len(set(pids)) == 3 and pids[3:] == [*pids[1:3], pids[0]], "A B C, then B C A"
     assert len(lines) == 2 * 3 + 2 * 2
 
     values = summary(first)
     assert values["a"] == {
-        "output_tps": 3.0, "total_tps": 10.0, "seconds": 2.0, "variant": "ok", "rounds": 2,
+        "output_tps": 3.0, "total_tps": 10.0, "seconds": 2.0, "variant": "ok",
+        "best_of": 2, "rounds": 2,
     }  # fmt: skip
     assert set(values) == {"a", "b"}
     assert by_variant(first) == {"a ok": [2.0, 2.0], "a fail": [2.0, 2.0], "b ok": [2.0, 2.0]}
@@ -188,11 +190,30 @@ def test_the_table_compares_with_the_best_other_engine() -> None:
     single = Measured(parse_row("1x9x1"))
     single.seconds[Contender("paceline", "q4")] = [0.1]
     names = ["paceline", "paceline-bf16", "slow", "fast", "gone"]
-    table = offline_table({m.row.name: summary(m) for m in (measured, single)}, names)
-    head, first, second = table.splitlines()
+    precisions = {
+        "paceline q4": "q4/int8", "paceline-bf16 bfloat16": "bfloat16/bfloat16",
+        "slow x": "bfloat16/bfloat16", "fast x": "Q4_0/float16", "fast y": "Q8_0/float16",
+    }  # fmt: skip
+    table = offline_table({m.row.name: summary(m) for m in (measured, single)}, names, precisions)
+    head, best, more, first, second = table.splitlines()
     assert head.split() == ["tokens/s", *names, "ratio"]
+    assert best.split() == [
+        "best", "of", "q4/int8", "bfloat16/bfloat16", "bfloat16/bfloat16", "Q4_0/float16"
+    ]  # fmt: skip
+    assert more.split() == ["Q8_0/float16"]
     assert first.split() == ["4x10x10", "20", "40", "5", "10", "-", "2.00x", "fast"]
     assert second.split() == ["1x9x1", "(all)", "100", "-", "-", "-", "-", "-"]
+
+    seconds = {m.row.name: by_variant(m) for m in (measured, single)}
+    lines = [line.split() for line in format_table(seconds, precisions).splitlines()]
+    assert lines[0] == ["engine", "and", "variant", "weights/KV", "4x10x10", "1x9x1"]
+    assert lines[1] == ["paceline", "q4", "q4/int8", "20", "100"]
+    assert lines[-1] == ["fast", "y", "Q8_0/float16", "10", "-"]
+    assert len(lines) == 6
+    # q4 is the faster one of ours, and what has no bfloat16 is not compared with
+    (_, equal) = equal_table(seconds, precisions).splitlines()
+    assert equal.split() == ["4x10x10", "40", "8.00x", "slow"]
+    assert equal_table(seconds, {"paceline q4": "q4/int8"}) == ""
 
 
 def test_numbers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
