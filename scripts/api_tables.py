@@ -32,6 +32,7 @@ from paceline.server.bodies.tokenizing import (
 )
 from paceline.server.other_apis.anthropic import MessagesBody
 from paceline.server.other_apis.llama_info import ContentBody
+from paceline.server.other_apis.ollama_request import OllamaChatBody, OllamaGenerateBody
 from paceline.server.other_apis.responses_request import ResponsesBody
 
 _CHAT: Final = "/v1/chat/completions"
@@ -42,6 +43,8 @@ BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
     "/v1/completions": (CompletionBody,),
     "/v1/responses": (ResponsesBody,),
     "/v1/messages": (MessagesBody,),
+    "/api/chat": (OllamaChatBody,),
+    "/api/generate": (OllamaGenerateBody,),
     "/tokenize": (ContentBody, TokenizePromptBody, TokenizeMessagesBody),
     "/detokenize": (DetokenizeBody,),
 }

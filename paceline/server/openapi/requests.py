@@ -43,9 +43,10 @@ from paceline.server.other_apis.anthropic import CountTokensBody, MessagesBody
 from paceline.server.other_apis.llama_info import ContentBody
 from paceline.server.other_apis.llama_request import NO_EFFECT as LLAMA_NO_EFFECT
 from paceline.server.other_apis.llama_request import OF_UNSERVED as LLAMA_OF_UNSERVED
-from paceline.server.other_apis.ollama_request import OPTIONS as OLLAMA_OPTIONS
 from paceline.server.other_apis.ollama_request import (
-    OPTIONS_NO_EFFECT as OLLAMA_OPTIONS_NO_EFFECT,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    ShowBody,
 )
 from paceline.server.other_apis.responses_request import ResponsesBody
 from paceline.server.other_apis.token_generate import BESIDE, NOT_SAMPLING
@@ -101,15 +102,9 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         "/v1/responses": schema_of(ResponsesBody, rules),
         "/v1/responses/input_tokens": schema_of(ResponsesBody, rules),
         "/v1/messages": schema_of(MessagesBody, rules),
-        "/api/chat": _ollama(rules, {}, {**_OLLAMA_CHAT, "tools": chat["properties"]["tools"]}),
-        "/api/generate": _ollama(
-            rules,
-            {},
-            {"prompt": nullable(STRING), "system": nullable(STRING), "raw": nullable(BOOLEAN)},
-        ),
-        "/api/show": record(
-            {}, {"model": nullable(_ollama_model(rules)), "verbose": nullable(BOOLEAN)}
-        ),
+        "/api/chat": schema_of(OllamaChatBody, rules),
+        "/api/generate": schema_of(OllamaGenerateBody, rules),
+        "/api/show": schema_of(ShowBody, rules),
         "/v1/messages/count_tokens": schema_of(CountTokensBody, rules),
         "/inference/v1/generate": closed(
             record(
@@ -178,50 +173,4 @@ def _llama(rules: RequestRules, completion: dict[str, Schema]) -> Schema:
         {name: completion[name] for name in _LLAMA_SAME}
         | {name: nullable(schema) for name, schema in fields.items()}
         | ignored,
-    )
-
-
-_OLLAMA_CHAT: Final[dict[str, Schema]] = {
-    "messages": nullable(
-        array(
-            record(
-                {"role": string("system", "user", "assistant", "tool")},
-                {"content": nullable(STRING)},
-            )
-        )
-    )
-}
-
-
-def _ollama_model(rules: RequestRules) -> Schema:
-    if rules.listed_models != rules.served_model_names:
-        return STRING
-    names = rules.served_model_names
-    return string(*names, *(f"{name}:latest" for name in names if ":" not in name))
-
-
-def _ollama(
-    rules: RequestRules,
-    required: dict[str, Schema],
-    optional: dict[str, Schema],
-) -> Schema:
-    sampling = schema_of(CompletionBody, rules)["properties"]
-    options = {name: sampling[same] for name, same in OLLAMA_OPTIONS.items()}
-    options["num_predict"] = nullable(integer(-2, max(1, rules.max_model_len - 1)))
-    options |= dict.fromkeys(OLLAMA_OPTIONS_NO_EFFECT, _IGNORED)
-    options["num_ctx"] = nullable(integer(0, rules.max_model_len))
-    return closed(
-        record(
-            required,
-            {
-                "model": nullable(_ollama_model(rules)),
-                **optional,
-                "stream": nullable(bounded(BOOLEAN, "true unless it says otherwise")),
-                "format": bounded({"type": ["string", "object", "null"]}, "json or a schema"),
-                "options": nullable(closed(record({}, options))),
-                "think": nullable({"anyOf": [BOOLEAN, string("low", "medium", "high")]}),
-                "keep_alive": _IGNORED,
-                **{name: sampling[name] for name in ("slo", "priority", "cache_salt")},
-            },
-        )
     )

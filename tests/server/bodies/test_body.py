@@ -40,6 +40,12 @@ from paceline.server.bodies.protocol import (
 )
 from paceline.server.openapi.requests import shared_schemas
 from paceline.server.other_apis.anthropic import MessagesBody, parse_messages_api
+from paceline.server.other_apis.ollama_request import (
+    OllamaChatBody,
+    OllamaGenerateBody,
+    parse_ollama_chat,
+    parse_ollama_generate,
+)
 from paceline.server.other_apis.responses_request import ResponsesBody, parse_responses
 from tests.server.test_api_doc import MESSAGES, RULES, api_tables
 
@@ -198,6 +204,8 @@ BODIES: dict[type[Body], Any] = {
     ResponsesBody: lambda body: parse_responses(
         {"input": "x"} | body, RULES, "", before=[], owner=""
     ),
+    OllamaChatBody: lambda body: parse_ollama_chat({"messages": MESSAGES} | body, RULES),
+    OllamaGenerateBody: lambda body: parse_ollama_generate({"prompt": "x"} | body, RULES),
     MessagesBody: lambda body: parse_messages_api(
         {"messages": MESSAGES, "max_tokens": 3} | body, RULES
     ),
@@ -268,4 +276,5 @@ def test_what_is_served_is_acted_on(body: type[Body], monkeypatch: pytest.Monkey
     if body is MessagesBody:
         elsewhere = {"metadata"}
     assert by_status[SERVED] - asked - elsewhere == set()
-    assert not asked & (by_status[IGNORED] | by_status[REFUSED])
+    # it says whether anything is wanted of an empty request
+    assert not asked & (by_status[IGNORED] | by_status[REFUSED]) - {"keep_alive"}
