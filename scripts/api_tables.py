@@ -30,7 +30,10 @@ from paceline.server.bodies.tokenizing import (
     TokenizeMessagesBody,
     TokenizePromptBody,
 )
+from paceline.server.other_apis.anthropic import MessagesBody
 from paceline.server.other_apis.llama_info import ContentBody
+from paceline.server.other_apis.ollama_request import OllamaChatBody, OllamaGenerateBody
+from paceline.server.other_apis.responses_request import ResponsesBody
 
 _CHAT: Final = "/v1/chat/completions"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
@@ -38,6 +41,10 @@ PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
 BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
     _CHAT: (ChatBody,),
     "/v1/completions": (CompletionBody,),
+    "/v1/responses": (ResponsesBody,),
+    "/v1/messages": (MessagesBody,),
+    "/api/chat": (OllamaChatBody,),
+    "/api/generate": (OllamaGenerateBody,),
     "/tokenize": (ContentBody, TokenizePromptBody, TokenizeMessagesBody),
     "/detokenize": (DetokenizeBody,),
 }
@@ -64,7 +71,9 @@ def table_of(path: str, fields: Mapping[str, Field[Any]]) -> str:
         return _AS_IN_CHAT if _is_chats(name) else fields[name].note
 
     def _is_chats(name: str) -> bool:
-        return path != _CHAT and fields[name].status != IGNORED and chat.get(name) is fields[name]
+        # also where it is passed on unread
+        same = name in chat and chat[name].schema is fields[name].schema
+        return same and path != _CHAT and fields[name].status != IGNORED
 
     lines: list[tuple[str, ...]] = []
     for status in (SERVED, IGNORED, REFUSED):

@@ -64,7 +64,7 @@ def meaning(value: Any, *, descriptions: bool = True, named: bool = False) -> An
     cases = made.get("anyOf")
     if not named and isinstance(cases, list) and len(cases) == 2 and _NULL in cases:
         (other,) = [case for case in cases if case != _NULL]
-        if "null" in other.get("type", ()):
+        if not other or "null" in other.get("type", ()):
             return other | {key: item for key, item in made.items() if key != "anyOf"}
     return made
 

@@ -19,15 +19,7 @@ from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
 from paceline.server.batches.routes import parse_batch
 from paceline.server.bodies.protocol import RequestRules
 from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.other_apis import llama_request, responses_request
-from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
-from paceline.server.other_apis.anthropic import REFUSED as ANTHROPIC_REFUSED
-from paceline.server.other_apis.anthropic import parse_messages_api
-from paceline.server.other_apis.ollama_request import CHAT_REFUSED as OLLAMA_CHAT_REFUSED
-from paceline.server.other_apis.ollama_request import GENERATE_REFUSED as OLLAMA_GENERATE_REFUSED
-from paceline.server.other_apis.ollama_request import NO_EFFECT as OLLAMA_NO_EFFECT
-from paceline.server.other_apis.ollama_request import parse_ollama_chat, parse_ollama_generate
-from paceline.server.other_apis.responses_request import parse_responses
+from paceline.server.other_apis import llama_request
 from paceline.server.other_apis.token_generate import parse_token_generate
 from paceline.server.unserved_routes import UNSERVED_ROUTES
 
@@ -84,26 +76,6 @@ def asked(parse: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> set[str]
 
 
 CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
-    "/v1/responses": (
-        lambda: parse_responses({"input": "x"}, RULES, "", before=[], owner=""),
-        {*responses_request.NO_EFFECT, "stream_options"},
-        set(responses_request.REFUSED),
-    ),
-    "/v1/messages": (
-        lambda: parse_messages_api({"messages": MESSAGES, "max_tokens": 3}, RULES),
-        set(ANTHROPIC_NO_EFFECT),
-        set(ANTHROPIC_REFUSED),
-    ),
-    "/api/chat": (
-        lambda: parse_ollama_chat({"messages": MESSAGES}, RULES),
-        set(OLLAMA_NO_EFFECT),
-        set(OLLAMA_CHAT_REFUSED),
-    ),
-    "/api/generate": (
-        lambda: parse_ollama_generate({"prompt": "x"}, RULES),
-        set(OLLAMA_NO_EFFECT),
-        set(OLLAMA_GENERATE_REFUSED),
-    ),
     "/completion": (
         lambda: llama_request.parse_llama_completion({"prompt": "x"}, RULES),
         {*llama_request.NO_EFFECT, *llama_request.OF_UNSERVED},

@@ -126,23 +126,24 @@ class Body:
     def __init_subclass__(
         cls,
         *,
-        passes: tuple[type[Body], Collection[str]] | None = None,
+        passes: tuple[type[Body], tuple[str, ...]] | None = None,
         refuses_unknown: str | None = None,
         lenient: bool | None = None,
     ) -> None:
         fields: dict[str, Field[Any]] = {}
         others: dict[str, OtherName] = {}
-        for owner in cls.__mro__:
-            for name, value in vars(owner).items():
-                if isinstance(value, Field):
-                    fields.setdefault(name, value)
-                elif isinstance(value, OtherName):
-                    others.setdefault(name, value)
-            if owner is cls and passes is not None:
-                body, names = passes
-                for name in names:
-                    fields.setdefault(name, _passed(body._fields[name]))
-                cls._passes = tuple(names)
+        for name, value in vars(cls).items():
+            if isinstance(value, Field):
+                fields[name] = value
+            elif isinstance(value, OtherName):
+                others[name] = value
+        if passes is not None:
+            body, cls._passes = passes
+            fields |= {name: _passed(body._fields[name]) for name in cls._passes}
+        for base in cls.__bases__:
+            if issubclass(base, Body):
+                fields = fields | {n: f for n, f in base._fields.items() if n not in fields}
+                others = dict(base._others) | others
         cls._fields = fields
         cls._others = others
         cls._defaults = {name: field.default for name, field in fields.items()}

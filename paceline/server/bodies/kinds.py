@@ -215,15 +215,22 @@ _B = TypeVar("_B", bound=Body)
 
 
 def nested(
-    body: type[_B], schema: Schema | SchemaMaker | None = None, *, note: str = ""
+    body: type[_B],
+    schema: Schema | SchemaMaker | None = None,
+    *,
+    note: str = "",
+    prefixed: bool = True,
 ) -> Field[_B | None]:
-    """An object with fields of its own."""
+    """An object with fields of its own; faults name them behind the object's name, if ``prefixed``,
+    and else alone."""
 
     def check(value: Any, name: str, rules: RequestRules) -> _B:
         values = check_object(value, name)
         try:
             return body.read(values, rules)
         except InvalidRequestError as error:
+            if not prefixed:
+                raise
             raise InvalidRequestError(f"{name}.{error}", name) from None
 
     made = _maker(schema) if schema is not None else lambda rules: schema_of(body, rules)

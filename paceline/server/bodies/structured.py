@@ -15,19 +15,18 @@ from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
-from paceline.http.fields import check_object, show
+from paceline.http.fields import show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body
 from paceline.server.bodies.kinds import (
     anything,
     array,
     boolean,
-    described,
     ignored,
     mapping,
+    nested,
     string,
 )
-from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 from paceline.server.json_schema.check import check_schema
 
@@ -80,13 +79,12 @@ class StructuredOutputs(Body, lenient=True):
     disable_fallback = ignored()
 
 
-def _read(value: Any, name: str, rules: RequestRules) -> StructuredOutputs:
-    # faults name the kind alone: other servers have it as a field of its own
-    return StructuredOutputs.read(check_object(value, name), rules)
-
-
-STRUCTURED_OUTPUTS: Final = described(
-    _read, schemas.ref("StructuredOutputs"), note="see [structured output](#structured-output)"
+STRUCTURED_OUTPUTS: Final = nested(
+    StructuredOutputs,
+    schemas.ref("StructuredOutputs"),
+    note="see [structured output](#structured-output)",
+    # other servers have each kind as a field of its own
+    prefixed=False,
 )
 
 

@@ -39,15 +39,16 @@ from paceline.server.bodies.tokenizing import (
 )
 from paceline.server.bodies.tool_calls import tool_schema
 from paceline.server.openai.embeddings import EmbeddingsBody
-from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from paceline.server.other_apis.anthropic import CountTokensBody, MessagesBody
 from paceline.server.other_apis.llama_info import ContentBody
 from paceline.server.other_apis.llama_request import NO_EFFECT as LLAMA_NO_EFFECT
 from paceline.server.other_apis.llama_request import OF_UNSERVED as LLAMA_OF_UNSERVED
-from paceline.server.other_apis.ollama_request import OPTIONS as OLLAMA_OPTIONS
 from paceline.server.other_apis.ollama_request import (
-    OPTIONS_NO_EFFECT as OLLAMA_OPTIONS_NO_EFFECT,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    ShowBody,
 )
-from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
+from paceline.server.other_apis.responses_request import ResponsesBody
 from paceline.server.other_apis.token_generate import BESIDE, NOT_SAMPLING
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
@@ -87,8 +88,7 @@ def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
 def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     """By path."""
     chat, completion = schema_of(ChatBody, rules), schema_of(CompletionBody, rules)
-    messages, llama = _messages(rules), _llama(rules, completion["properties"])
-    count = {key: value for key, value in messages["properties"].items() if key != "max_tokens"}
+    llama = _llama(rules, completion["properties"])
     ids = token_schema(rules)
     sampling = {
         name: schema
@@ -99,19 +99,13 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         "/v1/chat/completions": chat,
         "/invocations": {"anyOf": [chat, completion]},
         "/v1/completions": completion,
-        "/v1/responses": _responses(rules),
-        "/v1/responses/input_tokens": _responses(rules),
-        "/v1/messages": messages,
-        "/api/chat": _ollama(rules, {}, {**_OLLAMA_CHAT, "tools": chat["properties"]["tools"]}),
-        "/api/generate": _ollama(
-            rules,
-            {},
-            {"prompt": nullable(STRING), "system": nullable(STRING), "raw": nullable(BOOLEAN)},
-        ),
-        "/api/show": record(
-            {}, {"model": nullable(_ollama_model(rules)), "verbose": nullable(BOOLEAN)}
-        ),
-        "/v1/messages/count_tokens": closed(record({"messages": _ANTHROPIC_MESSAGES}, count)),
+        "/v1/responses": schema_of(ResponsesBody, rules),
+        "/v1/responses/input_tokens": schema_of(ResponsesBody, rules),
+        "/v1/messages": schema_of(MessagesBody, rules),
+        "/api/chat": schema_of(OllamaChatBody, rules),
+        "/api/generate": schema_of(OllamaGenerateBody, rules),
+        "/api/show": schema_of(ShowBody, rules),
+        "/v1/messages/count_tokens": schema_of(CountTokensBody, rules),
         "/inference/v1/generate": closed(
             record(
                 {"token_ids": array(ids, 1)},
@@ -136,114 +130,6 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
         },
         "/detokenize": schema_of(DetokenizeBody, rules),
     }
-
-
-_RESPONSES_SAME: Final = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "reasoning_effort", "seed",
-    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "structured_outputs", "priority", "cache_salt", "request_id", "slo", "tool_choice",
-    "service_tier", "user", "safety_identifier", "explain", "chat_template_kwargs",
-)  # fmt: skip
-
-
-def _responses(rules: RequestRules) -> Schema:
-    chat = schema_of(ChatBody, rules)["properties"]
-    same = {name: chat[name] for name in _RESPONSES_SAME if name != "reasoning_effort"}
-    item = record(
-        {},
-        {"type": string("message", "function_call", "function_call_output", "reasoning")},
-    )
-    tool = record(
-        {"type": string("function"), "name": STRING},
-        {
-            "description": nullable(STRING),
-            "parameters": nullable(OBJECT),
-            "strict": nullable(BOOLEAN),
-        },
-    )
-    form = record(
-        {"type": string("text", "json_object", "json_schema")},
-        {"name": STRING, "schema": {"type": ["object", "boolean"]}, "strict": nullable(BOOLEAN)},
-    )
-    includes = ("message.output_text.logprobs", "reasoning.encrypted_content")
-    fields: dict[str, Schema] = {
-        "instructions": STRING,
-        "max_output_tokens": integer(1, INT32),
-        "previous_response_id": string(low=1, high=256),
-        "tools": array(tool, 0, 128),
-        "tool_choice": bounded(ANYTHING, "none, auto, required or {type: function, name}"),
-        "text": record({}, {"format": nullable(form)}),
-        "reasoning": record({}, {"effort": chat["reasoning_effort"]}),
-        "top_logprobs": integer(0, MAX_LOGPROBS),
-        "include": array(string(*includes)),
-        "truncation": string("auto", "disabled"),
-        "store": BOOLEAN,
-        "background": BOOLEAN,
-        "enable_response_messages": BOOLEAN,
-        "metadata": OBJECT,
-    }
-    ignored = dict.fromkeys((*RESPONSES_NO_EFFECT, "stream_options"), _IGNORED)
-    return closed(
-        record(
-            {"input": {"anyOf": [STRING, array(item, 1)]}},
-            {**same, **{name: nullable(schema) for name, schema in fields.items()}, **ignored},
-        )
-    )
-
-
-_BLOCK: Final = record(
-    {"type": string("text", "tool_use", "tool_result", "thinking", "redacted_thinking")}
-)
-_ANTHROPIC_MESSAGES: Final = array(
-    record(
-        {
-            "role": string("user", "assistant"),
-            "content": {"anyOf": [STRING, array(_BLOCK)]},
-        }
-    ),
-    1,
-)
-
-
-def _messages(rules: RequestRules) -> Schema:
-    sampling = schema_of(CompletionBody, rules)["properties"]
-    same = (
-        "model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt",
-        "explain",
-    )  # fmt: skip
-    texts = {"anyOf": [STRING, array(record({"type": string("text"), "text": STRING}))]}
-    tool = record(
-        {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}},
-        {
-            "description": nullable(STRING),
-            "input_schema": nullable(OBJECT),
-            "type": string("custom"),
-        },
-    )
-    choice = record(
-        {"type": string("auto", "any", "tool", "none")},
-        {"name": STRING, "disable_parallel_tool_use": nullable(BOOLEAN)},
-    )
-    form = record({"type": string("json_schema"), "schema": {"type": ["object", "boolean"]}})
-    fields: dict[str, Schema] = {
-        "system": texts,
-        "stop_sequences": array(string(low=1, high=1024), 0, 16),
-        "tools": array(tool, 0, 128),
-        "tool_choice": choice,
-        "output_config": record({}, {"format": nullable(form)}),
-        "thinking": record(
-            {"type": string("disabled", "enabled", "adaptive")}, {"budget_tokens": ANYTHING}
-        ),
-        "metadata": bounded(
-            record({}, {"user_id": nullable(STRING)}),
-            "user_id: the tenant, where neither a key nor a header says",
-        ),
-    }
-    optional = {name: sampling[name] for name in same}
-    optional |= {name: nullable(schema) for name, schema in fields.items()}
-    optional |= dict.fromkeys(ANTHROPIC_NO_EFFECT, _IGNORED)
-    required = {"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1, INT32)}
-    return closed(record(required, optional))
 
 
 _LLAMA_SAME: Final = (
@@ -287,50 +173,4 @@ def _llama(rules: RequestRules, completion: dict[str, Schema]) -> Schema:
         {name: completion[name] for name in _LLAMA_SAME}
         | {name: nullable(schema) for name, schema in fields.items()}
         | ignored,
-    )
-
-
-_OLLAMA_CHAT: Final[dict[str, Schema]] = {
-    "messages": nullable(
-        array(
-            record(
-                {"role": string("system", "user", "assistant", "tool")},
-                {"content": nullable(STRING)},
-            )
-        )
-    )
-}
-
-
-def _ollama_model(rules: RequestRules) -> Schema:
-    if rules.listed_models != rules.served_model_names:
-        return STRING
-    names = rules.served_model_names
-    return string(*names, *(f"{name}:latest" for name in names if ":" not in name))
-
-
-def _ollama(
-    rules: RequestRules,
-    required: dict[str, Schema],
-    optional: dict[str, Schema],
-) -> Schema:
-    sampling = schema_of(CompletionBody, rules)["properties"]
-    options = {name: sampling[same] for name, same in OLLAMA_OPTIONS.items()}
-    options["num_predict"] = nullable(integer(-2, max(1, rules.max_model_len - 1)))
-    options |= dict.fromkeys(OLLAMA_OPTIONS_NO_EFFECT, _IGNORED)
-    options["num_ctx"] = nullable(integer(0, rules.max_model_len))
-    return closed(
-        record(
-            required,
-            {
-                "model": nullable(_ollama_model(rules)),
-                **optional,
-                "stream": nullable(bounded(BOOLEAN, "true unless it says otherwise")),
-                "format": bounded({"type": ["string", "object", "null"]}, "json or a schema"),
-                "options": nullable(closed(record({}, options))),
-                "think": nullable({"anyOf": [BOOLEAN, string("low", "medium", "high")]}),
-                "keep_alive": _IGNORED,
-                **{name: sampling[name] for name in ("slo", "priority", "cache_salt")},
-            },
-        )
     )

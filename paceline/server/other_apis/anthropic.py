@@ -10,16 +10,31 @@ from typing import Any, Final
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
-from paceline.http.fields import Fields, show
+from paceline.http.fields import show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body
+from paceline.server.bodies.generation import ChatBody
+from paceline.server.bodies.kinds import (
+    INT32,
+    anything,
+    array,
+    ignored,
+    mapping,
+    needed,
+    nested,
+    refused,
+    string,
+)
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
+from paceline.server.bodies.tool_calls import TOOL_NAME
 from paceline.server.bodies.wire import Usage, encode
 from paceline.server.openai.answers import AnswerHead
 from paceline.server.openai.chat_pieces import chat_pieces
 from paceline.server.service import Service
 
 __all__ = [
-    "NO_EFFECT",
-    "REFUSED",
+    "CountTokensBody",
+    "MessagesBody",
     "count_tokens",
     "messages_answer",
     "messages_events",
@@ -28,74 +43,153 @@ __all__ = [
 ]
 
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# passed on under the same name
-_SAME: Final = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stream",
-    "slo",
-    "priority",
-    "cache_salt",
-    "explain",
-)
-NO_EFFECT: Final = (
-    "service_tier", "inference_geo", "cache_control", "betas", "speed", "user_profile_id",
-)  # fmt: skip
-REFUSED: Final = ("container", "context_management", "diagnostics", "mcp_servers")
 _THINKING: Final = ("disabled", "enabled", "adaptive")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_BLOCK: Final = schemas.record(
+    {"type": schemas.string("text", "tool_use", "tool_result", "thinking", "redacted_thinking")}
+)
+_MESSAGES: Final = schemas.array(
+    schemas.record(
+        {
+            "role": schemas.string("user", "assistant"),
+            "content": {"anyOf": [schemas.STRING, schemas.array(_BLOCK)]},
+        }
+    ),
+    1,
+)
+_TEXTS: Final = {
+    "anyOf": [
+        schemas.STRING,
+        schemas.array(schemas.record({"type": schemas.string("text"), "text": schemas.STRING})),
+    ]
+}
+_TOOL: Final = schemas.record(
+    {"name": TOOL_NAME},
+    {
+        "description": schemas.nullable(schemas.STRING),
+        "input_schema": schemas.nullable(schemas.OBJECT),
+        "type": schemas.string("custom"),
+    },
+)
+_CHOICE: Final = schemas.record(
+    {"type": schemas.string("auto", "any", "tool", "none")},
+    {"name": schemas.STRING, "disable_parallel_tool_use": schemas.nullable(schemas.BOOLEAN)},
+)
+_FORMAT: Final = schemas.record(
+    {"type": schemas.string("json_schema"), "schema": {"type": ["object", "boolean"]}}
+)
+_UNSERVED: Final = refused(" is not served in /v1/messages", ())
+
+
+class Metadata(Body, lenient=True):
+    # the tenant was made from it
+    user_id = string()
+
+
+class CountTokensBody(
+    Body,
+    passes=(
+        ChatBody,
+        (
+            "model", "temperature", "top_p", "top_k", "stream", "slo", "priority", "cache_salt",
+            "explain",
+        ),
+    ),
+    refuses_unknown="{names}: not served in /v1/messages",
+):  # fmt: skip
+    """``/v1/messages/count_tokens``."""
+
+    messages = needed(
+        array(_MESSAGES),
+        note="text, tool_use and tool_result blocks; a last assistant message is continued",
+    )
+    system = anything(_TEXTS)
+    stop_sequences = anything(schemas.array(schemas.string(low=1, high=1024), 0, 16))
+    tools = array(schemas.array(_TOOL, 0, 128), note="the caller's own")
+    tool_choice = mapping(_CHOICE)
+    output_config = mapping(
+        schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`"
+    )
+    thinking = mapping(
+        schemas.record({"type": schemas.string(*_THINKING)}, {"budget_tokens": schemas.ANYTHING}),
+        note="where the model thinks; absent: `disabled`. The header `x-paceline-ignored-fields` "
+        "names `thinking.budget_tokens`: thoughts count against `max_tokens` alone",
+    )
+    metadata = nested(
+        Metadata,
+        note="`user_id` is the tenant, where neither a key nor a header says who asks",
+        prefixed=False,
+    )
+    service_tier = ignored()
+    inference_geo = ignored()
+    cache_control = ignored()
+    betas = ignored()
+    speed = ignored()
+    user_profile_id = ignored()
+    container = _UNSERVED
+    context_management = _UNSERVED
+    diagnostics = _UNSERVED
+    mcp_servers = _UNSERVED
+
+
+class MessagesBody(CountTokensBody):
+    """``/v1/messages``."""
+
+    max_tokens = needed(
+        anything(schemas.integer(1, INT32)), note="no more than the context has left"
+    )
 
 
 def parse_messages_api(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
-    chat = _chat_body(fields)
-    ignored = _thinking(fields, chat, rules)
-    if fields.raw("max_tokens") is None:
-        raise InvalidRequestError("max_tokens is missing", "max_tokens")
-    chat["max_tokens"] = fields.raw("max_tokens")
+    asked = MessagesBody.read(body, rules)
+    chat, ignored_fields = _chat_body(asked, rules)
+    chat["max_tokens"] = asked.max_tokens
     # clients send the most that a model could say, whatever the conversation's length
-    request = parse_chat(_finish(fields, chat), rules, tenant, cuts_max_tokens=True)
-    return replace(request, options=replace(request.options, ignored_fields=ignored))
+    request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
+    return replace(request, options=replace(request.options, ignored_fields=ignored_fields))
 
 
-def _chat_body(fields: Fields) -> dict[str, Any]:
-    """What decides about the prompt, as a chat body."""
-    chat: dict[str, Any] = {}
-    for name in _SAME:
-        value = fields.raw(name)
-        if value is not None:
-            chat[name] = value
-    values = fields.array("messages")
-    if values is None:
-        raise InvalidRequestError("messages is missing", "messages")
+def _chat_body(
+    asked: CountTokensBody, rules: RequestRules
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A chat body, but for ``max_tokens``, and the names of what has no effect."""
+    chat = asked.passed()
     messages: list[dict[str, Any]] = []
-    system = fields.raw("system")
-    if system is not None:
-        messages.append({"role": "system", "content": _texts(system, "system")})
-    for index, value in enumerate(values):
+    if asked.system is not None:
+        messages.append({"role": "system", "content": _texts(asked.system, "system")})
+    for index, value in enumerate(asked.messages):
         messages += _messages(value, f"messages[{index}]")
     chat["messages"] = messages
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         # Anthropic's way to begin the answer
         chat["continue_final_message"] = True
-    tools = fields.array("tools") or []
-    if tools:
-        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    choice = fields.object("tool_choice")
-    if choice is not None:
-        chat |= _tool_choice(choice)
-    return chat
+    if asked.tools:
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)]
+    if asked.tool_choice is not None:
+        chat |= _tool_choice(asked.tool_choice)
+    if asked.stop_sequences is not None:
+        chat["stop"] = asked.stop_sequences
+    wanted = (asked.output_config or {}).get("format")
+    if wanted is not None:
+        if type(wanted) is not dict or wanted.get("type") != "json_schema":
+            raise InvalidRequestError(
+                "output_config.format must be an object of type 'json_schema'", "output_config"
+            )
+        chat["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"schema": wanted.get("schema")},
+        }
+    return chat, _thinking(asked.thinking or {"type": "disabled"}, chat, rules)
 
 
-def _thinking(fields: Fields, chat: dict[str, Any], rules: RequestRules) -> tuple[str, ...]:
+def _thinking(
+    thinking: dict[str, Any], chat: dict[str, Any], rules: RequestRules
+) -> tuple[str, ...]:
     """Turns the chat template's thinking on or off; off where nothing is said, as Anthropic has it.
 
     Returns the names of what has no effect. Raises InvalidRequestError where the model cannot.
     """
-    thinking = fields.object("thinking") or {"type": "disabled"}
     kind = thinking.get("type")
     if kind not in _THINKING:
         raise InvalidRequestError(
@@ -111,34 +205,6 @@ def _thinking(fields: Fields, chat: dict[str, Any], rules: RequestRules) -> tupl
         )
     # thoughts count against max_tokens alone
     return ("thinking.budget_tokens",) if "budget_tokens" in thinking else ()
-
-
-def _finish(fields: Fields, chat: dict[str, Any]) -> dict[str, Any]:
-    stops = fields.raw("stop_sequences")
-    if stops is not None:
-        chat["stop"] = stops
-    output = fields.object("output_config") or {}
-    wanted = output.get("format")
-    if wanted is not None:
-        if type(wanted) is not dict or wanted.get("type") != "json_schema":
-            raise InvalidRequestError(
-                "output_config.format must be an object of type 'json_schema'", "output_config"
-            )
-        chat["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"schema": wanted.get("schema")},
-        }
-    # the tenant was made from it
-    Fields(fields.object("metadata") or {}).string("user_id")
-    for name in REFUSED:
-        if fields.raw(name) is not None:
-            raise InvalidRequestError(f"{name} is not served in /v1/messages", name)
-    for name in NO_EFFECT:
-        fields.raw(name)
-    unknown = [name for name in fields.unknown() if name != "'output_config'"]
-    if unknown:
-        raise InvalidRequestError(f"{', '.join(unknown)}: not served in /v1/messages")
-    return chat
 
 
 def _texts(value: Any, where: str) -> str:
@@ -227,10 +293,8 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 async def count_tokens(service: Service, body: dict[str, Any]) -> bytes:
     """The answer to ``/v1/messages/count_tokens``."""
-    fields = Fields(body)
-    chat = _chat_body(fields)
-    _thinking(fields, chat, service.rules)
-    request = parse_chat(_finish(fields, chat), service.rules)
+    chat, _ = _chat_body(CountTokensBody.read(body, service.rules), service.rules)
+    request = parse_chat(chat, service.rules)
     prompt = await service.prompts.chat(
         request.template, add_special_tokens=request.options.add_special_tokens
     )

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from paceline.engine.types import GenerationOutput
-from paceline.http.fields import Fields
 from paceline.http.shortcut import Shortcut
 from paceline.server.bodies.kinds import check_model
 from paceline.server.bodies.protocol import ChatRequest, CompletionRequest
@@ -22,7 +21,7 @@ from paceline.server.bodies.wire import encode
 from paceline.server.openai.answers import AnswerHead, generation_request
 from paceline.server.openai.chat_pieces import chat_pieces
 from paceline.server.other_apis.anthropic import object_of
-from paceline.server.other_apis.ollama_request import OllamaRequest, served_name
+from paceline.server.other_apis.ollama_request import OllamaRequest, ShowBody, served_name
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.service import Service
 
@@ -219,9 +218,8 @@ def running_models(service: Service) -> dict[str, Any]:
 
 def shown_model(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """The answer to ``/api/show``. Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
-    name = fields.string("model") or fields.string("name") or service.model_name
-    fields.boolean("verbose", False)
+    asked = ShowBody.read(body, service.rules)
+    name = asked.model or asked.name or service.model_name
     check_model(served_name(name, service.rules), service.rules)
     info = service.client.info
     template = service.client.tokenizer.chat_template_source

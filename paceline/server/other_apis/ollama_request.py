@@ -6,8 +6,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
-from paceline.http.fields import Fields, show
-from paceline.server.bodies.kinds import check_model
+from paceline.http.fields import check_object, check_string, show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body, Field, schema_of
+from paceline.server.bodies.generation import ChatBody, CompletionBody
+from paceline.server.bodies.kinds import (
+    INT32,
+    anything,
+    array,
+    boolean,
+    check_model,
+    described,
+    ignored,
+    integer,
+    refused,
+    string,
+)
 from paceline.server.bodies.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -15,16 +29,14 @@ from paceline.server.bodies.protocol import (
     parse_chat,
     parse_completion,
 )
+from paceline.server.bodies.schemas import Schema
 
 __all__ = [
-    "CHAT_REFUSED",
-    "GENERATE_REFUSED",
     "LINES",
-    "NO_EFFECT",
-    "OPTIONS",
-    "OPTIONS_NO_EFFECT",
-    "OPTIONS_REFUSED",
+    "OllamaChatBody",
+    "OllamaGenerateBody",
     "OllamaRequest",
+    "ShowBody",
     "parse_ollama_chat",
     "parse_ollama_generate",
     "served_name",
@@ -32,39 +44,186 @@ __all__ = [
 
 # the media type of streams
 LINES: Final = "application/x-ndjson"
-# the model stays loaded as long as the server runs; a prompt that is too long is always refused
-NO_EFFECT: Final = ("keep_alive",)
-CHAT_REFUSED: Final = ("logprobs", "top_logprobs", "truncate", "shift")
-GENERATE_REFUSED: Final = (
-    "suffix", "images", "template", "context", "logprobs", "top_logprobs", "truncate", "shift",
-    "width", "height", "steps",
-)  # fmt: skip
-# of ``options``: what becomes of them in a body of chat or completions
-OPTIONS: Final = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-    "num_predict": "max_tokens",
-}
-# how a runner would be started, which runs already; num_ctx is looked at, but reserves nothing
-OPTIONS_NO_EFFECT: Final = (
-    "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram",
-    "f16_kv", "vocab_only", "use_mmap", "use_mlock", "repeat_last_n", "penalize_newline",
-    "mirostat_eta", "mirostat_tau", "embedding_only", "logits_all",
-)  # fmt: skip
-# other ways of sampling, with the values that ask for none of it
-OPTIONS_REFUSED: Final = {"mirostat": (0,), "tfs_z": (1, 1.0), "typical_p": (1, 1.0)}
-# passed on under the same name: Ollama does not know them
-_SAME: Final = ("slo", "priority", "cache_salt")
+# of ``options``: those that a body of chat or completions has under another name
+_OTHERWISE: Final = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 _DEFAULT_TAG: Final = ":latest"
 _EFFORTS: Final = ("low", "medium", "high")
 _ROLES: Final = ("system", "user", "assistant", "tool")
+
+
+def _undone(*harmless: Any) -> Field[None]:
+    return refused(f"={{value}} is not served: this server samples with {_SAMPLING}", harmless)
+
+
+_SAME_OPTIONS: Final = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+_SAMPLING: Final = ", ".join((*_SAME_OPTIONS, *_OTHERWISE))
+
+
+class OllamaOptions(
+    Body, passes=(CompletionBody, _SAME_OPTIONS), refuses_unknown="{names} is unknown"
+):
+    """``options``; those that are passed on are looked at as fields of chat or completions."""
+
+    repeat_penalty = anything(CompletionBody.repetition_penalty.schema)
+    num_predict = integer(
+        -2,
+        INT32,
+        schema=lambda rules: schemas.integer(-2, max(1, rules.max_model_len - 1)),
+        note="below 0: as many as the context has place for",
+    )
+    # looked at, but it reserves nothing
+    num_ctx = integer(0, INT32, schema=lambda rules: schemas.integer(0, rules.max_model_len))
+    # how a runner would be started, which runs already
+    num_keep = ignored()
+    num_batch = ignored()
+    num_gpu = ignored()
+    main_gpu = ignored()
+    num_thread = ignored()
+    numa = ignored()
+    low_vram = ignored()
+    f16_kv = ignored()
+    vocab_only = ignored()
+    use_mmap = ignored()
+    use_mlock = ignored()
+    repeat_last_n = ignored()
+    penalize_newline = ignored()
+    mirostat_eta = ignored()
+    mirostat_tau = ignored()
+    embedding_only = ignored()
+    logits_all = ignored()
+    # other ways of sampling
+    mirostat = _undone(0)
+    tfs_z = _undone(1)
+    typical_p = _undone(1)
+
+
+def _read_options(value: Any, name: str, rules: RequestRules) -> OllamaOptions:
+    # null says nothing, under any name
+    given = {key: item for key, item in check_object(value, name).items() if item is not None}
+    try:
+        options = OllamaOptions.read(given, rules)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name}.{error}", f"{name}.{error.param}") from None
+    if (options.num_ctx or 0) > rules.max_model_len:
+        raise InvalidRequestError(
+            f"{name}.num_ctx={options.num_ctx}: the maximum context length here is "
+            f"{rules.max_model_len} tokens",
+            f"{name}.num_ctx",
+        )
+    return options
+
+
+def _model(value: Any, name: str, rules: RequestRules) -> str:
+    asked = check_string(value, name, 1, None)
+    check_model(served_name(asked, rules), rules)
+    return asked
+
+
+def _models(rules: RequestRules) -> Schema:
+    names = rules.served_model_names
+    if rules.listed_models != names:
+        return schemas.STRING
+    return schemas.string(*names, *(f"{n}{_DEFAULT_TAG}" for n in names if ":" not in n))
+
+
+def _response_format(value: Any, name: str, _: RequestRules) -> dict[str, Any]:
+    """As chat has it; nothing for an empty string."""
+    if value == "json":
+        return {"type": "json_object"}
+    if type(value) is dict:
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
+    if value != "":
+        raise InvalidRequestError(f"{name} must be json or a schema, got {show(value)}", name)
+    return {}
+
+
+def _think(value: Any, name: str, rules: RequestRules) -> bool | str:
+    if not (type(value) is bool or value in _EFFORTS):
+        raise InvalidRequestError(
+            f"{name} must be true, false or one of {', '.join(_EFFORTS)}, got {show(value)}", name
+        )
+    if value and rules.thinking is None:
+        raise InvalidRequestError(
+            f"{name}={show(value)}: this model's chat template has no thinking; it may be false",
+            name,
+        )
+    return value  # type: ignore[no-any-return]
+
+
+_UNSERVED: Final = refused(" is not served here")
+_UNCUT: Final = refused(
+    " is not served here",
+    note="a prompt that is too long is a 400, and nothing of it is left out in silence",
+)
+
+
+def _text(value: Any, name: str, _: RequestRules) -> str:
+    return check_string(value, name, 0, None)
+
+
+class OllamaBody(Body, passes=(ChatBody, ("slo", "priority", "cache_salt"))):
+    """What both bodies have; what they pass on Ollama does not know."""
+
+    model = described(_model, _models, note="a name may end in `:latest`")
+    stream = boolean(True, note="true unless it says otherwise")
+    format = described(
+        _response_format, {"type": ["string", "object", "null"]}, note="`json` or a schema"
+    )
+    options = described(
+        _read_options, lambda rules: schema_of(OllamaOptions, rules), note="see below"
+    )
+    think = described(
+        _think,
+        {"anyOf": [schemas.BOOLEAN, schemas.string(*_EFFORTS)]},
+        note="where the model thinks",
+    )
+    keep_alive = ignored(note="the model is there as long as the server is")
+    logprobs = _UNSERVED
+    top_logprobs = _UNSERVED
+    truncate = _UNCUT
+    shift = _UNCUT
+
+
+class ShowBody(Body, lenient=True):
+    """``/api/show``."""
+
+    model = described(_text, _models)
+    # its older name
+    name = described(_text, _models)
+    verbose = boolean()
+
+
+class OllamaChatBody(OllamaBody, refuses_unknown="{names}: not served in /api/chat"):
+    """``/api/chat``."""
+
+    messages = array(
+        schemas.array(
+            schemas.record(
+                {"role": schemas.string(*_ROLES)}, {"content": schemas.nullable(schemas.STRING)}
+            )
+        ),
+        note="none: nothing is loaded or unloaded, and the answer says `load` or `unload` as "
+        "Ollama's does",
+    )
+    tools = array(ChatBody.tools.schema)
+
+
+class OllamaGenerateBody(OllamaBody, refuses_unknown="{names}: not served in /api/generate"):
+    """``/api/generate``."""
+
+    prompt = string(note="as a chat of one message")
+    system = string()
+    raw = boolean(note="without the chat template")
+    suffix = _UNSERVED
+    images = _UNSERVED
+    template = _UNSERVED
+    context = _UNSERVED
+    width = _UNSERVED
+    height = _UNSERVED
+    steps = _UNSERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,117 +249,62 @@ def served_name(name: str, rules: RequestRules) -> str:
     return name if rules.serves(name) else plain
 
 
-def parse_ollama_chat(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> OllamaRequest:
+def parse_ollama_chat(
+    values: dict[str, Any], rules: RequestRules, tenant: str = ""
+) -> OllamaRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
-    model, chat = _common(fields, rules, CHAT_REFUSED)
-    messages = fields.array("messages") or []
+    body = OllamaChatBody.read(values, rules)
+    chat = _common(body, rules)
+    messages = body.messages or []
     # where nothing is asked, the other fields are still held to what they may be
     chat["messages"] = _messages(messages) or [{"role": "user", "content": ""}]
-    tools = fields.array("tools")
-    if tools:
-        chat["tools"] = tools
-    _done(fields, "/api/chat")
+    if body.tools:
+        chat["tools"] = body.tools
     asked = parse_chat(chat, rules, tenant)
-    return _request(fields, asked if messages else None, model, is_chat=True)
+    return _request(body, rules, asked if messages else None, is_chat=True)
 
 
 def parse_ollama_generate(
-    body: dict[str, Any], rules: RequestRules, tenant: str = ""
+    values: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> OllamaRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
-    model, made = _common(fields, rules, GENERATE_REFUSED)
-    prompt = fields.string("prompt") or ""
-    system = fields.string("system")
-    raw = fields.boolean("raw", False)
-    _done(fields, "/api/generate")
-    if raw and system:
+    body = OllamaGenerateBody.read(values, rules)
+    made, prompt = _common(body, rules), body.prompt or ""
+    if body.raw and body.system:
         raise InvalidRequestError("system is not put into a raw prompt", "system")
     asked: ChatRequest | CompletionRequest
-    if raw:
+    if body.raw:
         made.pop("chat_template_kwargs", None)
         asked = parse_completion({**made, "prompt": prompt}, rules, tenant)
     else:
-        said = [{"role": "system", "content": system}] if system else []
+        said = [{"role": "system", "content": body.system}] if body.system else []
         made["messages"] = [*said, {"role": "user", "content": prompt}]
         asked = parse_chat(made, rules, tenant)
-    return _request(fields, asked if prompt else None, model, is_chat=False)
+    return _request(body, rules, asked if prompt else None, is_chat=False)
 
 
-def _common(
-    fields: Fields, rules: RequestRules, refused: tuple[str, ...]
-) -> tuple[str, dict[str, Any]]:
-    """The model's name as asked, and what both bodies share in those of chat and completions."""
-    model = fields.string("model", 1) or rules.served_model_names[0]
-    name = served_name(model, rules)
-    check_model(name, rules)
-    made: dict[str, Any] = {"model": name, "stream": fields.boolean("stream", True)}
-    for same in _SAME:
-        value = fields.raw(same)
-        if value is not None:
-            made[same] = value
-    made |= _options(fields.object("options") or {}, rules)
-    form = fields.raw("format")
-    if form == "json":
-        made["response_format"] = {"type": "json_object"}
-    elif type(form) is dict:
-        made["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "format", "schema": form},
-        }
-    elif form not in (None, ""):
-        raise InvalidRequestError(f"format must be json or a schema, got {show(form)}", "format")
-    think = fields.raw("think")
-    if not (type(think) is bool or think in (None, *_EFFORTS)):
-        raise InvalidRequestError(
-            f"think must be true, false or one of {', '.join(_EFFORTS)}, got {show(think)}", "think"
-        )
-    if think and rules.thinking is None:
-        raise InvalidRequestError(
-            f"think={show(think)}: this model's chat template has no thinking; it may be false",
-            "think",
-        )
-    if think is not None:
-        made["chat_template_kwargs"] = {"enable_thinking": bool(think)}
-    if type(think) is str:
-        made["chat_template_kwargs"]["reasoning_effort"] = think
-    for name in refused:
-        if fields.raw(name) not in (None, False, "", [], {}):
-            raise InvalidRequestError(f"{name} is not served here", name)
-    for name in NO_EFFECT:
-        fields.raw(name)
-    return model, made
-
-
-def _options(options: dict[str, Any], rules: RequestRules) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for name, value in options.items():
-        if value is None:
-            continue
-        if name in OPTIONS:
-            made[OPTIONS[name]] = value
-        elif name in OPTIONS_REFUSED:
-            if value not in OPTIONS_REFUSED[name]:
-                raise InvalidRequestError(
-                    f"options.{name}={show(value)} is not served: this server samples with "
-                    f"{', '.join(OPTIONS)}",
-                    f"options.{name}",
-                )
-        elif name not in OPTIONS_NO_EFFECT:
-            raise InvalidRequestError(f"options.{show(name)} is unknown", "options")
-    longest = Fields(options).integer("num_ctx", 0, 2**31 - 1) or 0
-    if longest > rules.max_model_len:
-        raise InvalidRequestError(
-            f"options.num_ctx={longest}: the maximum context length here is {rules.max_model_len} "
-            "tokens",
-            "options.num_ctx",
-        )
-    limit = Fields(options).integer("num_predict", -2, 2**31 - 1)
-    if limit is not None and limit < 0:
-        # as many as the context has place for
-        del made["max_tokens"]
+def _common(body: OllamaBody, rules: RequestRules) -> dict[str, Any]:
+    """What both bodies share in those of chat and completions."""
+    made = {"model": served_name(_name(body, rules), rules), "stream": body.stream, **body.passed()}
+    options = body.options
+    if options is not None:
+        made |= options.passed()
+        if options.repeat_penalty is not None:
+            made["repetition_penalty"] = options.repeat_penalty
+        if options.num_predict is not None and options.num_predict >= 0:
+            made["max_tokens"] = options.num_predict
+    if body.format:
+        made["response_format"] = body.format
+    if body.think is not None:
+        made["chat_template_kwargs"] = {"enable_thinking": bool(body.think)}
+    if type(body.think) is str:
+        made["chat_template_kwargs"]["reasoning_effort"] = body.think
     return made
+
+
+def _name(body: OllamaBody, rules: RequestRules) -> str:
+    """The model's, as asked."""
+    return body.model or rules.served_model_names[0]
 
 
 def _messages(values: list[Any]) -> list[dict[str, Any]]:
@@ -244,20 +348,18 @@ def _call(call: Any, where: str, call_id: str, ids: dict[str, str]) -> dict[str,
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _done(fields: Fields, path: str) -> None:
-    unknown = fields.unknown()
-    if unknown:
-        raise InvalidRequestError(f"{', '.join(unknown)}: not served in {path}")
-
-
 def _request(
-    fields: Fields, asked: ChatRequest | CompletionRequest | None, model: str, *, is_chat: bool
+    body: OllamaBody,
+    rules: RequestRules,
+    asked: ChatRequest | CompletionRequest | None,
+    *,
+    is_chat: bool,
 ) -> OllamaRequest:
-    unloads = fields.raw("keep_alive") in (0, "0", "0s")
+    unloads = body.keep_alive in (0, "0", "0s")
     return OllamaRequest(
         asked=asked,
-        model=model,
+        model=_name(body, rules),
         is_chat=is_chat,
-        stream=fields.boolean("stream", True),
+        stream=body.stream,
         nothing="" if asked is not None else "unload" if unloads else "load",
     )

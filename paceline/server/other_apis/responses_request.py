@@ -6,22 +6,29 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
-from paceline.http.fields import Fields, show
+from paceline.core.sampling_params import MAX_LOGPROBS
+from paceline.http.fields import check_array, check_string, show
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body
+from paceline.server.bodies.generation import ChatBody
+from paceline.server.bodies.kinds import (
+    INT32,
+    anything,
+    array,
+    boolean,
+    choice,
+    described,
+    ignored,
+    integer,
+    mapping,
+    needed,
+    refused,
+    string,
+)
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
 
-__all__ = ["NO_EFFECT", "REFUSED", "ResponsesRequest", "parse_responses", "previous_id"]
+__all__ = ["ResponsesBody", "ResponsesRequest", "parse_responses", "previous_id"]
 
-_SAME: Final = (
-    "model", "temperature", "top_p", "stream", "seed", "user", "parallel_tool_calls",
-    "presence_penalty", "frequency_penalty", "slo", "priority", "cache_salt", "top_k", "min_p",
-    "repetition_penalty", "structured_outputs", "request_id", "service_tier",
-    "safety_identifier", "explain", "chat_template_kwargs",
-)  # fmt: skip
-NO_EFFECT: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
-REFUSED: Final = (
-    "conversation", "prompt", "max_tool_calls", "context_management", "moderation", "image",
-    "access_programs",
-)  # fmt: skip
 _FORMATS: Final = ("text", "json_object", "json_schema")
 # fields of a chat body -> what they are made from, where that is called otherwise
 _FROM: Final = {
@@ -31,6 +38,95 @@ _FROM: Final = {
     "response_format.json_schema.schema": "text",
 }
 _INCLUDES: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_ITEM: Final = schemas.record(
+    {}, {"type": schemas.string("message", "function_call", "function_call_output", "reasoning")}
+)
+_TOOL: Final = schemas.record(
+    {"type": schemas.string("function"), "name": schemas.STRING},
+    {
+        "description": schemas.nullable(schemas.STRING),
+        "parameters": schemas.nullable(schemas.OBJECT),
+        "strict": schemas.nullable(schemas.BOOLEAN),
+    },
+)
+_FORMAT: Final = schemas.record(
+    {"type": schemas.string(*_FORMATS)},
+    {
+        "name": schemas.STRING,
+        "schema": {"type": ["object", "boolean"]},
+        "strict": schemas.nullable(schemas.BOOLEAN),
+    },
+)
+_UNSERVED: Final = refused(" is not served in /v1/responses", ())
+
+
+def _includes(value: Any, name: str, _: RequestRules) -> list[Any]:
+    for item in check_array(value, name):
+        if item not in _INCLUDES:
+            raise InvalidRequestError(f"{name} holds {show(item)}, which is not served", name)
+    return list(value)
+
+
+class ResponsesBody(
+    Body,
+    passes=(
+        ChatBody,
+        (
+            "model", "temperature", "top_p", "stream", "seed", "user", "parallel_tool_calls",
+            "presence_penalty", "frequency_penalty", "slo", "priority", "cache_salt", "top_k",
+            "min_p", "repetition_penalty", "structured_outputs", "request_id", "service_tier",
+            "safety_identifier", "explain", "chat_template_kwargs",
+        ),
+    ),
+    refuses_unknown="{names}: not served in /v1/responses",
+):  # fmt: skip
+    """``/v1/responses``."""
+
+    input = needed(
+        anything({"anyOf": [schemas.STRING, schemas.array(_ITEM, 1)]}),
+        "must be a string or a list of at least one item, got None",
+        note="a text, or items: message, function_call, function_call_output, reasoning",
+    )
+    instructions = string()
+    max_output_tokens = integer(1, INT32, note="no more than the context has left")
+    previous_response_id = string(
+        1,
+        256,
+        note="stored in memory: the latest 2048, 64 MiB together; one without an answer (under "
+        "way, failed, cancelled) is not gone on from",
+    )
+    store = boolean(True)
+    background = boolean()
+    tools = array(schemas.array(_TOOL, 0, 128), note="functions")
+    tool_choice = anything(schemas.ANYTHING, note="none, auto, required or {type: function, name}")
+    text = mapping(schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`")
+    reasoning = mapping(
+        lambda rules: schemas.record({}, {"effort": ChatBody.reasoning_effort.described(rules)}),
+        note="`effort` goes to the chat template, `none` also as `enable_thinking`",
+    )
+    top_logprobs = integer(0, MAX_LOGPROBS)
+    include = described(
+        _includes,
+        schemas.array(schemas.string(*_INCLUDES)),
+        note="`message.output_text.logprobs`; `reasoning.encrypted_content` has nothing to show",
+    )
+    truncation = choice("auto", "disabled", default="disabled")
+    enable_response_messages = boolean(
+        note="vLLM's: `input_messages` and `output_messages` tell text and ids as the model saw "
+        "them"
+    )
+    metadata = mapping()
+    stream_options = ignored()
+    prompt_cache_key = ignored()
+    prompt_cache_options = ignored()
+    prompt_cache_retention = ignored()
+    conversation = _UNSERVED
+    prompt = _UNSERVED
+    max_tool_calls = _UNSERVED
+    context_management = _UNSERVED
+    moderation = _UNSERVED
+    image = _UNSERVED
+    access_programs = _UNSERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +148,9 @@ class ResponsesRequest:
 
 def previous_id(body: dict[str, Any]) -> str | None:
     """The response this request goes on from."""
-    return Fields(body).string("previous_response_id", 1, 256)
+    name = "previous_response_id"
+    value = body.get(name)
+    return None if value is None else check_string(value, name, 1, 256)
 
 
 def parse_responses(
@@ -71,86 +169,63 @@ def parse_responses(
 
     Raises InvalidRequestError or UnknownModelError.
     """
-    fields = Fields(body)
-    previous = fields.string("previous_response_id", 1, 256)
-    chat = {name: value for name in _SAME if (value := fields.raw(name)) is not None}
-    _refuse(fields)
-    messages = [*before, *_input(fields.raw("input"))]
-    instructions = fields.string("instructions")
+    asked = ResponsesBody.read(body, rules)
+    chat = asked.passed()
+    messages = [*before, *_input(asked.input)]
+    instructions = asked.instructions
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     chat["messages"] = [*system, *messages]
-    limit = fields.integer("max_output_tokens", 1, 2**31 - 1)
-    if limit is not None:
-        chat["max_completion_tokens"] = limit
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
-    choice = fields.raw("tool_choice")
+    if asked.max_output_tokens is not None:
+        chat["max_completion_tokens"] = asked.max_output_tokens
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or [])]
     if tools:
         chat["tools"] = tools
-    if choice is not None and (tools or choice != "auto"):
-        chat["tool_choice"] = _tool_choice(choice)
-    text = fields.object("text") or {}
+    if asked.tool_choice is not None and (tools or asked.tool_choice != "auto"):
+        chat["tool_choice"] = _tool_choice(asked.tool_choice)
+    text, reasoning = asked.text or {}, asked.reasoning or {}
     chat |= _format(text)
-    reasoning = fields.object("reasoning") or {}
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    top = fields.integer("top_logprobs", 0, 20)
-    includes = fields.array("include") or []
-    for item in includes:
-        if item not in _INCLUDES:
-            raise InvalidRequestError(f"include holds {show(item)}, which is not served", "include")
-    if top or _INCLUDES[0] in includes:
-        chat |= {"logprobs": True, "top_logprobs": top or 0}
-    truncation = fields.string("truncation") or "disabled"
-    if truncation == "auto":
+    top = asked.top_logprobs or 0
+    if top or _INCLUDES[0] in (asked.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": top}
+    if asked.truncation == "auto":
         chat["truncate_prompt_tokens"] = -1
-    elif truncation != "disabled":
-        raise InvalidRequestError(
-            f"truncation must be auto or disabled, got {show(truncation)}", "truncation"
-        )
-    store = fields.boolean("store", True)
-    background = fields.boolean("background", False)
-    stream = fields.boolean("stream", False)
-    fields.raw("stream_options")
-    if background and (not store or stream):
+    if asked.background and (not asked.store or chat.get("stream")):
         raise InvalidRequestError("background needs store=true and stream=false", "background")
-    tells_messages = fields.boolean("enable_response_messages", False)
-    metadata = fields.object("metadata") or {}
-    unknown = fields.unknown()
-    if unknown:
-        raise InvalidRequestError(f"{', '.join(unknown)}: not served in /v1/responses")
     try:
         request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
     except InvalidRequestError as error:
         raise _renamed(error) from None
     sampling = request.options.sampling
     shown = {
-        "background": background,
+        "background": asked.background,
         "instructions": instructions,
-        "max_output_tokens": limit,
+        "max_output_tokens": asked.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": metadata,
+        "metadata": asked.metadata or {},
         "parallel_tool_calls": chat.get("parallel_tool_calls", True),
-        "previous_response_id": previous,
+        "previous_response_id": asked.previous_response_id,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "service_tier": request.options.service_tier or "default",
-        "store": store,
+        "store": asked.store,
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **text},
-        "tool_choice": "auto" if choice is None else choice,
-        "tools": fields.array("tools") or [],
-        "top_logprobs": top or 0,
+        "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+        "tools": asked.tools or [],
+        "top_logprobs": top,
         "top_p": sampling.top_p,
-        "truncation": truncation,
-        "user": fields.raw("user"),
+        "truncation": asked.truncation,
+        "user": chat.get("user"),
     }
     return ResponsesRequest(
         chat=request,
         messages=messages,
         shown=shown,
-        store=store,
-        background=background,
+        store=asked.store,
+        background=asked.background,
         owner=owner,
-        tells_messages=tells_messages,
+        tells_messages=asked.enable_response_messages,
     )
 
 
@@ -163,14 +238,6 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     if message.startswith(f"{error.param}="):
         message = name + message.removeprefix(error.param)
     return InvalidRequestError(message, name)
-
-
-def _refuse(fields: Fields) -> None:
-    for name in REFUSED:
-        if fields.raw(name) is not None:
-            raise InvalidRequestError(f"{name} is not served in /v1/responses", name)
-    for name in NO_EFFECT:
-        fields.raw(name)
 
 
 def _input(value: Any) -> list[dict[str, Any]]:

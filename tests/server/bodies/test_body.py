@@ -39,6 +39,14 @@ from paceline.server.bodies.protocol import (
     parse_completion,
 )
 from paceline.server.openapi.requests import shared_schemas
+from paceline.server.other_apis.anthropic import MessagesBody, parse_messages_api
+from paceline.server.other_apis.ollama_request import (
+    OllamaChatBody,
+    OllamaGenerateBody,
+    parse_ollama_chat,
+    parse_ollama_generate,
+)
+from paceline.server.other_apis.responses_request import ResponsesBody, parse_responses
 from tests.server.test_api_doc import MESSAGES, RULES, api_tables
 
 STRICT = RequestRules(
@@ -105,6 +113,22 @@ def test_a_fault_names_the_field_and_the_numbers(name: str, value: Any, says: st
     with pytest.raises(InvalidRequestError) as told:
         read(**{name: value})
     assert (str(told.value), told.value.param) == (says, name)
+
+
+def test_a_body_may_pass_fields_on_to_another() -> None:
+    class Wrapped(Body, passes=(Everything, ("n", "scale")), refuses_unknown="{names}: unknown"):
+        text = string()
+
+    class More(Wrapped):
+        more = boolean()
+
+    # they are not looked at, and null is as good as absent
+    body = More.read({"n": 99, "scale": None, "text": "y", "more": True}, RULES)
+    assert (body.passed(), body.text, body.more) == ({"n": 99}, "y", True)
+    told, whole = schema_of(More, RULES)["properties"], schema_of(Everything, RULES)["properties"]
+    assert told["n"] == whole["n"] and set(told) == {"n", "scale", "text", "more"}
+    with pytest.raises(InvalidRequestError, match="'side': unknown"):
+        More.read({"side": "left"}, RULES)
 
 
 def test_of_two_faults_the_first_of_the_class_is_told_whatever_the_order_sent() -> None:
@@ -177,6 +201,14 @@ def test_one_line_adds_a_field() -> None:
 BODIES: dict[type[Body], Any] = {
     ChatBody: lambda body: parse_chat({"messages": MESSAGES} | body, RULES),
     CompletionBody: lambda body: parse_completion({"prompt": "x"} | body, RULES),
+    ResponsesBody: lambda body: parse_responses(
+        {"input": "x"} | body, RULES, "", before=[], owner=""
+    ),
+    OllamaChatBody: lambda body: parse_ollama_chat({"messages": MESSAGES} | body, RULES),
+    OllamaGenerateBody: lambda body: parse_ollama_generate({"prompt": "x"} | body, RULES),
+    MessagesBody: lambda body: parse_messages_api(
+        {"messages": MESSAGES, "max_tokens": 3} | body, RULES
+    ),
 }
 # of every type, and beside the bounds that there are
 VALUES: list[Any] = [
@@ -189,12 +221,20 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+# other roles are looked at when the template has rendered
+LOOSE = ("messages",)
+# taken beyond the schema, as in chat
+MORE: dict[tuple[type[Body], str], list[Any]] = {
+    (MessagesBody, "stop_sequences"): [v for v in VALUES if type(v) is str],
+    (MessagesBody, "thinking"): [{}],
+}
+
+
 def pairs() -> list[Any]:
     found = []
     for body in BODIES:
         for name, field in fields_of(body).items():
-            # other roles are looked at when the template has rendered
-            if field.status == SERVED and name != "messages":
+            if field.status == SERVED and field.schema(RULES) != {} and name not in LOOSE:
                 found.append(pytest.param(body, name, id=f"{body.__name__}-{name}"))
     return found
 
@@ -204,7 +244,8 @@ def test_what_the_schema_forbids_is_refused(body: type[Body], name: str) -> None
     components = {"schemas": json.loads(json.dumps(shared_schemas(RULES)))}
     schema = schema_of(body, RULES)["properties"][name] | {"components": components}
     validator = jsonschema.Draft202012Validator(schema)
-    bad = [value for value in VALUES if not validator.is_valid(value)]
+    taken = MORE.get((body, name), [])
+    bad = [value for value in VALUES if not validator.is_valid(value) and value not in taken]
     assert bad
     for value in bad:
         with pytest.raises(RequestError) as told:
@@ -228,7 +269,12 @@ def test_what_is_served_is_acted_on(body: type[Body], monkeypatch: pytest.Monkey
         status: {name for name, field in fields_of(body).items() if field.status == status}
         for status in (SERVED, IGNORED, REFUSED)
     }
+    if "passed" in asked:
+        asked |= set(body._passes)
     # looked at when they are read, or before
     elsewhere = {"model", "user", "safety_identifier"}
+    if body is MessagesBody:
+        elsewhere = {"metadata"}
     assert by_status[SERVED] - asked - elsewhere == set()
-    assert not asked & (by_status[IGNORED] | by_status[REFUSED])
+    # it says whether anything is wanted of an empty request
+    assert not asked & (by_status[IGNORED] | by_status[REFUSED]) - {"keep_alive"}
