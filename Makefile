@@ -86,6 +86,8 @@ BIN := $(VENV)/bin
 QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/checkpoints \
 	tests/routing tests/test_public.py tests/test_rooms.py
 STAMP := $(VENV)/.installed
+# tests start many processes, each of which would compile the package anew
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 # what every test of the last `make test` took
 DURATIONS := build/tests.xml
 NATIVE := paceline/backends/native/_lib.so
@@ -108,10 +110,10 @@ serve: $(READY)
 # pytest comes last, so its summary is the last thing printed. In the order of the files: by default
 # those with many tests come first, and the model's, few and long, at the end by themselves
 test: check $(READY) model test-services
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
 
 test-thorough: $(READY) model test-services
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m thorough
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m thorough
 
 test-seconds: $(STAMP)
 	@$(BIN)/python -m tests.seconds $(DURATIONS)
@@ -145,7 +147,7 @@ test-clients: $(READY) model
 # the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
 test-ui: $(READY) test-services
 	@scripts/vendor-ui --check
-	@PACELINE_UI_TESTS=require $(BIN)/python -m pytest tests/ui tests/server/test_ui.py
+	@PACELINE_UI_TESTS=require $(PYTEST) tests/ui tests/server/test_ui.py
 
 docs: $(DOCS_STAMP)
 	@$(DOCS_VENV)/bin/zensical build --strict --clean
@@ -164,7 +166,7 @@ five-minutes:
 	@scripts/five-minutes
 
 quick: $(READY) check
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(QUICK_TESTS)
+	@$(PYTEST) -n $(WORKERS) -m "not slow" $(QUICK_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

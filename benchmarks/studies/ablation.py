@@ -13,11 +13,12 @@ tables give the mean difference (off minus on) and its standard error.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -34,7 +35,17 @@ from paceline.sim.simulator import Pool, ReplicaSpec, Simulator
 from paceline.sim.step_times.base import StepTimes
 from paceline.sim.workload import open_workload
 
-__all__ = ["BASELINE", "CPU", "LENGTHS", "SITUATIONS", "STUDY", "Noisy", "Situation", "plans_of"]
+__all__ = [
+    "BASELINE",
+    "CPU",
+    "LENGTHS",
+    "SITUATIONS",
+    "STUDY",
+    "Noisy",
+    "Situation",
+    "plans_of",
+    "same_plans",
+]
 
 SEEDS: Final = range(1, 7)
 NUM_REQUESTS: Final = 500
@@ -145,9 +156,14 @@ _COLUMNS: Final = (
 
 
 def _run(
-    situation: Situation, switch: Switch, seed: int, num_requests: int
+    situation: Situation,
+    switch: Switch,
+    seed: int,
+    num_requests: int,
+    watch: Callable[[str], None] | None = None,
 ) -> tuple[str, list[float]]:
-    """The digest of all decisions, and the columns."""
+    """The digest of all decisions, and the columns. ``watch`` is given the digest after each
+    plan; what it raises ends the run."""
     settings: dict[str, Any] = {"policy": "deadline", "max_model_len": 4096}
     num_blocks = situation.num_blocks
     with switch.off():
@@ -169,6 +185,8 @@ def _run(
 
         def on_plan(_: int, plan: SchedulerOutput, made: float, *__: float) -> None:
             log.add(plan, made)
+            if watch is not None:
+                watch(log.digest())
 
         pool = Pool((ReplicaSpec(config, times),), LeastOutstanding())
         workload = f"synthetic:{situation.workload},n={num_requests}"
@@ -190,9 +208,31 @@ def _run(
     ]
 
 
-def plans_of(situation: str, switch: Switch, *, num_requests: int = NUM_REQUESTS) -> str:
-    """A digest of every plan that is made for the last seed's arrivals."""
-    return _run(SITUATIONS[situation], switch, SEEDS[-1], num_requests)[0]
+def plans_of(situation: str, switch: Switch) -> list[str]:
+    """A digest after every plan that is made for the last seed's arrivals."""
+    digests: list[str] = []
+    _run(SITUATIONS[situation], switch, SEEDS[-1], NUM_REQUESTS, digests.append)
+    return digests
+
+
+class _OtherPlanError(Exception):
+    """A plan is not the one that it was compared with."""
+
+
+def same_plans(situation: str, switch: Switch, plans: Sequence[str]) -> bool:
+    """Whether ``plans_of`` says the same. Ends with the first plan that differs."""
+    place = itertools.count()
+
+    def compare(digest: str) -> None:
+        index = next(place)
+        if index >= len(plans) or digest != plans[index]:
+            raise _OtherPlanError
+
+    try:
+        _run(SITUATIONS[situation], switch, SEEDS[-1], NUM_REQUESTS, compare)
+    except _OtherPlanError:
+        return False
+    return next(place) == len(plans)
 
 
 def _job(job: tuple[str, str, int]) -> tuple[str, list[float]]:

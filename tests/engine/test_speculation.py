@@ -86,7 +86,8 @@ def _answers(
         kv_dtype=formats[1],
         compute=compute,
         num_blocks=blocks,
-        threads=2,
+        # torch's team is of no use to a model so small
+        threads=1 if compute == "torch" else 2,
     )
     core = null_core(
         load_backend(folder, settings), max_num_seqs=8, future_memory_check=False, **config

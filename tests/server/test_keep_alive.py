@@ -32,7 +32,9 @@ async def test_a_queued_stream_gets_comments(slow: FastAPI) -> None:
         first = asyncio.ensure_future(
             http.post("/v1/chat/completions", json=chat_body(max_tokens=30, logit_bias=say("a")))
         )
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            while not slow.state.service.in_flight:
+                await asyncio.sleep(0.005)
         body = chat_body(max_tokens=3, stream=True, logit_bias=say("b"))
         second = await http.post("/v1/chat/completions", json=body)
         await first
@@ -67,12 +69,14 @@ async def test_hanging_up_while_queued_leaves_nothing(slow: FastAPI) -> None:
         waiting = [
             asyncio.ensure_future(http.post("/v1/chat/completions", json=body)) for _ in range(3)
         ]
-        await asyncio.sleep(0.3)
+        service = slow.state.service
+        async with asyncio.timeout(5):
+            while service.client.num_unfinished < 3:
+                await asyncio.sleep(0.005)
         for task in waiting:
             task.cancel()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
-        service = slow.state.service
         async with asyncio.timeout(5):
             while service.in_flight or service.client.num_unfinished:
                 await asyncio.sleep(0.01)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from paceline.backends.null import NullBackend
 from paceline.core.errors import NAN_LOGITS
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 from paceline.http.exposition import Histogram, Registry
@@ -115,6 +116,15 @@ async def test_buckets(http: httpx.AsyncClient, name: str, expected: str) -> Non
     assert buckets(await scrape(http), name) == expected.split()
 
 
+async def rested(client: LocalEngineClient, http: httpx.AsyncClient) -> str:
+    """Metrics once the engine has nothing to do: the last step's snapshot follows its tokens."""
+    engine = client._core
+    async with asyncio.timeout(5):
+        while engine.has_work or client.stats.scheduler != engine.stats():
+            await asyncio.sleep(0.005)
+    return await scrape(http)
+
+
 async def test_counts() -> None:
     client = null_client(NullBackend(vocab_size=VOCAB, step_time=0.002))
     async with connect(create_app(client, ServerConfig())) as http:
@@ -124,9 +134,7 @@ async def test_counts() -> None:
         stop = {"prompt": "abc", "stop": "x", "logit_bias": say("x")}
         assert (await http.post("/v1/completions", json=stop)).status_code == 200
         assert (await http.post("/v1/completions", json={"prompt": []})).status_code == 400
-        # the last step's snapshot follows its tokens
-        await asyncio.sleep(0.1)
-        text = await scrape(http)
+        text = await rested(client, http)
     await client.close()
     assert metric(text, "vllm:prompt_tokens_total") == 40 + 40 + 4
     assert metric(text, "vllm:prompt_tokens_cached_total") == 32
@@ -237,8 +245,7 @@ async def test_two_apps_on_one_engine_both_see_its_steps() -> None:
     apps = [create_app(client, ServerConfig()) for _ in range(2)]
     async with connect(apps[0]) as first, connect(apps[1]) as second:
         await first.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 5})
-        await asyncio.sleep(0.1)
-        texts = [await scrape(first), await scrape(second)]
+        texts = [await rested(client, first), await scrape(second)]
     await client.close()
     steps = [metric(text, "vllm:iteration_tokens_total_count") for text in texts]
     assert steps[0] == steps[1] == 5
@@ -359,8 +366,7 @@ async def test_who_holds_what_by_class() -> None:
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.sleep(0.2)
-        after = await scrape(http)
+        after = await rested(client, http)
     await client.close()
     assert metric(text, "paceline:requests", **waiting) == 1
     for name in ("interactive", "standard"):
@@ -381,8 +387,7 @@ async def test_prompt_tokens_by_source_and_what_was_computed() -> None:
     async with connect(create_app(client, ServerConfig())) as http:
         for _ in range(2):
             await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 3})
-        await asyncio.sleep(0.1)
-        text = await scrape(http)
+        text = await rested(client, http)
     await client.close()
     by_source = "vllm:prompt_tokens_by_source_total"
     assert metric(text, by_source, source="local_cache_hit") == 32
@@ -401,8 +406,7 @@ async def test_preemptions_of_requests() -> None:
     async with connect(create_app(client, ServerConfig())) as http:
         body = {"prompt": [1] * 20, "max_tokens": 80, "ignore_eos": True}
         await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(3)))
-        await asyncio.sleep(0.1)
-        text = await scrape(http)
+        text = await rested(client, http)
     await client.close()
     preemptions = metric(text, "vllm:num_preemptions_total")
     assert metric(text, "vllm:request_num_preemptions_sum") == preemptions > 0

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent
 pytestmark = [
     pytest.mark.slow,
+    # half a minute to compile; the kernels are those of the other tests but for the stand-ins
+    pytest.mark.thorough,
     pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
     pytest.mark.skipif("avx2" not in variants(), reason="this machine has no AVX2"),
     pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no compiler"),

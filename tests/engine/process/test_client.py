@@ -96,6 +96,14 @@ async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
             await asyncio.sleep(0.005)
 
 
+def is_healthy(client: EngineClient) -> bool:
+    try:
+        client.check_health()
+    except EngineDeadError:
+        return False
+    return True
+
+
 def is_empty(stats: EngineStats) -> bool:
     return (
         stats.scheduler.num_running == 0
@@ -396,9 +404,10 @@ async def test_a_thread_that_makes_no_progress_is_unhealthy() -> None:
     async with closing(client):
         client.check_health()
         task = asyncio.create_task(collect(client, make(max_tokens=2)))
-        await asyncio.sleep(0.1)
+        # its one step takes longer than it may
+        await until(lambda: client.num_unfinished == 1)
         client.check_health()
-        await asyncio.sleep(0.4)
+        await until(lambda: not is_healthy(client))
         with pytest.raises(EngineDeadError, match=r"for 0\.\d s \(limit 0\.3 s\)"):
             client.check_health()
         await task

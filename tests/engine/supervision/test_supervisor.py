@@ -143,7 +143,7 @@ class TestReplacing:
     async def test_a_short_stop_is_none(self) -> None:
         async with supervised() as client:
             pid = client.pid
-            for _ in range(3):
+            for _ in range(2):
                 os.kill(pid, signal.SIGSTOP)
                 await asyncio.sleep(0.4)
                 os.kill(pid, signal.SIGCONT)
@@ -164,8 +164,8 @@ class TestReplacing:
     async def test_stall_timeout_ends_a_hanging_step(self, stall_timeout: float) -> None:
         async with supervised(stall_timeout=stall_timeout, hang_on=HANG) as client:
             tasks = spawn(client, make("hangs", (HANG, 1)))
-            await asyncio.sleep(1.5)
             if stall_timeout > 1:
+                await asyncio.sleep(1.0)
                 assert client.faults.losses == ()
                 tasks[0].cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
