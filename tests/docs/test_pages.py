@@ -89,3 +89,11 @@ def test_a_page_begins_with_its_title(path: Path) -> None:
     assert (
         len(re.findall(r"^# ", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)) == 1
     )
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=name)
+def test_targets_that_a_page_names_exist(path: Path) -> None:
+    """So does the command of each figure, where it is one of make's."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"`(?:[A-Z]+=\S+ )*make ([a-z][\w-]*)", path.read_text())
+    assert set(named) <= targets
