@@ -140,7 +140,7 @@ docs-serve: $(DOCS_STAMP)
 	@exec $(DOCS_VENV)/bin/zensical serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 test-docs: $(READY) model test-services docs
-	@PACELINE_DOCS_TESTS=all $(BIN)/python -m pytest tests/docs
+	@PACELINE_DOCS_TESTS=all PACELINE_UI_TESTS=require $(BIN)/python -m pytest tests/docs
 
 pictures: $(READY) model test-services
 	@$(BIN)/python -m tests.ui.pictures

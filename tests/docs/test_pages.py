@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import DOCS, PAGES, ROOT, headings, links, slug
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, headings, links, slug
+from tests.ui.pictures import FOLDER, MAX_BYTES, PICTURES
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]
 NAV = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
@@ -97,3 +98,22 @@ def test_targets_that_a_page_names_exist(path: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"`(?:[A-Z]+=\S+ )*make ([a-z][\w-]*)", path.read_text())
     assert set(named) <= targets
+
+
+def test_each_case_of_choose_a_policy_has_a_command() -> None:
+    page = (DOCS / "choose-a-policy.md").read_text()
+    flags = re.findall(r"^\| [^|]+ \| `(--[^|]*)` \|", page, re.MULTILINE)
+    assert len(flags) >= 10
+    tried = {
+        line
+        for block in blocks(DOCS / "choose-a-policy.md")
+        if block.mark is not None and block.mark.word == "run"
+        for line in block.code.splitlines()
+    }
+    assert {f"paceline serve {words}" for words in flags} <= tried
+
+
+def test_pictures_are_made_by_the_command_and_small() -> None:
+    there = {path.stem: path.stat().st_size for path in FOLDER.glob("*.png")}
+    assert set(there) == set(PICTURES), "make pictures"
+    assert max(there.values()) <= MAX_BYTES
