@@ -50,8 +50,8 @@
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
-# Variables: PORT, DOCS_PORT, ARGS, MODEL, QUICK, VENV (.venv), DOCS_VENV (.venv-docs), PYTHON (a 3.11+ interpreter to use),
-# WORKERS (test processes of `make test`: 2; each file runs in one of them), TORCH_INDEX (a package
+# Variables: PORT, DOCS_PORT, ARGS, MODEL, QUICK, VENV (.venv), DOCS_VENV (.venv-docs),
+# PYTHON (a 3.11+ interpreter to use), WORKERS (test processes of `make test`: 2; each file runs in one of them), TORCH_INDEX (a package
 # index with the torch build you want, for instance a CPU-only one; the default index's Linux build
 # brings several gigabytes of CUDA libraries).
 
