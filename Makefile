@@ -55,8 +55,8 @@
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
-# Variables: PORT, DOCS_PORT, ARGS, MODEL, QUICK, VENV (.venv), DOCS_VENV (.venv-docs), PYTHON (a 3.11+ interpreter to use),
-# WORKERS (test processes of `make test`: 2; each file runs in one of them), TORCH_INDEX (a package
+# Variables: PORT, DOCS_PORT, ARGS, MODEL, QUICK, VENV (.venv), DOCS_VENV (.venv-docs),
+# PYTHON (a 3.11+ interpreter to use), WORKERS (test processes of `make test`: 2; each file runs in one of them), TORCH_INDEX (a package
 # index with the torch build you want, for instance a CPU-only one; the default index's Linux build
 # brings several gigabytes of CUDA libraries).
 
@@ -156,7 +156,7 @@ docs-serve: $(DOCS_STAMP)
 	@exec $(DOCS_VENV)/bin/zensical serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 test-docs: $(READY) model test-services docs
-	@PACELINE_DOCS_TESTS=all $(BIN)/python -m pytest tests/docs
+	@PACELINE_DOCS_TESTS=all PACELINE_UI_TESTS=require $(BIN)/python -m pytest tests/docs
 
 pictures: $(READY) model test-services
 	@$(BIN)/python -m tests.ui.pictures

@@ -136,37 +136,6 @@ def test_the_architecture_names_every_file_of_the_core() -> None:
     assert named == {path for path in there if not path.endswith("__init__.py")}
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/adr/README.md",
-        "docs/architecture.md",
-        "docs/constants.md",
-        "docs/policies.md",
-        "docs/scheduling.md",
-        "docs/simulator.md",
-        "docs/processors.md",
-        *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/studies").glob("*.md"))),
-    ],
-)
-def test_links_lead_somewhere(document: str) -> None:
-    path = ROOT / document
-    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
-    assert links or path.parent.name == "studies"
-    for link in links:
-        assert "://" in link or (path.parent / link).exists(), link
-
-
-def test_documents_name_make_targets_that_exist() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    for document in ("README.md", "CONTRIBUTING.md", "docs/processors.md"):
-        text = (ROOT / document).read_text()
-        for target in re.findall(r"^    make ([\w-]+)", text, flags=re.MULTILINE):
-            assert target in targets, f"{document}: make {target}"
-
-
 def test_ci_runs_what_people_run() -> None:
     script = ROOT / ".ci/run"
     assert script.stat().st_mode & 0o111

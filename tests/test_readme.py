@@ -1,4 +1,4 @@
-"""The README's commands exist and its snippets run, as written, against a live server.
+"""README.md's commands exist and its snippets run, as written, against a live server.
 
 With the default model where it has been pulled, else with the null backend under its name: then
 the answers are gibberish, and only their shape is checked.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from paceline.checkpoints.resolve import find_local
-from paceline.cli.main import build_parser
+from paceline.cli.main import build_parser, main
 from tests.cli.servers import ServerProcess, start_server
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -60,6 +60,7 @@ def test_curl_snippet(live: Live) -> None:
     assert answer["model"] == MODEL
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["usage"]["completion_tokens"] >= 1
+    assert answer["usage"]["timeline"][0]["ttft_ms"] > 0
     if live.real:
         assert "Paris" in answer["choices"][0]["message"]["content"]
 
@@ -74,10 +75,18 @@ def test_sdk_snippet(live: Live) -> None:
 
 
 def test_commands_are_commands() -> None:
-    lines = re.findall(r"^    (?:echo .* \| )?paceline (.*)$", README, flags=re.MULTILINE)
-    assert len(lines) >= 5
+    lines = re.findall(r"^\| `paceline (.*?)` \|", README, flags=re.MULTILINE)
+    assert len(lines) >= 8
     parser = build_parser()
     for line in lines:
-        # what follows two spaces is said to people
-        arguments = shlex.split(re.split(r"  +", line)[0])
-        assert callable(parser.parse_args(arguments).run), line
+        assert callable(parser.parse_args(shlex.split(line)).run), line
+
+
+def test_the_simulation_says_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"^paceline (simulate .*?)\n```", README, re.MULTILINE | re.DOTALL)
+    assert main([*shlex.split(command.replace("\\\n", " ")), "--json"]) == 0
+    found = {run["name"]: run["attainment"] for run in json.loads(capsys.readouterr().out)["runs"]}
+    first, second = (f"`{policy}`" for policy in found)
+    assert set(found) == {"deadline", "fcfs"}
+    one, other = (f"{100 * share:.0f} %" for share in found.values())
+    assert f"{first} meets the targets of {one} and {second} of {other}" in README

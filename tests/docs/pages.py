@@ -20,7 +20,18 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-__all__ = ["DOCS", "PAGES", "ROOT", "Block", "Mark", "blocks", "headings", "links", "slug"]
+__all__ = [
+    "DOCS",
+    "PAGES",
+    "ROOT",
+    "Block",
+    "Mark",
+    "blocks",
+    "headings",
+    "links",
+    "not_run",
+    "slug",
+]
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -28,7 +39,7 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 _MARK = re.compile(
-    r"<!-- (?P<word>run-quick|run|not-run)(?: with (?P<extra>[^:]+?))?"
+    r"<!-- (?P<word>run-quick|run|not-run)(?: with (?P<extra>.+?))?"
     r"(?: by (?P<by>tests/[\w./]+))?(?:: (?P<reason>.+?))? -->\s*",
     re.DOTALL,
 )
@@ -122,3 +133,17 @@ def _mark(token: Token | None) -> Mark | None:
     if match is None:
         return None
     return Mark(*(match[name] or "" for name in ("word", "extra", "by", "reason")))
+
+
+def not_run() -> list[str]:
+    """A line for each block that nobody runs: where, why, and how it begins."""
+    return [
+        f"{block}: {block.mark.reason} | {block.code.strip().splitlines()[0][:60]}"
+        for path in PAGES
+        for block in blocks(path)
+        if block.mark is not None and block.mark.word == "not-run"
+    ]
+
+
+if __name__ == "__main__":
+    print(*not_run(), sep="\n")

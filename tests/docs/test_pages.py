@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import DOCS, PAGES, ROOT, headings, links, slug
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, headings, links, slug
+from tests.ui.pictures import FOLDER, MAX_BYTES, PICTURES
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]
 NAV = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
@@ -89,3 +90,30 @@ def test_a_page_begins_with_its_title(path: Path) -> None:
     assert (
         len(re.findall(r"^# ", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)) == 1
     )
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=name)
+def test_targets_that_a_page_names_exist(path: Path) -> None:
+    """So does the command of each figure, where it is one of make's."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"`(?:[A-Z]+=\S+ )*make ([a-z][\w-]*)", path.read_text())
+    assert set(named) <= targets
+
+
+def test_each_case_of_choose_a_policy_has_a_command() -> None:
+    page = (DOCS / "choose-a-policy.md").read_text()
+    flags = re.findall(r"^\| [^|]+ \| `(--[^|]*)` \|", page, re.MULTILINE)
+    assert len(flags) >= 10
+    tried = {
+        line
+        for block in blocks(DOCS / "choose-a-policy.md")
+        if block.mark is not None and block.mark.word == "run"
+        for line in block.code.splitlines()
+    }
+    assert {f"paceline serve {words}" for words in flags} <= tried
+
+
+def test_pictures_are_made_by_the_command_and_small() -> None:
+    there = {path.stem: path.stat().st_size for path in FOLDER.glob("*.png")}
+    assert set(there) == set(PICTURES), "make pictures"
+    assert max(there.values()) <= MAX_BYTES

@@ -59,7 +59,7 @@ def test_there_are_rows() -> None:
     reason=f"this machine lacks one of {', '.join(_TOOLS)}",
 )
 def test_the_example_of_limits_works_as_printed(tmp_path: Path) -> None:
-    block = LIMITS.partition("To try it")[2].partition(":\n\n")[2].partition("\n\n")[0]
+    block = LIMITS.partition("To try it")[2].partition("-->\n")[2].partition("\n\n")[0]
     script = "\n".join(line.removeprefix("    ") for line in block.splitlines())
     assert script.startswith("KEY=") and "localhost:8000" in script
     # any free port instead of the printed one, and more patience with a server that starts
