@@ -115,6 +115,7 @@ class Door:
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
+        self.forecast.came(request)
 
     def _check_places(self, request: Request, num_waiting: int, left: float) -> None:
         """Return if the queue has places for a request and its forks.

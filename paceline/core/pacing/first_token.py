@@ -7,6 +7,8 @@ This module does not decide what becomes of the request.
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Hashable
 from typing import Final
 
@@ -22,32 +24,55 @@ __all__ = ["FirstTokenForecast"]
 _LEVELS: Final = 4
 # times or part of what was said, at most
 _MOST_BIAS: Final = 8.0
+# seconds: a longer forecast counts no more than one of so many, when the bias is learned
+_MOST_WEIGHT: Final = 1.0
 # what holds requests up until a running one ends
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
+# equally likely lengths that a request's output is taken to have: the first of many running
+# requests ends long before half of their outputs are over
+_PARTS: Final = 2
+# arrivals that tell of those to come, not older than so many seconds, and how many tell something
+_ARRIVALS: Final = 64
+_LATELY: Final = 60.0
+_FEW: Final = 8
+# seconds for which such requests are taken to go on coming
+_AHEAD: Final = 10.0
+# times that those who come during the wait are added to it, at most, and by how much it has to grow
+_ROUNDS: Final = 8
+_GROWS: Final = 1.01
 
 
 class FirstTokenForecast:
     """Predicts the time to first token of a request that would be queued now.
 
     What it waits for is prompt tokens computed before its own, and a place that a running request
-    gives back when it ends. The ratio of what came to what was said is learned for each kind of
-    request, so that what the model leaves out corrects itself: those that come later and go first.
+    gives back when it ends; both for those ahead of it in the policy's queue, and for those that
+    are likely to come and go first. The ratio of what came to what was said is learned for each
+    kind of request, so that what the model leaves out corrects itself.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        # what came by what was said, lately; by kind of request
-        self.bias: dict[Hashable, float] = {}
+        # lately, by kind of request: seconds that came and that were said
+        self.outcomes: dict[Hashable, tuple[float, float]] = {}
+        # by how much a key grows with a second
+        self._grows = 0.0
+        # (time, key of one like it that comes at time 0, tier, prompt tokens) of the last to come
+        self._arrivals: deque[tuple[float, float, Tier, int]] = deque(maxlen=_ARRIVALS)
         # the plan that was looked at last, and what was seen of it: requests that could run beside
-        # the others, prompt tokens that a step takes, its narrow rows, prompt tokens that ordinary
-        # requests lack, and how many output tokens running ones will still have, fewest first;
-        # None until asked for
+        # the others, prompt tokens that a step takes, its narrow rows, and prompt tokens that
+        # ordinary requests lack
         self._seen = -1
         self._free_places = 0
         self._tokens_per_step = 2
         self._base = StepShape()
         self._num_lacking = 0
-        self._left: list[int] | None = None
+        # steps until running requests end, and those that will run then, each in ``_PARTS`` parts
+        # and with its whole length: a heap, empty until asked for; the ends taken from it so far,
+        # in order; and the steps from one to the next later on
+        self._left: list[tuple[int, int]] = []
+        self._ends: list[int] = []
+        self._each = 0.0
 
     def note(self, request: Request) -> float | None:
         """Write down with a newcomer what is predicted for it, and return that."""
@@ -56,12 +81,26 @@ class FirstTokenForecast:
         history.predicted_ttft = self._seconds(history.forecast)
         return history.predicted_ttft
 
+    def came(self, request: Request) -> None:
+        """The newcomer is queued."""
+        now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
+        while arrivals and arrivals[0][0] < now - _LATELY:
+            arrivals.popleft()
+        delay = self._state.config.best_effort_delay_s
+        self._grows = (self._state.policy.later(key) - key) / delay if delay else 0.0
+        arrivals.append((now, key - self._grows * now, request.tier, request.num_new_tokens))
+
     def predict(self, request: Request) -> float | None:
         """Seconds to the first token if it were queued now; None while nothing was measured."""
         return self._seconds(self._forecast(request))
 
     def _seconds(self, forecast: Forecast | None) -> float | None:
-        return None if forecast is None else self.bias.get(forecast.kind, 1.0) * forecast.seconds
+        return None if forecast is None else self.bias(forecast.kind) * forecast.seconds
+
+    def bias(self, kind: Hashable) -> float:
+        """What came by what was said, lately, for a kind of request."""
+        came, said = self.outcomes.get(kind, (1.0, 1.0))
+        return came / said
 
     def _forecast(self, request: Request) -> Forecast | None:
         state, last = self._state, self._state.last
@@ -73,30 +112,76 @@ class FirstTokenForecast:
         if self._seen != last.version:
             self._seen = last.version
             self._look()
-        requests_ahead, tokens_ahead = state.waiting.ahead_of(request)
         predict, step = state.step_time.predict, self._tokens_per_step
-        full_step = predict(self._base.plus(0, step))
-        ahead = (self._num_lacking + tokens_ahead) / step * full_step
         num_steps = -(-request.num_new_tokens // step)
         rest = max(2, request.num_new_tokens - (num_steps - 1) * step)
-        prompt = (num_steps - 1) * full_step + predict(self._base.plus(0, rest))
-        seconds = max(ahead, self._place_in(requests_ahead)) + prompt
+        prompt = (num_steps - 1) * predict(self._base.plus(0, step))
+        prompt += predict(self._base.plus(0, rest))
         priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
+        seconds = self._wait(request, self.bias((request.tier, priority, False))) + prompt
         late = seconds > request.late_after
         return Forecast((request.tier, priority, late), seconds, late)
 
-    def _place_in(self, requests_ahead: int) -> float:
-        """Seconds until a running request ends and gives its place to a newcomer, after so many."""
-        missing = requests_ahead + 1 - self._free_places
-        state, running = self._state, self._state.running.requests
-        if missing <= 0 or not running:
+    def _wait(self, request: Request, bias: float) -> float:
+        """Seconds until the request has a place, and prompts before its own are computed."""
+        num, tokens = self._state.waiting.ahead_of(request)
+        seconds = self._until(num, tokens)
+        span, overtakers = self._overtakers(request)
+        for _ in range(_ROUNDS if overtakers else 0):
+            # as many as came lately in so long a time
+            count = more = 0.0
+            for most, each in overtakers:
+                share = min(most, bias * seconds) / span
+                count += share
+                more += share * each
+            longer = self._until(num + count, tokens + more)
+            if longer <= _GROWS * seconds:
+                break
+            seconds = longer
+        return seconds
+
+    def _until(self, num: float, tokens: float) -> float:
+        """Seconds until places have come free for so many requests and one more, and so many prompt
+        tokens are computed beside those that running requests lack."""
+        predict, step = self._state.step_time.predict, self._tokens_per_step
+        row = predict(self._base)
+        tokens += self._num_lacking
+        each = (predict(self._base.plus(0, step)) - row) / step
+        steps = max(self._steps_until(num + 1 - self._free_places), tokens / step)
+        return steps * max(row, 1e-9) + tokens * each
+
+    def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
+        """Seconds, and the requests that came in these whose like will go before ``request``: for
+        how long they will, and their prompt tokens. Keys grow in proportion to the time of arrival;
+        where tenants are kept apart they do not tell which request goes first."""
+        arrivals, grows, own = self._arrivals, self._grows, request.tier
+        if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW or not grows:
+            return 1.0, []
+        now = max(request.asked.arrival_time, arrivals[-1][0])
+        ends = request.key - grows * now
+        found = [
+            (min(_AHEAD, (ends - key) / grows) if tier is own else _AHEAD, num_tokens)
+            for _, key, tier, num_tokens in arrivals
+            if (key < ends if tier is own else tier < own)
+        ]
+        return max(1e-3, now - arrivals[0][0]), found
+
+    def _steps_until(self, places: float) -> float:
+        """Steps until so many places have come free. Requests that are like those that run take
+        them at once, and end in their turn."""
+        running = self._state.running.requests
+        if places <= 0.0 or not running:
             return 0.0
-        if self._left is None:
-            self._left = sorted(state.work.output_tokens(r) - r.num_output_tokens for r in running)
-        # those that will run then end too: rounds of the same lengths
-        rounds, index = divmod(missing - 1, len(self._left))
-        steps = self._left[index] + rounds * sum(self._left) / len(self._left)
-        return steps * max(state.step_time.predict(self._base), 1e-9)
+        if not self._left:
+            self._left = sorted(self._state.work.spread(running, _PARTS))
+            self._each = sum(whole for _, whole in self._left) / len(self._left) ** 2
+        number = max(0, int((places - 0.5) * _PARTS))
+        known = min(number, len(self._left) - 1)
+        while len(self._ends) <= known:
+            end, whole = self._left[0]
+            heapq.heapreplace(self._left, (end + whole, whole))
+            self._ends.append(end)
+        return self._ends[known] + (number - known) * self._each
 
     def _look(self) -> None:
         """Take in what runs. Good until the next plan, result or end of a request."""
@@ -109,12 +194,18 @@ class FirstTokenForecast:
         self._num_lacking = sum(
             max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
         )
-        self._left = None
+        self._left, self._ends = [], []
 
     def _learn(self, forecast: Forecast, actual: float) -> None:
         """Take in what became of a forecast."""
         if forecast.seconds > 0.0:
-            bias = self.bias.get(forecast.kind, 1.0)
+            # a ratio of sums: what is off by much in a short time counts little, and no forecast is
+            # more than one of a second, or those of a whole queue would be learned late, at once
+            weight = min(_MOST_WEIGHT, forecast.seconds)
+            came, said = self.outcomes.get(forecast.kind, (weight, weight))
             # bounded against outliers
             ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, actual / forecast.seconds))
-            self.bias[forecast.kind] = bias + 0.05 * (ratio - bias)
+            self.outcomes[forecast.kind] = (
+                came + 0.05 * (weight * ratio - came),
+                said + 0.05 * (weight - said),
+            )

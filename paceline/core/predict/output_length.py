@@ -119,6 +119,25 @@ class WorkEstimator:
             left.append(more if more < most else most)
         return left
 
+    def spread(self, requests: Iterable[Request], parts: int) -> list[tuple[int, int]]:
+        """Of each request so many equally likely numbers of output tokens that are still to come,
+        each with one of those that an equal request has in all; max_tokens where nothing is
+        known."""
+        found: list[tuple[int, int]] = []
+        by_label: dict[Hashable, Sequence[int]] = {}
+        for request in requests:
+            known = by_label.get(request.label)
+            if known is None:
+                known = by_label[request.label] = self._lengths.known(request.label)
+            num_output, most = request.num_output_tokens, request.asked.sampling.max_tokens
+            first = bisect_right(known, num_output)
+            longer = len(known) - first
+            for odd in range(1, 2 * parts, 2):
+                last = known[first + odd * longer // (2 * parts)] if longer else most
+                whole = known[odd * len(known) // (2 * parts)] if known else most
+                found.append((min(last, most) - num_output, min(whole, most)))
+        return found
+
     def _quantile(self, request: Request, q: float) -> int | None:
         # 1 or more, if any
         return self._lengths.quantile(

@@ -293,7 +293,7 @@ def test_how_long_it_took_says_nothing_about_those_who_do_not_yield() -> None:
     night.seconds_first = 9.0
     assert waited(machine, promised, night) <= 10.0
     assert night.aged and night.history.predicted_ttft is not None
-    kinds = machine.scheduler._door.forecast.bias
+    kinds = machine.scheduler._door.forecast.outcomes
     assert Tier.ORDINARY not in {tier for tier, *_ in kinds}, "all others are best effort"
 
 

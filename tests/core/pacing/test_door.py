@@ -175,7 +175,7 @@ def test_a_flood_makes_only_itself_wait(policy: str) -> None:
         driver.run()
         started = driver.finished["b"].first_scheduled_time
         assert started is not None and started - asked < 60.0, "what was promised is kept"
-        assert driver.now - asked > 40.0, "others did wait longer"
+        assert driver.now - started > 10.0, "others did wait longer"
     else:
         with pytest.raises(QueueFullError, match="limit is 60 s"):
             driver.add(make_request("b", 4, 2, tenant="b"))

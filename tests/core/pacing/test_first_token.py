@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import pytest
+
+from paceline.core.errors import QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
+from paceline.core.request import Forecast
 from paceline.core.step.state import SchedulerState
 from tests.driving import Driver, make_request
 
 NEWCOMER = make_request("new", 100)
+# its prompt: one step of 10 ms + 100 tokens at 0.1 ms
+OWN = 0.02
 
 
-def state_with(*waiting: int, places: int = 4) -> SchedulerState:
+def state_with(
+    *waiting: int, places: int = 4, ahead: int = 0, outputs: int = 50, policy: str = "fcfs"
+) -> SchedulerState:
     """A step takes 100 tokens, two requests run and so many more could, and prompts of these sizes
-    wait."""
-    state = Driver(max_num_seqs=2 + places).scheduler.state
+    wait. Those that run lack so many prompt tokens and have 1 and 2 times ``outputs`` tokens."""
+    state = Driver(max_num_seqs=2 + places, policy=policy).scheduler.state
     for index in range(200):
         shape = StepShape().plus(10 + index % 7, 1)
         if index % 2:
             shape = shape.plus(0, 32 * (1 + index % 16))
         state.step_time.observe(shape, 0.010 + 1e-4 * shape.wide_tokens)
-    state.running.requests += [make_request(f"r{i}", 2, 50 * (i + 1)) for i in range(2)]
+    state.running.requests += [make_request(f"r{i}", 2, outputs * (i + 1)) for i in range(2)]
+    state.running.requests[0].num_computed_tokens = 1 - ahead
     for number, size in enumerate(waiting):
         state.waiting.push(make_request(f"w{number}", size))
     state.last.chunk_tokens = 100
@@ -72,3 +81,82 @@ def test_what_is_learned_of_one_kind_says_nothing_of_another() -> None:
     assert forecast.predict(high) == before
     # no more than that at once
     assert 7.0 * before < after <= 8.0 * before
+
+
+def test_the_first_of_many_ends_before_half_of_their_outputs_are_over() -> None:
+    for num_running in (2, 6):
+        state = state_with(places=num_running - 2)
+        for length in range(1, 101):
+            state.lengths.observe(make_request("any", 2, 100).label, length)
+        state.running.requests[:] = [make_request(f"r{i}", 2, 100) for i in range(num_running)]
+        # half of them have 26 steps of 10 ms, and half 76
+        assert 0.25 < predicted(state) - OWN < 0.27
+
+
+def test_places_come_free_in_steps_that_compute_the_prompts_before() -> None:
+    """50 steps of 10 ms until one of two ends, and 4,000 tokens at 0.1 ms on the way."""
+    assert 0.88 < predicted(state_with(places=0, ahead=4000)) - OWN < 0.92
+    # with places enough, as many steps as the tokens take
+    assert 0.78 < predicted(state_with(ahead=4000)) - OWN < 0.84
+
+
+def test_those_that_are_likely_to_come_and_go_first_count() -> None:
+    """Ten requests of priority 0 came in ten seconds, each of 100 tokens. While 500 steps of 10 ms
+    pass until a place comes free, five more come, and take the five places before."""
+    forecast = FirstTokenForecast(state_with(places=0, policy="priority", outputs=500))
+    low, high = (make_request("new", 100, arrival=10.0, priority=p) for p in (1, 0))
+    for request in (low, high):
+        request.key = float(request.asked.priority) + 10.0 / 60.0
+    alone = forecast.predict(low)
+    assert alone is not None and forecast.predict(high) == alone
+    for second in range(1, 11):
+        request = make_request(f"r{second}", 100, arrival=float(second))
+        request.key = second / 60.0
+        forecast.came(request)
+    longer = forecast.predict(low)
+    assert longer is not None and longer > 2.0 * alone
+    assert forecast.predict(high) == pytest.approx(alone, rel=1e-6), "none goes before it"
+
+
+def test_where_tenants_are_kept_apart_keys_do_not_tell_who_overtakes() -> None:
+    for policy, overtaken in (("deadline", True), ("fair", False)):
+        forecast = FirstTokenForecast(state_with(places=0, policy=policy, outputs=500))
+        low = make_request("new", 100, arrival=10.0)
+        low.key = 20.0
+        alone = forecast.predict(low)
+        assert alone is not None
+        for second in range(1, 11):
+            forecast.came(make_request(f"r{second}", 100, arrival=float(second)))
+        longer = forecast.predict(low)
+        assert longer is not None and (longer > 1.5 * alone) is overtaken
+
+
+def test_those_of_long_ago_do_not_tell_who_comes() -> None:
+    forecast = FirstTokenForecast(state_with(places=0, policy="deadline", outputs=500))
+    for second in range(1, 11):
+        forecast.came(make_request(f"r{second}", 100, arrival=float(second)))
+    late = make_request("late", 100, arrival=200.0)
+    late.key = 210.0
+    forecast.came(late)
+    longer = forecast.predict(late)
+    assert longer is not None and longer == forecast.predict(make_request("again", 100))
+
+
+def test_refused_requests_do_not_come() -> None:
+    driver = Driver(max_num_seqs=1, max_num_waiting=1)
+    driver.add(make_request("a", 4, 40))
+    driver.step()
+    driver.add(make_request("b", 4, 40))
+    with pytest.raises(QueueFullError):
+        driver.add(make_request("c", 4, 40))
+    assert len(driver.scheduler._door.forecast._arrivals) == 2
+
+
+def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
+    state = state_with()
+    forecast = FirstTokenForecast(state)
+    kind = "any"
+    for seconds, actual in ((0.1, 0.4), (1.0, 1.0), (100.0, 100.0)) * 100:
+        forecast._learn(Forecast(kind, seconds, False), actual)
+    # 0.1 times 4, and 1 twice, by 2.1
+    assert forecast.bias(kind) == pytest.approx(2.4 / 2.1, rel=0.02)
