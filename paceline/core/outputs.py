@@ -26,6 +26,7 @@ __all__ = [
     "RequestUpdate",
     "ScheduledRow",
     "SchedulerOutput",
+    "StepNote",
     "StepResult",
     "Timeline",
     "TokenLogprobs",
@@ -119,6 +120,24 @@ class SchedulerOutput:
     swaps: tuple[BlockSwap, ...] = ()
     # by row; most rows have none
     drafts: tuple[Draft, ...] = ()
+
+
+class StepNote(NamedTuple):
+    """What a plan was made under, for people: no backend needs any of it."""
+
+    # tokens that the step might take
+    budget: int
+    # predicted seconds of the step beyond which best effort stays out of it; may be infinite
+    limit_s: float
+    # predicted seconds of the step
+    predicted_s: float
+    # what holds the head of the queue up, a ``queues.wait_clocks.Reason``; None: none waits
+    held_by: int | None
+    # level of the pressure valve
+    pressure: int
+    # afterwards
+    num_free_blocks: int
+    num_waiting: int
 
 
 class TokenLogprobs(NamedTuple):
