@@ -141,6 +141,20 @@ def add_limit_options(parser: Parser) -> None:
         "it (default: those of the package)",
     )
     web.add_argument(
+        "--no-timeline",
+        dest="timeline",
+        action="store_false",
+        help="do not tell the page's timeline what each step of the engine does",
+    )
+    web.add_argument(
+        "--timeline-history",
+        type=byte_count,
+        default=8 * 2**20,
+        metavar="SIZE",
+        help="memory for the steps that the page's timeline can go back to: some ten minutes of a "
+        "busy engine, hours of a quiet one (default 8MiB)",
+    )
+    web.add_argument(
         "--share-prefix-cache",
         action="store_true",
         help="let callers with different keys share cached prompt prefixes: faster where they have "
@@ -166,5 +180,6 @@ def limit_settings(args: argparse.Namespace) -> dict[str, Any]:
         "allowed_hosts": tuple(args.allowed_host),
         "ui": args.ui,
         "ui_dir": args.ui_dir,
+        "timeline_history": args.timeline_history if args.ui and args.timeline else 0,
         "share_prefix_cache": args.share_prefix_cache,
     }

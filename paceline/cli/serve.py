@@ -316,6 +316,7 @@ def run(args: argparse.Namespace) -> int:
         if not api_keys:
             _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
+        settings = replace(settings, timeline=args.ui and args.timeline)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
         for message in ignored_flags(settings):

@@ -50,6 +50,8 @@ class EngineSettings:
     log_level: str = "info"
     # file that every step and request is written to
     record: str | None = None
+    # tell every step to those who watch (``engine.timeline``)
+    timeline: bool = False
     # "text" or "json"
     log_format: str = "text"
 

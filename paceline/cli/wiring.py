@@ -198,6 +198,7 @@ def build_core(
     from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder
     from paceline.engine.text.grammar import GrammarCompiler
+    from paceline.engine.timeline.tap import TimelineTap
 
     load_policy(settings.scheduler.policy)
     backend = build_backend(settings, own_process=own_process)
@@ -226,6 +227,7 @@ def build_core(
         recorder = None
         if settings.record is not None:
             recorder = FileRecorder(Path(settings.record), scheduler, cache, depth)
+        timeline = TimelineTap(scheduler, cache) if settings.timeline else None
         core = EngineCore(
             backend,
             scheduler,
@@ -233,6 +235,7 @@ def build_core(
             pipeline_depth=depth,
             matchers=matchers,
             recorder=recorder,
+            timeline=timeline,
         )
     except BaseException:
         backend.close()

@@ -26,6 +26,7 @@ __all__ = [
     "RequestUpdate",
     "ScheduledRow",
     "SchedulerOutput",
+    "StepNote",
     "StepResult",
     "Timeline",
     "TokenLogprobs",
@@ -124,6 +125,24 @@ class SchedulerOutput:
     drafts: tuple[Draft, ...] = ()
     # rows whose request has a grammar, for which ``StepResult.forced`` is wanted
     forces: tuple[int, ...] = ()
+
+
+class StepNote(NamedTuple):
+    """What a plan was made under, for people: no backend needs any of it."""
+
+    # tokens that the step might take
+    budget: int
+    # predicted seconds of the step beyond which best effort stays out of it; may be infinite
+    limit_s: float
+    # predicted seconds of the step
+    predicted_s: float
+    # what holds the head of the queue up, a ``queues.wait_clocks.Reason``; None: none waits
+    held_by: int | None
+    # level of the pressure valve
+    pressure: int
+    # afterwards
+    num_free_blocks: int
+    num_waiting: int
 
 
 class TokenLogprobs(NamedTuple):

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote, StepResult
 from paceline.core.pacing.door import Door, Expired
 from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
@@ -98,6 +98,8 @@ class Scheduler:
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
+        # of the newest plan with rows
+        self.note: StepNote | None = None
         self._num_added = 0
         self._num_steps = 0
         self._num_discarded_tokens = 0
@@ -220,6 +222,15 @@ class Scheduler:
         self._num_steps += 1
         self._steps.push(plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds)
         self._last.version += 1
+        self.note = StepNote(
+            limits.tokens,
+            limits.seconds,
+            seconds,
+            held_by,
+            self.valve.level,
+            self.kv.pool.num_free,
+            len(self._waiting) + len(self._forks),
+        )
         return plan
 
     # ------------------------------------------------------------------ results in

@@ -25,7 +25,8 @@ from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats
-from paceline.engine.recorder import Recorder
+from paceline.engine.recorder import Recorder, Recorders
+from paceline.engine.timeline.tap import TimelineTap
 
 __all__ = ["EngineCore"]
 
@@ -40,6 +41,7 @@ class EngineCore:
             soon as there is a place.
         clock: seconds, monotonic.
         recorder: told of every request and step; owned from here on.
+        timeline: told the same, for those who watch; None: nobody can.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
     """
 
@@ -52,6 +54,7 @@ class EngineCore:
         pipeline_depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
+        timeline: TimelineTap | None = None,
         matchers: MatcherSource | None = None,
     ) -> None:
         info = backend.info
@@ -76,7 +79,12 @@ class EngineCore:
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock
-        self._recorder = recorder
+        # one alone is told without a step between
+        self._recorder: Recorder | None = recorder or timeline
+        if recorder is not None and timeline is not None:
+            self._recorder = Recorders(recorder, timeline)
+        # whose news whoever drives this core takes and sends
+        self.timeline = timeline
         # plan, when it was made, its result
         self._in_flight: deque[tuple[SchedulerOutput, float, Future[StepResult]]] = deque()
         # a step's result came in since the last plan, so what the policy said then is out of date
@@ -157,6 +165,9 @@ class EngineCore:
                 break
             if self.on_plan is not None:
                 self.on_plan(plan)
+            note = self.scheduler.note
+            if self._recorder is not None and note is not None:
+                self._recorder.planned(plan, now, note)
             self._in_flight.append((plan, now, self._backend.execute(plan)))
         if not self._in_flight:
             if self.scheduler.has_unfinished and self.wake_at is None:

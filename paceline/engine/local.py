@@ -16,7 +16,13 @@ from collections.abc import AsyncGenerator, Sequence
 from paceline.engine.core import EngineCore
 from paceline.engine.process.frontend import EngineFrontend
 from paceline.engine.process.loop import EngineLoop, engine_stats
-from paceline.engine.process.messages import ClientMessage, Dead, EngineMessage, Shutdown
+from paceline.engine.process.messages import (
+    ClientMessage,
+    Dead,
+    EngineMessage,
+    Shutdown,
+    TimelineNews,
+)
 from paceline.engine.protocol import Sink, Tokenizer
 from paceline.engine.types import EngineInfo, GenerationOutput, GenerationRequest
 
@@ -94,7 +100,8 @@ class LocalEngineClient(EngineFrontend):
         loop = self._event_loop
         if loop is None:
             # nobody generates yet: there is nothing but signs of life, and maybe the end
-            self._receive(message)
+            if not isinstance(message, TimelineNews):
+                self._receive(message)
             return
         with contextlib.suppress(RuntimeError):
             # the loop has been closed under its requests; they have no reader any more

@@ -109,6 +109,9 @@ class EngineClient(Protocol):
     on_dead: Callable[[EngineDeadError], None] | None
     # called on the event loop for every snapshot; ``stats`` alone would miss step counts
     on_stats: Callable[[EngineStats], None] | None
+    # called on the event loop with frames of ``engine.timeline``, whole ones, where the engine has
+    # a tap; None: the engine is gone, and another one may follow
+    on_timeline: Callable[[bytes | None], None] | None
 
     @property
     def info(self) -> EngineInfo: ...

@@ -32,10 +32,10 @@ from typing import Any, Final, NamedTuple, Protocol, TextIO
 from paceline.checkpoints.private import private_opener
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
-from paceline.core.outputs import RequestUpdate, SchedulerOutput
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import Request
 
-__all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder"]
+__all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder", "Recorders"]
 
 RECORDING_VERSION: Final = 1
 # records that may wait for the writer; a step is one
@@ -48,6 +48,10 @@ class Recorder(Protocol):
 
     def added(self, request: Request, now: float) -> None:
         """A request was queued."""
+        ...
+
+    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
+        """A step was planned, and is handed to the backend next; requests are as it left them."""
         ...
 
     def stepped(
@@ -69,6 +73,40 @@ class Recorder(Protocol):
     def close(self) -> None:
         """Nothing follows. Idempotent."""
         ...
+
+
+class Recorders:
+    """Several as one, told in order."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def added(self, request: Request, now: float) -> None:
+        for each in self._recorders:
+            each.added(request, now)
+
+    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
+        for each in self._recorders:
+            each.planned(plan, now, note)
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned: float,
+        done: float,
+        seconds: float,
+        updates: Sequence[RequestUpdate],
+    ) -> None:
+        for each in self._recorders:
+            each.stepped(plan, planned, done, seconds, updates)
+
+    def ended(self, request_ids: Sequence[str], now: float) -> None:
+        for each in self._recorders:
+            each.ended(request_ids, now)
+
+    def close(self) -> None:
+        for each in self._recorders:
+            each.close()
 
 
 class _Added(NamedTuple):
@@ -124,6 +162,9 @@ class FileRecorder:
 
     def added(self, request: Request, now: float) -> None:
         self._put(_Added(request, now))
+
+    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
+        """Nothing: a step is written once it has ended."""
 
     def stepped(
         self,

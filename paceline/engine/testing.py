@@ -23,6 +23,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
+from paceline.engine.timeline.tap import TimelineTap
 
 __all__ = ["ByteTokenizer", "null_client", "null_core"]
 
@@ -130,26 +131,31 @@ def null_core(
     pipeline_depth: int = 2,
     enable_prefix_caching: bool = True,
     tokenizer: Tokenizer | None = None,
+    timeline: bool = False,
     **scheduler: Any,
 ) -> EngineCore:
     """An EngineCore that uses all of ``backend``.
 
     Args:
         tokenizer: what grammars are compiled for; ByteTokenizer if there is none.
+        timeline: tell it to those who watch.
         scheduler: fields of SchedulerConfig.
     """
     info = backend.info
     matchers: MatcherSource | None = None
     if isinstance(backend, ConstrainedBackend):
         matchers = GrammarCompiler(lambda: tokenizer or ByteTokenizer())
+    config = SchedulerConfig(**({"max_model_len": info.max_model_len} | scheduler))
+    cache = CacheConfig(
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
     return EngineCore(
         backend,
-        SchedulerConfig(**({"max_model_len": info.max_model_len} | scheduler)),
-        CacheConfig(
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-        ),
+        config,
+        cache,
+        timeline=TimelineTap(config, cache) if timeline else None,
         pipeline_depth=pipeline_depth,
         matchers=matchers,
     )

@@ -98,6 +98,8 @@ class ServerConfig:
     ui: bool = True
     # its files, read anew at each request; None: those of the package, read once
     ui_dir: Path | None = None
+    # bytes of the page's timeline that are kept; 0: there is none
+    timeline_history: int = 8 * 2**20
     # of connections, heads and JSON
     bounds: Bounds = DEFAULT_BOUNDS
     # what a caller may ask for; a key's own limits come before it
@@ -160,6 +162,11 @@ class ServerConfig:
             self.tool_call_parser is None or self.tool_call_parser in TOOL_FORMATS,
             f"tool_call_parser must be one of {', '.join(TOOL_FORMATS)}, "
             f"got {self.tool_call_parser!r}",
+        )
+        _require(
+            self.timeline_history == 0 or self.timeline_history >= 65536,
+            f"timeline_history must be at least 64 KiB, or 0: none is kept, "
+            f"got {self.timeline_history}",
         )
         _require(
             self.ui_dir is None or (self.ui and (self.ui_dir / "index.html").is_file()),

@@ -44,7 +44,9 @@ def config(*flags: str) -> ServerConfig:
             {"cors_origins": ("https://a.example", "https://b.example")},
         ),
         (["--allowed-host", "*.example.org"], {"allowed_hosts": ("*.example.org",)}),
-        (["--no-ui"], {"ui": False}),
+        (["--no-ui"], {"ui": False, "timeline_history": 0}),
+        (["--no-timeline"], {"timeline_history": 0}),
+        (["--timeline-history", "1MiB"], {"timeline_history": 2**20}),
         (["--share-prefix-cache"], {"share_prefix_cache": True}),
     ],
 )
@@ -69,6 +71,7 @@ def test_the_help_tells_the_defaults() -> None:
         "max-header-size": str(bounds.max_head_bytes // 1024),
         "receive-timeout": f"{bounds.receive_timeout:g}",
         "keep-alive-timeout": f"{bounds.keep_alive_timeout:g}",
+        "timeline-history": str(ServerConfig().timeline_history // 2**20),
     }
 
 

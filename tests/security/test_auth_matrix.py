@@ -75,6 +75,7 @@ async def statuses(http: httpx.AsyncClient, method: str, path: str, headers: Any
 async def test_every_route_times_every_caller(guarded: FastAPI) -> None:
     routes = every_route(guarded)
     assert len(routes) >= 20 and ("GET", "/openapi.json") in routes
+    assert ("GET", "/ui/api/timeline") in routes
     async with connect(guarded) as http:
         for method, path in routes:
             for headers in NOBODY:
@@ -84,7 +85,7 @@ async def test_every_route_times_every_caller(guarded: FastAPI) -> None:
                 for headers in (bearer(key), {"x-api-key": key}):
                     status = await statuses(http, method, path, headers)
                     assert status != 401, (method, path, scope)
-                    for_admins = path in FOR_ADMINS or path.startswith("/admin/")
+                    for_admins = path in FOR_ADMINS or path.startswith(("/admin/", "/ui/api/"))
                     refused = for_admins and scope == "user"
                     assert (status == 403) == refused, (method, path, scope, status)
 

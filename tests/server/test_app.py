@@ -131,6 +131,7 @@ class Fake:
         self._engine = engine
         self.on_dead = None
         self.on_stats = None
+        self.on_timeline = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

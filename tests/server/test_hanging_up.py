@@ -43,6 +43,7 @@ class Watched:
         self.asked = 0
         self.on_dead = None
         self.on_stats = None
+        self.on_timeline = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -78,6 +78,7 @@ class Replayed:
         self.taken = 0
         self.on_dead = None
         self.on_stats = None
+        self.on_timeline = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -32,6 +32,7 @@ from paceline.engine.process.messages import (
     EngineMessage,
     Outputs,
     Refused,
+    TimelineNews,
 )
 from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Sink, Tokenizer
@@ -132,6 +133,8 @@ class EngineFrontend(abc.ABC):
     on_dead: Callable[[EngineDeadError], None] | None = None
     # called on the event loop for every snapshot; ``stats`` alone would miss step counts
     on_stats: Callable[[EngineStats], None] | None = None
+    # called on the event loop with frames of ``engine.timeline``; None: the engine is gone
+    on_timeline: Callable[[bytes | None], None] | None = None
 
     def __init__(self, tokenizer: Tokenizer, stats: EngineStats, stall_timeout: float) -> None:
         self._tokenizer = tokenizer
@@ -267,6 +270,9 @@ class EngineFrontend(abc.ABC):
                 self.on_stats(message.stats)
             if message.updates:
                 self._deliver(message, now)
+        elif isinstance(message, TimelineNews):
+            if self.on_timeline is not None:
+                self.on_timeline(message.frames)
         elif isinstance(message, Refused):
             live = self._processor.discard(message.request_id)
             if len(live) > 1:
@@ -290,6 +296,8 @@ class EngineFrontend(abc.ABC):
             self._processor.discard(request_id)
             stream.fail(EngineDeadError(reason))
         self._note_idle()
+        if self.on_timeline is not None:
+            self.on_timeline(None)
         if self.on_dead is not None:
             self.on_dead(EngineDeadError(reason))
 

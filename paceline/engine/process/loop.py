@@ -34,6 +34,7 @@ from paceline.engine.process.messages import (
     Outputs,
     Refused,
     Shutdown,
+    TimelineNews,
 )
 from paceline.engine.process.readiness import Readiness
 from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
@@ -121,6 +122,7 @@ class EngineLoop:
             else:
                 self._core.check_integrity()
                 self._at_rest()
+                self._tell_timeline(idle=True)
                 checked = True
 
     def _patience(self, busy: bool, checked: bool) -> float:
@@ -212,6 +214,13 @@ class EngineLoop:
         self._core.prompt_logprobs.clear()
         self._core.pooled.clear()
         self._updates.clear()
+        if self._core.timeline is not None:
+            self._tell_timeline()
+
+    def _tell_timeline(self, *, idle: bool = False) -> None:
+        timeline = self._core.timeline
+        if timeline is not None and (frames := timeline.take(self._clock(), idle=idle)):
+            self._send(TimelineNews(frames))
 
 
 def engine_stats(

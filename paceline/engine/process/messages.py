@@ -3,7 +3,7 @@
 ::
 
     client -> engine   Add  Abort  Shutdown
-    engine -> client   Ready  Outputs  Refused  Dead
+    engine -> client   Ready  Outputs  TimelineNews  Refused  Dead
 
 ``Outputs`` is the hot one: one message per step carries the news of every request, as arrays
 without field names. Nothing is ever unpickled.
@@ -41,6 +41,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Shutdown",
+    "TimelineNews",
     "decode_client_message",
     "decode_engine_message",
     "encode",
@@ -98,6 +99,12 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     pooled: tuple[tuple[str, bytes], ...] = ()
 
 
+class TimelineNews(msgspec.Struct, frozen=True, tag="timeline", array_like=True):
+    """Frames of ``engine.timeline``, whole ones, for those who watch."""
+
+    frames: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
     """A request was refused, at the door or before it was started, or a choice of it was that the
     first, which failed, had left behind: all of it is over."""
@@ -145,7 +152,7 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
 
 
 ClientMessage: TypeAlias = Add | Abort | Shutdown
-EngineMessage: TypeAlias = Ready | Outputs | Refused | Dead
+EngineMessage: TypeAlias = Ready | Outputs | TimelineNews | Refused | Dead
 
 _REQUEST_ERRORS: Final[dict[str, type[RequestError]]] = {
     error.__name__: error for error in (InvalidRequestError, NeverFitsError, UnknownModelError)

@@ -91,6 +91,9 @@ class SupervisedEngineClient:
     on_dead: Callable[[EngineDeadError], None] | None = None
     # called on the event loop for every snapshot
     on_stats: Callable[[EngineStats], None] | None = None
+    # called on the event loop with frames of ``engine.timeline``; None: an engine is gone, and
+    # another one may follow
+    on_timeline: Callable[[bytes | None], None] | None = None
 
     def __init__(
         self, first: ProcessEngineClient, starter: Starter, max_restarts: int, window: float
@@ -342,6 +345,7 @@ class SupervisedEngineClient:
         engine = self._engine = Engine(client)
         self._latest = client
         client.on_stats = self._note_stats
+        client.on_timeline = self._note_timeline
         client.on_dead = lambda error: self._engine_gone(engine, str(error))
         self._note_stats(client.stats)
         self._wake()
@@ -351,6 +355,10 @@ class SupervisedEngineClient:
         self._stats = stats if self._before is None else added(self._before, stats)
         if self.on_stats is not None:
             self.on_stats(self._stats)
+
+    def _note_timeline(self, frames: bytes | None) -> None:
+        if self.on_timeline is not None:
+            self.on_timeline(frames)
 
     def _engine_gone(self, engine: Engine, why: str) -> None:
         """Before any of its requests learns of it."""

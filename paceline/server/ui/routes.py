@@ -5,30 +5,40 @@
     GET /                      a browser is sent to /ui/; other programs get 404, as before
     GET /ui/  /ui/TAB          index.html, asked for anew each time
     GET /ui/v/VERSION/PATH     a file, kept by the browser for good
+    GET /ui/api/timeline       what the engine did and does, for a key of scope admin
 
-None asks for a key: they are this package's public code. What the page shows comes from the API,
-with the key that its reader types in.
+The files ask for no key: they are this package's public code. What the page shows comes from the
+API, with the key that its reader types in.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from functools import lru_cache
 from typing import Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from paceline.http.errors import HttpError
+from paceline.http.fields import show
 from paceline.http.web import host_name
 from paceline.server.responding import answering
 from paceline.server.service import Service
 from paceline.server.ui.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
+from paceline.server.ui.feed import Feed, TooManyViewersError
 
 __all__ = ["ui_router"]
 
 _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_FRAMES: Final = "application/octet-stream"
+_API_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 _FOR_GOOD: Final = "public, max-age=31536000, immutable"
 
 
@@ -72,11 +82,34 @@ def ui_router(service: Service) -> APIRouter:
         current = request.path_params["version"] == found.version
         return _answer(request, asset, _FOR_GOOD if current else "no-cache")
 
+    feed = None
+    if config.timeline_history:
+        feed = Feed(service.client, config.timeline_history)
+
+    async def timeline(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        if feed is None:
+            raise HttpError(404, "this server keeps no timeline: it was started with --no-timeline")
+        since, seconds = _range(request)
+        if not _flag(request, "follow"):
+            body = feed.history(since=since, seconds=seconds)
+            return Response(body, media_type=_FRAMES, headers=_API_HEADERS)
+        try:
+            frames = feed.follow(
+                since=since,
+                seconds=seconds,
+                ends=lambda: service.is_ending and not service.in_flight,
+            )
+        except TooManyViewersError as error:
+            raise HttpError(503, str(error)) from None
+        return StreamingResponse(frames, media_type=_FRAMES, headers=_API_HEADERS)
+
     for path, handler in (
         ("/", root),
         ("/ui", bare),
         ("/ui/", page),
         ("/ui/v/{version}/{path:path}", file),
+        ("/ui/api/timeline", timeline),
         ("/ui/{tab:path}", page),
     ):
         # not of the API: its document is for programs
@@ -84,6 +117,27 @@ def ui_router(service: Service) -> APIRouter:
             path, answering(service, handler), methods=["GET"], include_in_schema=False
         )
     return router
+
+
+def _range(request: Request) -> tuple[tuple[int, int] | None, float]:
+    """(since, seconds) of a query: ``since=ENGINE.STEP`` or ``seconds=60``."""
+    query = request.query_params
+    since, seconds = query.get("since"), query.get("seconds", "60")
+    if since is not None:
+        found = re.fullmatch(r"(\d{1,9})\.(\d{1,10})", since)
+        if found is None:
+            raise HttpError(400, f"since must be ENGINE.STEP, two numbers, got {show(since)}")
+        return (int(found[1]), int(found[2])), 0.0
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", seconds):
+        raise HttpError(400, f"seconds must be a number from 0 to 999999, got {show(seconds)}")
+    return None, float(seconds)
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "0")
+    if value not in ("0", "1"):
+        raise HttpError(400, f"{name} must be 0 or 1, got {show(value)}")
+    return value == "1"
 
 
 def _to_page(request: Request) -> Response:

@@ -1,0 +1,146 @@
+"""What telling the timeline costs, beside what it tells of.
+
+The real scheduler over the null backend, ``--running`` requests at a time, arrivals as others end,
+prompts of 256 tokens. Two engines take turns, one with the tap and one without, in blocks of steps;
+what a step costs is the processor time of ``schedule`` and ``update`` and of the recorder's calls
+alone. Prints a line a block, and JSON last. Not a measurement of how fast an engine is.
+
+    python -m benchmarks.timeline_tap --running 256 --blocks 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.backends.null import NullBackend
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.request import Request, RequestSpec
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.core import EngineCore
+from paceline.engine.timeline.tap import TimelineTap
+
+_PROMPT = 256
+
+
+class _Timed:
+    """Adds up the processor time of calls, less what looking at the clock takes."""
+
+    def __init__(self) -> None:
+        self.seconds = self._own = 0.0
+        nothing = self.around(lambda: None)
+        for _ in range(20_000):
+            nothing()
+        self._own, self.seconds = self.seconds / 20_000, 0.0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*args, **named)
+            finally:
+                self.seconds += time.thread_time() - began - self._own
+
+        return timed
+
+
+class _Side:
+    """An engine with or without the tap."""
+
+    def __init__(self, running: int, *, told: bool) -> None:
+        scheduler = SchedulerConfig(
+            max_num_seqs=running, max_num_batched_tokens=2048, max_model_len=4096, policy="fcfs"
+        )
+        blocks = running * 64
+        cache = CacheConfig(block_size=16, num_blocks=blocks)
+        self.tap = TimelineTap(scheduler, cache) if told else None
+        self.core = EngineCore(
+            NullBackend(num_blocks=blocks, block_size=16, max_model_len=4096),
+            scheduler,
+            cache,
+            pipeline_depth=1,
+            timeline=self.tap,
+        )
+        self.decided, self.telling = _Timed(), _Timed()
+        decides, tells = self.decided.around, self.telling.around
+        inner = self.core.scheduler
+        inner.schedule = decides(inner.schedule)  # type: ignore[method-assign]
+        inner.update = decides(inner.update)  # type: ignore[method-assign]
+        self.bytes = self.steps = self._number = 0
+        self._random = random.Random(1)
+        self._running = running
+        if self.tap is not None:
+            for name in ("added", "planned", "stepped", "take"):
+                setattr(self.tap, name, tells(getattr(self.tap, name)))
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """(microseconds of deciding, of telling) a step."""
+        self.decided.seconds = self.telling.seconds = 0.0
+        core = self.core
+        for _ in range(steps):
+            alive = core.stats()
+            while alive.num_running + alive.num_waiting < self._running + 4:
+                core.add_request(self._request())
+                alive = core.stats()
+            core.step()
+            if self.tap is not None:
+                self.tap.level = 0
+                self.bytes += len(self.tap.take(time.monotonic()))
+        self.steps += steps
+        return 1e6 * self.decided.seconds / steps, 1e6 * self.telling.seconds / steps
+
+    def _request(self) -> Request:
+        self._number += 1
+        prompt = [self._random.randrange(200) for _ in range(_PROMPT)]
+        return Request(
+            RequestSpec(
+                request_id=f"cmpl-{self._number:032x}/0",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(max_tokens=self._random.randint(100, 400)),
+                arrival_time=time.monotonic(),
+            )
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=150)
+    args = parser.parse_args()
+    told, silent = _Side(args.running, told=True), _Side(args.running, told=False)
+    for side in (told, silent):
+        side.run(400)
+    told.bytes = told.steps = 0
+    rows = []
+    for block in range(args.blocks):
+        first, second = (told, silent) if block % 2 else (silent, told)
+        took = {id(side): side.run(args.steps) for side in (first, second)}
+        with_tap, telling = took[id(told)]
+        without, _ = took[id(silent)]
+        rows.append((with_tap, without, telling))
+        print(
+            f"block {block:2}: schedule+update {with_tap:7.1f} us with the tap, "
+            f"{without:7.1f} without; telling {telling:6.1f} us a step"
+        )
+    with_tap, without, telling = (statistics.median(column) for column in zip(*rows, strict=True))
+    # within a block the machine is the same
+    share = statistics.median(row[2] / row[0] for row in rows)
+    results = {
+        "running": args.running,
+        "schedule_us": round(with_tap, 1),
+        "schedule_without_us": round(without, 1),
+        "tap_us_per_step": round(telling, 1),
+        "tap_share_of_schedule": round(share, 4),
+        "bytes_per_step": round(told.bytes / told.steps, 1),
+    }
+    print(json.dumps({"bench": "timeline_tap", "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Who runs, who waits and since when, rebuilt from frames.
+
+What a test compares with the scheduler, and what traces are written from. The page has the same in
+JavaScript (``timeline/model.js``); both are held to the vectors in ``tests/ui/vectors``.
+
+This module does not know where frames come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from paceline.engine.timeline.events import (
+    ENDS,
+    NO_LANE,
+    Announce,
+    Done,
+    End,
+    Event,
+    Frame,
+    FrameType,
+    Keyframe,
+    Kind,
+    Plan,
+    State,
+    Told,
+)
+
+__all__ = ["Model", "Seen", "Span", "Step"]
+
+
+class Span(NamedTuple):
+    """A request was in one state for a while. Times are seconds of the engine's clock."""
+
+    state: State
+    start: float
+    end: float
+    # NO_LANE while it waits
+    lane: int
+    # steps in which it computed, and tokens that these computed
+    steps: int
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """A request as far as it was told. ``told`` is missing of one that came before the reader."""
+
+    number: int
+    told: Announce | None = None
+    state: State = State.WAIT
+    lane: int = NO_LANE
+    relegated: bool = False
+    # when the state began
+    since: float = 0.0
+    computed: int = 0
+    preemptions: int = 0
+    # seconds in WAIT, PREEMPTED and SWAPPED that are over
+    waited: float = 0.0
+    # of the state under way
+    steps: int = 0
+    tokens: int = 0
+    spans: list[Span] = field(default_factory=list)
+    ended: End | None = None
+
+    @property
+    def end(self) -> str | None:
+        return None if self.ended is None else ENDS[self.ended.reason]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step under way."""
+
+    plan: Plan
+    done: Done | None = None
+    # when it began to run: planned, or the one before was done
+    start: float = math.nan
+
+
+_WAITS = (State.WAIT, State.PREEMPTED, State.SWAPPED)
+_RUNS = (State.CHUNK, State.DECODE, State.SKIPPED)
+
+
+class Model:
+    """Takes frames in, in order.
+
+    Args:
+        on_step: called with every step whose result came in.
+        on_ended: called with every request that ended; the model forgets it.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[Step], None] = lambda _: None,
+        on_ended: Callable[[Seen], None] = lambda _: None,
+    ) -> None:
+        self._on_step = on_step
+        self._on_ended = on_ended
+        self.requests: dict[int, Seen] = {}
+        # by lane; 0: it is free
+        self.lanes: list[int] = []
+        self.steps: dict[int, Step] = {}
+        self.step = -1
+        self.now = -math.inf
+        self._done = -math.inf
+        # frames that contradict what was known; nothing is wrong with a reader that has none
+        self.num_doubts = 0
+        # until the first keyframe, or the start of an engine, lanes are not known
+        self.synced = False
+        self.start: Mapping[str, Any] = {}
+        self.hello: Mapping[str, Any] = {}
+        self.gauges: Mapping[str, Any] = {}
+        self.gaps: list[Mapping[str, Any]] = []
+        self.notices: list[Mapping[str, Any]] = []
+
+    def take(self, frame: Frame) -> None:
+        if isinstance(frame, Plan):
+            self._plan(frame)
+        elif isinstance(frame, Done):
+            self._take_done(frame)
+        elif isinstance(frame, Announce):
+            self._announce(frame)
+        elif isinstance(frame, End):
+            self._end(frame)
+        elif isinstance(frame, Keyframe):
+            self._keyframe(frame)
+        else:
+            self._told(frame)
+
+    # ------------------------------------------------------------------ views
+
+    def running(self) -> Iterator[Seen]:
+        """By lane."""
+        for number in self.lanes:
+            if number:
+                yield self.requests[number]
+
+    def waiting(self) -> Iterator[Seen]:
+        """In the order in which they came."""
+        return (seen for seen in self.requests.values() if seen.lane == NO_LANE)
+
+    # ------------------------------------------------------------------ frames
+
+    def _announce(self, frame: Announce) -> None:
+        self.now = max(self.now, frame.added)
+        seen = self.requests.get(frame.number)
+        if seen is None:
+            seen = self.requests[frame.number] = Seen(frame.number, since=frame.arrival)
+            if frame.parent:
+                seen.state = State.HELD
+        seen.told = frame
+
+    def _plan(self, plan: Plan) -> None:
+        self.step, self.now = plan.step, max(self.now, plan.planned)
+        self.steps[plan.step] = Step(plan)
+        chunked: dict[int, int] = {}
+        earlier = 0.0
+        for event in plan.events:
+            if event.kind == Kind.ADMIT:
+                self._admit(event, plan.planned)
+                continue
+            seen = self._at(event.lane)
+            if seen is None:
+                # of a request that ended after the plan was made
+                continue
+            if event.kind in (Kind.CHUNK, Kind.DRAFT):
+                chunked[event.lane] = event.value
+                state = State.CHUNK if event.kind == Kind.CHUNK else State.DECODE
+                self._turn(seen, state, plan.planned)
+            elif event.kind == Kind.EARLIER:
+                earlier = event.value / 1e6
+            else:
+                self._event(seen, event, plan.planned - earlier)
+                earlier = 0.0
+        for lane, number in enumerate(self.lanes):
+            if not number:
+                continue
+            seen = self.requests[number]
+            tokens = chunked.get(lane, plan.merged if seen.state is State.DECODE else 0)
+            if tokens:
+                seen.steps += 1
+                seen.tokens += tokens
+                seen.computed += tokens
+
+    def _event(self, seen: Seen, event: Event, now: float) -> None:
+        kind = event.kind
+        if kind == Kind.FOUND:
+            seen.computed += event.value
+        elif kind == Kind.HELD:
+            self._held(seen, event.value / 1e6)
+        elif kind == Kind.NARROW:
+            self._turn(seen, State.DECODE, now)
+        elif kind == Kind.SKIP:
+            self._turn(seen, State.SKIPPED, now)
+        elif kind in (Kind.PREEMPT, Kind.SWAP):
+            self._turn(seen, State.SWAPPED if kind == Kind.SWAP else State.PREEMPTED, now)
+            seen.preemptions += 1
+            seen.computed = 0
+            self.lanes[seen.lane], seen.lane = 0, NO_LANE
+        elif kind in (Kind.RELEGATE, Kind.PROMOTE):
+            seen.relegated = kind == Kind.RELEGATE
+
+    def _take_done(self, frame: Done) -> None:
+        self.now = max(self.now, frame.done)
+        for event in frame.events:
+            seen = self._at(event.lane)
+            if seen is not None:
+                self._event(seen, event, frame.done)
+        step = self.steps.pop(frame.step, None)
+        if step is not None:
+            step.done = frame
+            step.start = max(step.plan.planned, self._done)
+            self._on_step(step)
+        self._done = frame.done
+        for number in [number for number in self.steps if number < frame.step]:
+            # its result went untold
+            del self.steps[number]
+
+    def _end(self, frame: End) -> None:
+        self.now = max(self.now, frame.when)
+        seen = self.requests.pop(frame.number, None)
+        if seen is None:
+            return
+        self._turn(seen, State.ENDED, frame.when)
+        seen.ended = frame
+        if seen.lane != NO_LANE:
+            # the lane it had stays with it
+            self.lanes[seen.lane] = 0
+        self._on_ended(seen)
+
+    def _keyframe(self, frame: Keyframe) -> None:
+        told = {lane.number: lane for lane in frame.lanes}
+        if self.synced and not frame.reset:
+            for lane in frame.lanes:
+                seen = self.requests.get(lane.number)
+                if seen is None or seen.lane != lane.lane:
+                    self.num_doubts += 1
+                else:
+                    seen.computed = lane.computed
+            return
+        self.synced = True
+        self.now = max(self.now, frame.now)
+        self.lanes = []
+        for number, seen in self.requests.items():
+            if number not in told and seen.lane != NO_LANE:
+                self._turn(seen, State.WAIT, frame.now)
+                seen.lane = NO_LANE
+        for lane in frame.lanes:
+            seen = self.requests.setdefault(lane.number, Seen(lane.number))
+            state = State(lane.state) if lane.state < len(State) else State.DECODE
+            if not seen.spans and lane.preemptions:
+                # it ran before this reader came, and what it did then is not known
+                seen.state, seen.since = state, lane.since
+            else:
+                self._turn(seen, state, lane.since if lane.since > seen.since else frame.now)
+            seen.lane, seen.relegated = lane.lane, lane.relegated
+            seen.computed, seen.preemptions = lane.computed, lane.preemptions
+            seen.waited = lane.waited
+            if lane.lane != NO_LANE:
+                self._put(lane.lane, lane.number)
+
+    def _told(self, frame: Told) -> None:
+        if frame.type is FrameType.START:
+            self.requests.clear()
+            self.steps.clear()
+            self.lanes, self.step, self._done = [], -1, -math.inf
+            self.start, self.synced = frame.told, True
+        elif frame.type is FrameType.HELLO:
+            self.hello = frame.told
+        elif frame.type is FrameType.GAUGES:
+            self.gauges = frame.told
+        elif frame.type is FrameType.GAP:
+            self.gaps.append(frame.told)
+            # what came in between is not known
+            self.synced = False
+        else:
+            self.notices.append(frame.told)
+
+    # ------------------------------------------------------------------ inside
+
+    def _at(self, lane: int) -> Seen | None:
+        number = self.lanes[lane] if lane < len(self.lanes) else 0
+        return self.requests[number] if number else None
+
+    def _put(self, lane: int, number: int) -> None:
+        if lane >= len(self.lanes):
+            self.lanes += [0] * (lane + 1 - len(self.lanes))
+        self.lanes[lane] = number
+
+    def _admit(self, event: Event, now: float) -> None:
+        before = self._at(event.lane)
+        if before is not None:
+            self.num_doubts += 1
+            before.lane = NO_LANE
+        seen = self.requests.get(event.value)
+        if seen is None:
+            # it ended after the plan was made
+            return
+        self._turn(seen, State.DECODE, now)
+        seen.lane = event.lane
+        seen.computed = 0
+        self._put(event.lane, event.value)
+
+    def _held(self, seen: Seen, seconds: float) -> None:
+        """Of the wait that has just ended, the first ``seconds`` were for its parent's prompt."""
+        if not seen.spans or seen.spans[-1].state not in (State.WAIT, State.HELD):
+            return
+        last = seen.spans.pop()
+        until = min(last.end, last.start + seconds)
+        seen.spans.append(last._replace(state=State.HELD, end=until))
+        seen.spans.append(last._replace(state=State.WAIT, start=until))
+        seen.waited += last.end - until if last.state is State.HELD else last.start - until
+
+    def _turn(self, seen: Seen, state: State, now: float) -> None:
+        """The request changes into a state; a chunk that goes on is the same."""
+        if seen.state is state:
+            return
+        if seen.state in _WAITS:
+            seen.waited += max(0.0, now - seen.since)
+        end = max(now, seen.since)
+        lane = seen.lane if seen.state in _RUNS else NO_LANE
+        if end > seen.since or seen.steps:
+            seen.spans.append(Span(seen.state, seen.since, end, lane, seen.steps, seen.tokens))
+        seen.state, seen.since = state, now
+        seen.steps = seen.tokens = 0
