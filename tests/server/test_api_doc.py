@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from paceline.core.pooling import PoolingInfo
 from paceline.http import fields as fields_module
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
@@ -34,6 +35,13 @@ from paceline.server.other_apis.ollama_request import NO_EFFECT as OLLAMA_NO_EFF
 from paceline.server.other_apis.ollama_request import parse_ollama_chat, parse_ollama_generate
 from paceline.server.other_apis.responses_request import parse_responses
 from paceline.server.other_apis.token_generate import parse_token_generate
+from paceline.server.pooling.bodies import (
+    parse_classify,
+    parse_embeddings,
+    parse_pooling,
+    parse_rerank,
+    parse_score,
+)
 from paceline.server.unserved_routes import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
@@ -83,6 +91,9 @@ def asked(parse: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> set[str]
     return names
 
 
+EMBEDS = PoolingInfo(task="embed", pooling="last", size=8)
+CLASSIFIES = PoolingInfo(task="classify", pooling="cls", size=1, labels=("LABEL_0",))
+
 CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
     "/v1/chat/completions": (
         lambda: parse_chat({"messages": MESSAGES}, RULES),
@@ -103,6 +114,31 @@ CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
         lambda: parse_messages_api({"messages": MESSAGES, "max_tokens": 3}, RULES),
         set(ANTHROPIC_NO_EFFECT),
         set(ANTHROPIC_REFUSED),
+    ),
+    "/v1/embeddings": (
+        lambda: parse_embeddings({"input": "x"}, RULES, "", EMBEDS),
+        {"request_id"},
+        {"messages"},
+    ),
+    "/pooling": (
+        lambda: parse_pooling({"input": "x"}, RULES, "", EMBEDS),
+        {"request_id"},
+        {"messages"},
+    ),
+    "/classify": (
+        lambda: parse_classify({"input": "x"}, RULES, "", CLASSIFIES),
+        {"request_id"},
+        {"messages"},
+    ),
+    "/score": (
+        lambda: parse_score({"text_1": "x", "text_2": "x"}, RULES, "", CLASSIFIES),
+        {"request_id"},
+        set(),
+    ),
+    "/rerank": (
+        lambda: parse_rerank({"query": "x", "documents": ["x"]}, RULES, "", CLASSIFIES),
+        {"request_id"},
+        set(),
     ),
     "/api/chat": (
         lambda: parse_ollama_chat({"messages": MESSAGES}, RULES),
@@ -192,7 +228,7 @@ def everything(path: str) -> set[str]:
 
 def test_every_field_of_the_official_sdks_has_a_status() -> None:
     from anthropic.types import message_create_params
-    from openai.types import completion_create_params
+    from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_params
     from openai.types.responses import response_create_params
 
@@ -200,6 +236,7 @@ def test_every_field_of_the_official_sdks_has_a_status() -> None:
         ("/v1/chat/completions", chat_params.CompletionCreateParamsBase),
         ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
         ("/v1/responses", response_create_params.ResponseCreateParamsBase),
+        ("/v1/embeddings", embedding_create_params.EmbeddingCreateParams),
         ("/v1/messages", message_create_params.MessageCreateParamsBase),
     ):
         # one is a header that the SDK takes as an argument
@@ -251,18 +288,19 @@ async def test_the_smaller_endpoints_read_what_is_told(
     for path, body, status in (
         ("/tokenize", {"messages": MESSAGES}, 200),
         ("/detokenize", {"tokens": [1]}, 200),
-        ("/v1/embeddings", {"input": "x"}, 400),
     ):
         made.clear()
         assert (await http.post(path, json=body)).status_code == status
         assert made[0]._asked == everything(path)
 
 
-@pytest.mark.parametrize("value", ["x", ["x", "y"], [1, 2]])
-async def test_embeddings_are_refused_with_the_reason(http: httpx.AsyncClient, value: Any) -> None:
-    error = (await http.post("/v1/embeddings", json={"input": value})).json()["error"]
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/rerank", "/v2/rerank", "/v1/score", "/classify", "/pooling"]
+)
+async def test_a_model_that_generates_gives_no_vectors(http: httpx.AsyncClient, path: str) -> None:
+    error = (await http.post(path, json={"input": "x"})).json()["error"]
     assert (error["code"], error["param"]) == (400, "model")
     assert "tiny does not support embeddings" in error["message"]
-    unknown = await http.post("/v1/embeddings", json={"input": value, "model": "x"})
+    assert "--runner pooling" in error["message"]
+    unknown = await http.post(path, json={"input": "x", "model": "x"})
     assert unknown.status_code == 404
-    assert "input is missing" in (await http.post("/v1/embeddings", json={})).text

@@ -33,6 +33,7 @@ from paceline.server.openapi.schemas import (
     ref,
     string,
 )
+from paceline.server.openapi.vectors import vector_schemas
 from paceline.server.other_apis.anthropic import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from paceline.server.other_apis.llama_request import NO_EFFECT as LLAMA_NO_EFFECT
 from paceline.server.other_apis.llama_request import OF_UNSERVED as LLAMA_OF_UNSERVED
@@ -42,6 +43,7 @@ from paceline.server.other_apis.ollama_request import (
 )
 from paceline.server.other_apis.responses_request import NO_EFFECT as RESPONSES_NO_EFFECT
 from paceline.server.other_apis.token_generate import BESIDE, NOT_SAMPLING
+from paceline.server.pooling.bodies import max_inputs
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
 
@@ -170,9 +172,12 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
                 | {"sampling_params": nullable(record({}, sampling))},
             )
         ),
-        "/v1/embeddings": record(
-            {"input": {"anyOf": [STRING, array(STRING), array(INTEGER)]}},
-            {"model": _model(rules)},
+        **vector_schemas(
+            _model(rules),
+            ids,
+            completion["properties"]["slo"],
+            completion["properties"]["service_tier"],
+            max_inputs(rules),
         ),
         "/completion": llama,
         "/completions": llama,
