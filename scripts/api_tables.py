@@ -34,6 +34,13 @@ from paceline.server.other_apis.anthropic import MessagesBody
 from paceline.server.other_apis.llama_info import ContentBody
 from paceline.server.other_apis.ollama_request import OllamaChatBody, OllamaGenerateBody
 from paceline.server.other_apis.responses_request import ResponsesBody
+from paceline.server.pooling.bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 
 _CHAT: Final = "/v1/chat/completions"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
@@ -47,6 +54,11 @@ BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
     "/api/generate": (OllamaGenerateBody,),
     "/tokenize": (ContentBody, TokenizePromptBody, TokenizeMessagesBody),
     "/detokenize": (DetokenizeBody,),
+    "/v1/embeddings": (EmbeddingsBody,),
+    "/rerank": (RerankBody,),
+    "/score": (ScoreBody,),
+    "/classify": (ClassifyBody,),
+    "/pooling": (PoolingBody,),
 }
 _AS_IN_CHAT: Final = "as in chat"
 _OTHER_NAMES: Final = "Other servers' names"

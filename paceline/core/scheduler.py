@@ -220,7 +220,9 @@ class Scheduler:
             () if self._drafts is None else self._drafts.forces(step),
         )
         self._num_steps += 1
-        self._steps.push(plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds)
+        seconds = self._steps.push(
+            plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds
+        )
         self._last.version += 1
         self.note = StepNote(
             limits.tokens,

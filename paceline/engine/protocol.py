@@ -68,6 +68,24 @@ class Tokenizer(Protocol):
         processors may take part. Raises like ``encode``, for all if one of the texts is bad."""
         ...
 
+    def encode_texts(
+        self,
+        first: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        max_second: int | None = None,
+    ) -> tuple[list[int], int | None]:
+        """Ids of a text, or of a pair as the model was trained on pairs, and where the second
+        text's kind of token begins; None: nowhere.
+
+        Args:
+            max_tokens: in all. The longer text is cut at its end, and special tokens stay.
+            max_second: of the second text.
+        """
+        ...
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -77,6 +77,21 @@ class ByteTokenizer:
     ) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
+    def encode_texts(
+        self,
+        first: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        max_second: int | None = None,
+    ) -> tuple[list[int], int | None]:
+        """A pair is one text behind the other; neither has a kind."""
+        ids = self.encode(first, add_special_tokens=add_special_tokens)
+        if second is not None:
+            ids += self.encode(second, add_special_tokens=False)[:max_second]
+        return ids[:max_tokens], None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skip = self.special_token_ids if skip_special_tokens else frozenset()
         data = b"".join(self.token_bytes(i) for i in token_ids if i not in skip)

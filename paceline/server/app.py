@@ -30,6 +30,7 @@ from paceline.server.openapi import openapi_document
 from paceline.server.other_apis.llama_routes import llama_router
 from paceline.server.other_apis.ollama_routes import ollama_router
 from paceline.server.other_apis.routes import other_apis_router
+from paceline.server.pooling.routes import pooling_router
 from paceline.server.responding import http_exception
 from paceline.server.routes_info import info_router
 from paceline.server.service import Service, make_service
@@ -59,6 +60,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(other_apis_router(service))
     app.include_router(ollama_router(service))
     app.include_router(llama_router(service))
+    app.include_router(pooling_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
     if config.ui:

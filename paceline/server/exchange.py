@@ -49,6 +49,14 @@ GENERATE_PATHS: Final = frozenset(
         "/completion",
         "/completions",
         "/infill",
+        "/v1/embeddings",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/score",
+        "/v1/score",
+        "/classify",
+        "/pooling",
     }
 )
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -118,6 +118,31 @@ class PromptMaker:
         found = iter(await self._encode(texts, request.options.add_special_tokens))
         return [next(found) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
+    async def texts(
+        self,
+        texts: Sequence[tuple[str, str | None]],
+        *,
+        add_special_tokens: bool,
+        max_tokens: int | None,
+        max_second: int | None,
+    ) -> list[tuple[list[int], int | None]]:
+        """The ids of texts and of pairs of texts; see ``Tokenizer.encode_texts``."""
+
+        def encode() -> list[tuple[list[int], int | None]]:
+            return [
+                self._tokenizer.encode_texts(
+                    first,
+                    second,
+                    add_special_tokens=add_special_tokens,
+                    max_tokens=max_tokens,
+                    max_second=max_second,
+                )
+                for first, second in texts
+            ]
+
+        # a short text takes as long as many characters of a long one
+        return await self._run(encode, sum(64 + len(a) + len(b or "") for a, b in texts))
+
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to keep from being completed: each word at the start of a line and
         after a space, as the tokenizer spells them, without doubles."""

@@ -18,7 +18,9 @@ from paceline.core.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineError,
+    InvalidRequestError,
 )
+from paceline.core.pooling import EMBED
 from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
 from paceline.http.keys import KeyRing
@@ -145,6 +147,7 @@ class Service:
             EngineLostError: the engine is being replaced, and this cannot go on there.
             EngineDeadError: the engine is gone.
         """
+        self._check_task(requests)
         if len(self.keys) and not self.config.share_prefix_cache:
             requests = [_salted(request) for request in requests]
         tally = Tally.of(len(requests))
@@ -166,10 +169,25 @@ class Service:
         return self.limiter.metered(
             ticket,
             [len(request.prompt_token_ids) for request in requests],
-            sum(request.n * request.sampling.max_tokens for request in requests),
+            sum(
+                0 if request.sampling.pooling else request.n * request.sampling.max_tokens
+                for request in requests
+            ),
             outputs,
             tally,
         )
+
+    def _check_task(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raises InvalidRequestError where tokens are asked of a model that is pooled."""
+        pooling = self.client.info.pooling
+        if pooling is not None and any(request.sampling.pooling is None for request in requests):
+            served = "/v1/embeddings" if pooling.task == EMBED else "/classify, /score and /rerank"
+            raise InvalidRequestError(
+                f"The model {self.model_name} does not generate text: it gives "
+                f"{pooling.task} vectors, for {served}. --runner generate serves a model that can "
+                "do both as one that generates.",
+                "model",
+            )
 
     def _observers(
         self, request: GenerationRequest, tally: Tally, index: int

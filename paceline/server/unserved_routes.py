@@ -6,7 +6,6 @@ from typing import Final
 
 __all__ = ["UNSERVED_METHODS", "UNSERVED_ROUTES", "why_unserved"]
 
-_DECODERS: Final = "decoders only"
 _TEXT: Final = "text models only"
 _SEVERAL: Final = "several requests, n, or /v1/completions with several prompts"
 _RENDERED: Final = "/tokenize renders and tokenises"
@@ -17,21 +16,13 @@ _ADAPTERS: Final = "no adapters yet"
 UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
     **dict.fromkeys(
         (
-            "/pooling",
-            "/classify",
-            "/score",
-            "/v1/score",
-            "/rerank",
-            "/v1/rerank",
-            "/v2/rerank",
             "/v2/embed",
             "/embedding",
             "/embeddings",
-            "/reranking",
-            "/v1/reranking",
         ),
-        ("POST", _DECODERS),
+        ("POST", "/v1/embeddings gives embeddings"),
     ),
+    **dict.fromkeys(("/reranking", "/v1/reranking"), ("POST", "/v1/rerank ranks documents")),
     **dict.fromkeys(
         (
             "/v1/audio/transcriptions",

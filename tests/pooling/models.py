@@ -23,7 +23,7 @@ from paceline.engine.types import GenerationRequest
 
 __all__ = [
     "WORDS", "add_modules", "assert_close", "hidden_states", "make_bert", "make_decoder",
-    "make_roberta", "open_llm", "pool",
+    "make_roberta", "open_llm", "pool", "pooled_request",
 ]  # fmt: skip
 
 WORDS = [
@@ -41,7 +41,8 @@ _DECODER = {
     "head_dim": 8,
     "max_position_embeddings": 128,
     "vocab_size": 260,
-    "pad_token_id": 256,
+    # a classifier in transformers looks at the last token that is no padding
+    "pad_token_id": 257,
     "eos_token_id": 256,
     "bos_token_id": None,
 }
@@ -214,22 +215,25 @@ def open_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(core, build_tokenizer(engine))
 
 
+def pooled_request(
+    request_id: str, prompt: Sequence[int], *, priority: int = 0, **params: Any
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling=SamplingParams(max_tokens=1, pooling=PoolingParams(**params)),
+        arrival_time=0.0,
+        detokenize=False,
+        priority=priority,
+    )
+
+
 def pool(
     llm: LLM, prompts: Sequence[Sequence[int]], **params: Any
 ) -> list[NDArray[np.float32] | str]:
     """The vectors of prompts that run together, or why one failed."""
-    sampling = SamplingParams(max_tokens=1, pooling=PoolingParams(**params))
     outputs = llm.generate(
-        [
-            GenerationRequest(
-                request_id=f"r{index}",
-                prompt_token_ids=list(prompt),
-                sampling=sampling,
-                arrival_time=0.0,
-                detokenize=False,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        [pooled_request(f"r{index}", prompt, **params) for index, prompt in enumerate(prompts)]
     )
     for output in outputs:
         assert output.num_output_tokens == 0 and output.finished

@@ -154,7 +154,7 @@ def everything(path: str) -> set[str]:
 
 def test_every_field_of_the_official_sdks_has_a_status() -> None:
     from anthropic.types import message_create_params
-    from openai.types import completion_create_params
+    from openai.types import completion_create_params, embedding_create_params
     from openai.types.chat import completion_create_params as chat_params
     from openai.types.responses import response_create_params
 
@@ -162,6 +162,7 @@ def test_every_field_of_the_official_sdks_has_a_status() -> None:
         ("/v1/chat/completions", chat_params.CompletionCreateParamsBase),
         ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
         ("/v1/responses", response_create_params.ResponseCreateParamsBase),
+        ("/v1/embeddings", embedding_create_params.EmbeddingCreateParams),
         ("/v1/messages", message_create_params.MessageCreateParamsBase),
     ):
         # one is a header that the SDK takes as an argument
@@ -203,11 +204,13 @@ def test_the_tables_are_those_of_the_bodies() -> None:
     assert api_tables.page_of(DOC) == DOC, "make api-tables renews them"
 
 
-@pytest.mark.parametrize("value", ["x", ["x", "y"], [1, 2]])
-async def test_embeddings_are_refused_with_the_reason(http: httpx.AsyncClient, value: Any) -> None:
-    error = (await http.post("/v1/embeddings", json={"input": value})).json()["error"]
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/rerank", "/v2/rerank", "/v1/score", "/classify", "/pooling"]
+)
+async def test_a_model_that_generates_gives_no_vectors(http: httpx.AsyncClient, path: str) -> None:
+    error = (await http.post(path, json={"input": "x"})).json()["error"]
     assert (error["code"], error["param"]) == (400, "model")
     assert "tiny does not support embeddings" in error["message"]
-    unknown = await http.post("/v1/embeddings", json={"input": value, "model": "x"})
+    assert "--runner pooling" in error["message"]
+    unknown = await http.post(path, json={"input": "x", "model": "x"})
     assert unknown.status_code == 404
-    assert "input is missing" in (await http.post("/v1/embeddings", json={})).text

@@ -119,7 +119,8 @@ async def test_streams_are_what_it_says(http: httpx.AsyncClient, path: str, app:
 FIELD_SCHEMAS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     path: lambda schema: schema["properties"]
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
-                 "/inference/v1/generate", "/api/chat", "/api/generate", "/completion")
+                 "/inference/v1/generate", "/api/chat", "/api/generate", "/completion",
+                 "/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
 }  # fmt: skip
 
 

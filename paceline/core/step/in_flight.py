@@ -76,13 +76,15 @@ class StepsInFlight:
         shape: StepShape,
         starts: float,
         ordinary_seconds: float | None,
-    ) -> None:
+    ) -> float:
         """A step was planned; ``requests`` has one entry for each of its rows, which are predicted
-        to take ``ordinary_seconds`` without best effort; None: there is none."""
+        to take ``ordinary_seconds`` without best effort; None: there is none. Returns the seconds
+        that it is predicted to take."""
         seconds = self._step_time.predict(shape)
         self._steps.append((step_id, requests, shape, seconds))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
+        return seconds
 
     def note_ordinary(self, starts: float, seconds: float) -> None:
         """Rows that are not best effort are predicted to take so long from ``starts`` on."""

@@ -118,6 +118,37 @@ class HFTokenizer:
             raise _no_unicode(error) from None
         return [encoding.ids for encoding in found]
 
+    def encode_texts(
+        self,
+        first: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        max_second: int | None = None,
+    ) -> tuple[list[int], int | None]:
+        """See ``protocol.Tokenizer``. Raises InvalidRequestError like ``encode``."""
+        backend = self._backend
+        try:
+            texts = [
+                backend.encode(text, add_special_tokens=False)
+                for text in (first, second)
+                if text is not None
+            ]
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _no_unicode(error) from None
+        if max_second is not None and second is not None:
+            texts[1].truncate(max_second)
+        if max_tokens is not None:
+            special = backend.num_special_tokens_to_add(second is not None)
+            room = max(0, max_tokens - special * add_special_tokens)
+            for text, keep in zip(texts, _shares([len(t.ids) for t in texts], room), strict=True):
+                text.truncate(keep)
+        pair = texts[1] if second is not None else None
+        joined = backend.post_process(texts[0], pair, add_special_tokens)
+        kinds = joined.type_ids
+        return list(joined.ids), kinds.index(1) if second is not None and 1 in kinds else None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; incomplete characters become U+FFFD, unknown ids nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -195,6 +226,15 @@ class HFTokenizer:
 
 def _no_unicode(error: Exception) -> InvalidRequestError:
     return InvalidRequestError(f"the text is not valid Unicode: {error!s:.200}")
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """Tokens to keep of texts of these lengths: the longer yields first, then both alike."""
+    if len(lengths) == 1 or sum(lengths) <= room:
+        return [min(length, room) for length in lengths]
+    shorter = min(*lengths, room // 2)
+    first = shorter if lengths[0] <= lengths[1] else room - shorter
+    return [min(lengths[0], first), min(lengths[1], room - min(lengths[0], first))]
 
 
 def load_tokenizer(path: Path) -> HFTokenizer:

@@ -142,7 +142,14 @@ async def generate(
     return with_ignored(response, options)
 
 
-def with_ignored(response: Response, options: GenerationOptions) -> Response:
+class HasIgnored(Protocol):
+    """Options that say which fields nothing has read."""
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]: ...
+
+
+def with_ignored(response: Response, options: HasIgnored) -> Response:
     """The answer with a header that names the fields that nothing has read, if there are any."""
     if options.ignored_fields:
         response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)

@@ -28,6 +28,13 @@ from paceline.server.bodies.wire import (
     Timings,
 )
 from paceline.server.other_apis.token_generate import TokenAnswer
+from paceline.server.pooling.answers import (
+    ClassAnswer,
+    EmbeddingAnswer,
+    PoolingAnswer,
+    RerankAnswer,
+    ScoreAnswer,
+)
 
 __all__ = ["ANSWERS", "Answer", "answer_schemas"]
 
@@ -38,6 +45,7 @@ _BATCH_STATUSES: Final = (
 )  # fmt: skip
 _TYPED: Final = (
     ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, TokenAnswer, Timings,
+    EmbeddingAnswer, PoolingAnswer, ClassAnswer, ScoreAnswer, RerankAnswer,
 )  # fmt: skip
 
 
@@ -329,6 +337,17 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
         array(record({"id": INTEGER, "n_ctx": INTEGER, "is_processing": BOOLEAN})),
     ),
     ("GET", "/lora-adapters"): _llama("none", array(OBJECT)),
+    ("POST", "/v1/embeddings"): Answer("a vector for each input", ref("EmbeddingAnswer")),
+    ("POST", "/pooling"): Answer("a vector for each input", ref("PoolingAnswer")),
+    ("POST", "/classify"): Answer("classes of each input", ref("ClassAnswer")),
+    **dict.fromkeys(
+        (("POST", "/score"), ("POST", "/v1/score")),
+        Answer("a score for each pair", ref("ScoreAnswer")),
+    ),
+    **dict.fromkeys(
+        (("POST", "/rerank"), ("POST", "/v1/rerank"), ("POST", "/v2/rerank")),
+        Answer("the documents, the best first", ref("RerankAnswer")),
+    ),
     ("POST", "/v1/files"): Answer("what is kept now", ref("File")),
     ("GET", "/v1/files"): _page("what is kept", "File"),
     ("GET", "/v1/files/{file_id}"): Answer("one of them", ref("File")),

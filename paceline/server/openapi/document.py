@@ -127,10 +127,7 @@ def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | 
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     answer = ANSWERS.get((method, path))
     responses = operation["responses"]
-    if path == "/v1/embeddings":
-        # it only ever says why not
-        del responses["200"]
-    elif answer is not None:
+    if answer is not None:
         responses["200"] = {"description": answer.description, "content": _content(answer)}
     _add_parameters(operation, path)
     error = "Error" if answer is None else answer.error

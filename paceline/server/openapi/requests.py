@@ -38,7 +38,6 @@ from paceline.server.bodies.tokenizing import (
     TokenizePromptBody,
 )
 from paceline.server.bodies.tool_calls import tool_schema
-from paceline.server.openai.embeddings import EmbeddingsBody
 from paceline.server.other_apis.anthropic import CountTokensBody, MessagesBody
 from paceline.server.other_apis.llama_info import ContentBody
 from paceline.server.other_apis.llama_request import NO_EFFECT as LLAMA_NO_EFFECT
@@ -50,6 +49,13 @@ from paceline.server.other_apis.ollama_request import (
 )
 from paceline.server.other_apis.responses_request import ResponsesBody
 from paceline.server.other_apis.token_generate import BESIDE, NOT_SAMPLING
+from paceline.server.pooling.bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 
 __all__ = ["EXAMPLES", "request_schemas", "shared_schemas"]
 
@@ -114,6 +120,10 @@ def request_schemas(rules: RequestRules) -> dict[str, Schema]:
             )
         ),
         "/v1/embeddings": schema_of(EmbeddingsBody, rules),
+        "/pooling": schema_of(PoolingBody, rules),
+        "/classify": schema_of(ClassifyBody, rules),
+        **dict.fromkeys(("/score", "/v1/score"), schema_of(ScoreBody, rules)),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), schema_of(RerankBody, rules)),
         "/completion": llama,
         "/completions": llama,
         "/infill": record(

@@ -38,7 +38,7 @@ __all__ = ["REFUSED_ROUTES", "ollama_router"]
 _MODELS: Final = (
     "models are not changed over HTTP: paceline pull, list and rm do it, and serve --model chooses"
 )
-_EMBEDDINGS: Final = "this server has a model that generates text, and makes no embeddings"
+_EMBEDDINGS: Final = "/v1/embeddings gives embeddings, of a model that is pooled"
 REFUSED_ROUTES: Final = {
     ("POST", "/api/pull"): _MODELS,
     ("POST", "/api/push"): _MODELS,

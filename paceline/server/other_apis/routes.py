@@ -1,4 +1,4 @@
-"""The endpoints of the other APIs, and ``/v1/embeddings``, which is refused."""
+"""The endpoints of the other APIs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from paceline.http.shortcut import Shortcut
 from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_headers
 from paceline.server.errors import anthropic_error_body
 from paceline.server.exchange import principal_of, read_object, request_id_of, tenant_of
-from paceline.server.openai.embeddings import refuse_embeddings
 from paceline.server.openai.routes import JSON_BODY, Events, generate, respond, with_ignored
 from paceline.server.other_apis.anthropic import (
     count_tokens,
@@ -119,12 +118,6 @@ def other_apis_router(service: Service) -> APIRouter:
             failed_event,
         )
 
-    async def embeddings(request: Request) -> Response:
-        refuse_embeddings(
-            await read_object(request, service.config),
-            service.rules,
-        )
-
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))
         return encoded(found.body)
@@ -167,7 +160,6 @@ def other_apis_router(service: Service) -> APIRouter:
         ("/inference/v1/generate", generate_tokens),
         ("/v1/responses", responses),
         ("/v1/responses/input_tokens", response_input_tokens),
-        ("/v1/embeddings", embeddings),
     ):
         router.add_api_route(
             path,

@@ -46,7 +46,7 @@ def test_the_three_forms() -> None:
             "up to 512 characters, got 3",
         ),
         ({"prompt": "a", "stream": True}, "stream"),
-        ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings"),
+        ({"custom_id": "a", "url": "/v1/moderations", "body": {}}, "/v1/moderations"),
         ({"custom_id": "a", "url": "/v1/completions", "method": "GET", "body": {}}, "GET"),
         ({"custom_id": "a", "url": "/v1/completions", "body": []}, "body must be an object"),
     ],
@@ -107,7 +107,7 @@ def openai(number: int, **changes: Any) -> dict[str, Any]:
         ([openai(0, custom_id=None)], ["missing_required_parameter"]),
         ([{"prompt": "a"}], ["missing_required_parameter"]),
         ([openai(0, url=URLS[1])], ["mismatched_url"]),
-        ([openai(0, url="/v1/embeddings")], ["invalid_url"]),
+        ([openai(0, url="/v1/moderations")], ["invalid_url"]),
         ([b"{", openai(1, body={"stream": True})], ["invalid_json_line", "invalid_body"]),
     ],
 )

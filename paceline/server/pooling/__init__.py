@@ -1,0 +1,1 @@
+"""The endpoints that give vectors: embeddings, scores, ranks and classes."""
