@@ -21,6 +21,7 @@ from paceline.core.speculation.guess import NO_GUESS, Drafter, Guess
 from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
+from paceline.core.speculation.row_price import RowPrice
 from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.speculation.tally import Tally
 from paceline.core.step.builder import StepBuilder
@@ -46,6 +47,8 @@ _TRY: Final = 32
 # steps with guesses before which it is not known what they cost: where one request runs, all others
 # have one row, and rows cannot be told from the fixed part of a step
 _UNPRICED: Final = 16
+# rows and guesses of such a step at most
+_MOST_UNPRICED: Final = 16
 # share of tokens guessed from which on the next step is planned when the last one's are known: what
 # follows tokens that are not known cannot be guessed, and planning meanwhile saves less than that
 _WORTH_WAITING: Final = 0.1
@@ -70,6 +73,7 @@ class Drafts:
         self._tally = tally
         self._make = make
         self._acceptance = Acceptance()
+        self._row_price = RowPrice()
         self._waiting = state.waiting
         self._running = state.running
         self._forks = state.forks
@@ -131,6 +135,9 @@ class Drafts:
         Args:
             requests: of the rows of the step.
         """
+        guessed = sum(len(draft.token_ids) for draft in plan.drafts)
+        if plan.num_tokens == len(plan.rows) + guessed and result.elapsed > 0.0:
+            self._row_price.observe(plan.num_tokens, result.elapsed)
         for index, token_ids, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             right = max(0, len(sampled) - 1)
@@ -197,24 +204,26 @@ class Drafts:
         paces = self._paces(requests)
         if not model.ready and any(request.targets.aims for request in requests):
             return None
-        seconds, each_row = 0.0, 0.0
-        if model.ready:
-            seconds, each_row = model.predict(step.shape), model.row_seconds(0)
+        seconds = model.predict(step.shape) if model.ready else 0.0
         behind = {index for index, pace in paces.items() if seconds > pace}
         longest = self._longest(requests)
         known = model.ready and self._num_lengthened >= _UNPRICED
         self._num_steps += 1
         tries = self._num_steps % _TRY == 0
         # of one request alone nobody else pays for what is gained
-        price = each_row * (_MARGIN if len(requests) > 1 else 1.0)
+        margin = _MARGIN if len(requests) > 1 else 1.0
         counts, expected, tokens = [0] * len(requests), [1.0] * len(requests), float(len(requests))
+        most = step.budget if known else min(step.budget, _MOST_UNPRICED - len(requests))
         closed: set[int] = set()
         likely = _by_likelihood(requests, guesses)
         likely.sort(key=lambda entry: entry[1] not in behind)
         for survival, index in likely:
-            if index in closed or sum(counts) >= step.budget:
+            if index in closed or sum(counts) >= most:
                 continue
-            worth = survival * seconds > tokens * price if known else survival >= _LIKELY
+            seconds_now, each_row = self._price(len(requests) + sum(counts), seconds)
+            worth = survival >= _LIKELY
+            if known:
+                worth = survival * seconds_now > tokens * each_row * margin
             worth = worth or (index in behind and seconds > paces[index] * expected[index])
             if not worth:
                 worth, tries = tries and survival >= _LIKELY, False
@@ -236,6 +245,15 @@ class Drafts:
             counts[index] += 1
             tokens += survival
         return counts if any(counts) else None
+
+    def _price(self, num_rows: int, seconds: float) -> tuple[float, float]:
+        """Seconds of a step of so many rows, and those that one more adds.
+
+        Args:
+            seconds: of the step as it is, by the model of all steps; 0: it knows nothing yet.
+        """
+        found = self._row_price.of(num_rows)
+        return found or (seconds, self._step_time.row_seconds(0) if seconds else 0.0)
 
     def _paces(self, requests: Sequence[Request]) -> dict[int, float]:
         """Seconds for each token of the rows whose requests aim at a mean time between tokens."""
