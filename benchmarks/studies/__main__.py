@@ -26,6 +26,7 @@ NAMES = (
     "preemption",
     "coalescing",
     "disaggregation",
+    "speculation",
 )
 
 

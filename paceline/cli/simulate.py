@@ -113,6 +113,14 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="N",
         help="what callers ask for where outputs end by themselves; default: what they will get",
     )
+    group.add_argument(
+        "--acceptance",
+        type=_chances,
+        default=(),
+        metavar="P[,P...]",
+        help="how often a guessed token is right, those before it in the row being right: as many "
+        "are guessed at most, as --speculative-config says (default: none)",
+    )
     parser.add_argument("--seed", type=bounded_int(0), default=0, metavar="N", help="default 0")
     parser.add_argument(
         "--jobs", type=bounded_int(1), default=1, metavar="N", help="simulations at once"
@@ -210,6 +218,10 @@ def run(args: argparse.Namespace) -> int:
             f"{result.entry['max_model_len']} tokens, prompt and output (--max-model-len)"
         )
     return 0
+
+
+def _chances(text: str) -> tuple[float, ...]:
+    return tuple(bounded_float(0.0, 1.0)(part) for part in text.split(","))
 
 
 def _speedup(text: str) -> float:
@@ -422,6 +434,7 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
         cache=replace(config.cache, **_of(CacheConfig, given)),
         pipeline_depth=given.get("pipeline_depth", config.pipeline_depth),
         max_tokens=args.max_tokens,
+        acceptance=args.acceptance,
     )
 
 

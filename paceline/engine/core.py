@@ -25,6 +25,7 @@ from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats
+from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.engine.timeline.tap import TimelineTap
 
@@ -43,6 +44,7 @@ class EngineCore:
         recorder: told of every request and step; owned from here on.
         timeline: told the same, for those who watch; None: nobody can.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
+        drafter: see ``Scheduler``.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class EngineCore:
         recorder: Recorder | None = None,
         timeline: TimelineTap | None = None,
         matchers: MatcherSource | None = None,
+        drafter: DrafterMaker | None = None,
     ) -> None:
         info = backend.info
         if cache.block_size != info.block_size or cache.num_blocks > info.num_blocks:
@@ -75,7 +78,7 @@ class EngineCore:
                 raise ConfigError(f"the backend {info.name} cannot apply grammars")
             backend.constrain(matchers)
         self.matchers = matchers
-        self.scheduler = Scheduler(scheduler, cache)
+        self.scheduler = Scheduler(scheduler, cache, drafter=drafter)
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock

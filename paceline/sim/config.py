@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
+from paceline.sim.speculation import check_acceptance
 
 __all__ = ["Delays", "ReplicaConfig"]
 
@@ -37,9 +40,23 @@ class ReplicaConfig:
     # what callers ask for where outputs end by themselves; None: exactly what they will get, so
     # that policies know it
     max_tokens: int | None = None
+    # how often a guessed token is right by its place in the row, those before it being right, and
+    # so many are guessed at most; (): none are, whatever the engine's settings say
+    acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {self.pipeline_depth}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        check_acceptance(self.acceptance)
+
+    @property
+    def scheduling(self) -> SchedulerConfig:
+        """The scheduler's settings, with guesses where it is said how often they are right."""
+        config: Mapping[str, Any] | None = None
+        if self.acceptance:
+            config = self.scheduler.speculative_config or {"method": "auto"}
+        if config == self.scheduler.speculative_config:
+            return self.scheduler
+        return replace(self.scheduler, speculative_config=config)

@@ -36,7 +36,10 @@ class DecisionLog:
             for entry in plan.new_requests
         ]
         rows = [tuple(row) for row in plan.rows]
-        moved = (plan.block_copies, plan.swaps, plan.released)
+        moved: tuple[object, ...] = (plan.block_copies, plan.swaps, plan.released)
+        # who guesses, and how much: which tokens these are a simulation does not know
+        drafts = [(draft.row, len(draft.token_ids)) for draft in plan.drafts]
+        moved = (*moved, drafts) if drafts else moved
         decided = (plan.step_id, f"{now:.6f}", rows, new, moved, plan.num_tokens)
         self._hash.update(repr(decided).encode())
 

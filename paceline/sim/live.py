@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-from paceline.backends.null import NullBackend
+from paceline.backends.null import NullBackend, expected_tokens
 from paceline.backends.simulated import SimulatedBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.request import Request
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.process.loop import EngineLoop
@@ -21,6 +22,7 @@ from paceline.sim.arrival import Arrival
 from paceline.sim.decisions import DecisionLog
 from paceline.sim.prompts import VOCABULARY, PromptMaker
 from paceline.sim.replica import ReplicaConfig, slo_of
+from paceline.sim.speculation import drafter_maker
 from paceline.sim.step_times.base import StepTimes
 
 __all__ = ["run_live"]
@@ -109,6 +111,13 @@ class _Logged(SimulatedBackend):
         return super().execute(plan)
 
 
+def _truth(request: Request, known: int, count: int) -> Sequence[int]:
+    """What the null backend says next."""
+    prompt = request.asked.prompt_token_ids
+    made = known - request.num_prompt_tokens
+    return expected_tokens(prompt, made + count, VOCABULARY)[made:]
+
+
 def run_live(
     workload: Iterable[Arrival],
     config: ReplicaConfig,
@@ -135,10 +144,11 @@ def run_live(
     )
     core = EngineCore(
         backend,
-        config.scheduler,
+        config.scheduling,
         config.cache,
         pipeline_depth=config.pipeline_depth,
         clock=clock,
+        drafter=drafter_maker(config.acceptance, _truth) if config.acceptance else None,
     )
     inbox = _Inbox(clock, workload, config, prefix_block)
 

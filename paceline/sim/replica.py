@@ -21,7 +21,7 @@ This module does not know other replicas, or where arrivals come from.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -32,7 +32,7 @@ from paceline.core.errors import (
     RequestError,
 )
 from paceline.core.memory.kv_cache import blocks_for
-from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
@@ -40,6 +40,7 @@ from paceline.core.slo import NO_SLO, Slo
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker
+from paceline.sim.speculation import drafter_maker
 from paceline.sim.step_times.base import StepTimes
 
 __all__ = ["Delays", "Job", "Replica", "ReplicaConfig", "slo_of"]
@@ -98,7 +99,8 @@ class Replica:
     ) -> None:
         self.index = index
         self.config = config
-        self.scheduler = Scheduler(config.scheduler, config.cache)
+        drafter = drafter_maker(config.acceptance, _truth) if config.acceptance else None
+        self.scheduler = Scheduler(config.scheduling, config.cache, drafter=drafter)
         self._times = step_times
         self._prompts = prompts
         self._on_end = on_end
@@ -141,7 +143,7 @@ class Replica:
         messages, plans. Sets ``due``."""
         steps = self._steps
         if steps and steps[0].end <= now:
-            if self._depth == 2 and len(steps) == 1:
+            if self._depth == 2 and len(steps) == 1 and not self.scheduler.awaits_tokens:
                 # what happened while it ran, as far as it matters: the next one was planned
                 self._feed(max(self._looked_at, min(self.scheduler.plan_at, steps[0].end)), 2)
             self._finish_step(steps.popleft())
@@ -178,7 +180,7 @@ class Replica:
                 break
             self._add(inbox.popleft(), now)
         if scheduler.has_unfinished or steps:
-            while len(steps) < depth:
+            while len(steps) < depth and not (steps and scheduler.awaits_tokens):
                 plan = scheduler.schedule(now)
                 if not plan.rows:
                     break
@@ -242,6 +244,11 @@ class Replica:
 
     def _sample(self, plan: SchedulerOutput) -> tuple[tuple[int, ...], ...]:
         """What the step samples, row by row."""
+        if plan.drafts:
+            guessed = {draft.row: draft.token_ids for draft in plan.drafts}
+            return tuple(
+                self._verify(row, guessed.get(index, ())) for index, row in enumerate(plan.rows)
+            )
         if self.config.max_tokens is None:
             rows = plan.rows
             if rows[-1].samples and all(map(_SAMPLES, rows)):
@@ -252,13 +259,26 @@ class Replica:
             if not samples:
                 sampled.append(())
                 continue
-            job = self._jobs.get(request_id)
-            ends = (
-                job is None
-                or start + num_tokens - job.arrival.prompt_tokens >= job.output_tokens - 1
-            )
-            sampled.append((_END,) if ends else _TOKEN)
+            sampled.append((_END,) if self._ends(request_id, start + num_tokens) else _TOKEN)
         return tuple(sampled)
+
+    def _ends(self, request_id: str, length: int) -> bool:
+        """Whether the token behind so many is the last."""
+        job = self._jobs.get(request_id)
+        return job is None or length - job.arrival.prompt_tokens >= job.output_tokens - 1
+
+    def _verify(self, row: ScheduledRow, guesses: Sequence[int]) -> tuple[int, ...]:
+        """What a row samples, one token and one more for each guess that is right."""
+        if not row.samples:
+            return ()
+        drawn: list[int] = []
+        known = row.start + row.num_tokens - len(guesses)
+        for place in range(len(guesses) + 1):
+            ends = self.config.max_tokens is not None and self._ends(row.request_id, known + place)
+            drawn.append(_END if ends else _TOKEN[0])
+            if place == len(guesses) or guesses[place] != drawn[place]:
+                break
+        return tuple(drawn)
 
     def _finish_step(self, step: _Step) -> None:
         now = step.end
@@ -298,6 +318,11 @@ class Replica:
             refused,
             reason,
         )
+
+
+def _truth(request: Request, known: int, count: int) -> Sequence[int]:
+    """What a simulated request says next, its end apart."""
+    return _TOKEN * count
 
 
 def slo_of(arrival: Arrival) -> Slo:

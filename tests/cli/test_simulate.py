@@ -79,6 +79,8 @@ MIXED = (
     "synthetic:rate=30,prompt=lognormal(200,1),output=lognormal(60,1),n=80,"
     "classes=chat(1,priority=1)+night(1)+batch(2)"
 )
+# guesses are made where nobody waits
+SPARSE = "synthetic:rate=0.5,prompt=lognormal(200,1),output=lognormal(60,1),n=30"
 # ten tokens a step, and nobody with 30 ms a token has time for one more
 STEEP = ("--step-times", "fixed:0.02,0.001")
 SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swap-space", "1GiB")
@@ -106,6 +108,12 @@ SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swa
         (MIXED, ("--max-num-seqs", "4"), ("--best-effort-delay", "0")),
         (MIXED, (), ("--best-effort-step-ms", "500")),
         (MIXED, (), ("--background-share", "0")),
+        (SPARSE, (), ("--acceptance", "0.9,0.8")),
+        (
+            SPARSE,
+            ("--acceptance", "0.9,0.8"),
+            ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 1}'),
+        ),
         (WORKLOAD, SWAPS, ("--preemption", "recompute")),
         (WORKLOAD, SWAPS, ("--swap-space", "1MiB")),
         (WORKLOAD, SWAPS, ("--kv-bandwidth", "0.01")),
@@ -122,6 +130,29 @@ def test_flags_of_the_scheduler_change_the_outcome(
     (plain,) = runs(capsys, *base)
     (other,) = runs(capsys, *base, *flags)
     assert (other["e2e"], other["ttft"]) != (plain["e2e"], plain["ttft"])
+
+
+@pytest.mark.parametrize("ending", [(), ("--max-tokens", "2000")])
+def test_guesses_save_time_and_change_no_count(
+    capsys: pytest.CaptureFixture[str], ending: tuple[str, ...]
+) -> None:
+    few = ("simulate", "--workload", SPARSE, "--step-times", "fixed:0.02,0.0001", *ending)
+    plain, wrong, right = (
+        runs(capsys, *few, *flags)[0]
+        for flags in ((), ("--acceptance", "0"), ("--acceptance", "0.95,0.9,0.9"))
+    )
+    assert plain["output_tokens"] == wrong["output_tokens"] == right["output_tokens"]
+    assert right["tpot"]["mean"] < 0.7 * plain["tpot"]["mean"]
+    assert wrong["tpot"]["mean"] < 1.05 * plain["tpot"]["mean"]
+
+
+@pytest.mark.parametrize("value", ["1.5", "0.5,-1", "x"])
+def test_chances_are_chances(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*FIXED, "--acceptance", value])
+    assert "--acceptance" in capsys.readouterr().err
+    assert main([*FIXED, "--acceptance", ",".join(["0.5"] * 33)]) == 2
+    assert "up to 32 chances" in capsys.readouterr().err
 
 
 def test_it_has_every_flag_of_a_server_that_changes_what_is_decided() -> None:

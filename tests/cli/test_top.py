@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import os
@@ -75,6 +76,24 @@ def test_a_frame_is_of_the_time_in_between() -> None:
     # nothing was observed, and that is not zero
     assert frame.ttft.p50 is None and frame.prefix_cache_hit_rate is None
     assert frame.cost_per_million_tokens is None
+
+
+def test_guesses_by_who_made_them() -> None:
+    def counted(at: float, ngram: tuple[int, int], prediction: tuple[int, int]) -> Scrape:
+        lines = [
+            f'paceline:spec_decode_{kind}_tokens_total{{source="{source}"}} {counts[place]}'
+            for source, counts in (("ngram", ngram), ("prediction", prediction))
+            for place, kind in enumerate(("draft", "accepted"))
+        ]
+        return scrape(at, *lines)
+
+    frame = make_frame(counted(1.0, (10, 5), (8, 8)), counted(3.0, (50, 35), (8, 8)))
+    # nothing is told of a source that did not guess meanwhile
+    assert frame.guesses_per_s == {"ngram": 20.0}
+    assert frame.guesses_accepted == {"ngram": 0.75}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(frame, "http://x"))
+    assert "ngram 20/s, right 75%" in console.export_text()
 
 
 def test_a_restarted_server_counts_from_zero() -> None:

@@ -88,6 +88,37 @@ def test_identical_decisions_where_blocks_are_moved_to_host_memory_and_back(dept
     assert (moved.log.num_plans, moved.log.digest()) == (live.num_plans, live.digest())
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [400, 16], ids=["roomy", "starved"])
+@pytest.mark.parametrize("policy", ["fcfs", "deadline"])
+def test_identical_decisions_where_tokens_are_guessed(
+    policy: str, num_blocks: int, depth: int
+) -> None:
+    settings = replace(config(policy, num_blocks, depth=depth), acceptance=(0.9, 0.8, 0.7, 0.6))
+    # few enough at a time for guesses
+    settings = replace(settings, scheduler=replace(settings.scheduler, max_num_seqs=4))
+    live = run_live(bursty(COUNT), settings, TIMES, prefix_block=32)
+    guessed = Guessed()
+    simulator = Simulator(
+        Pool.single(settings, TIMES), lambda _: None, prefix_block=32, on_plan=guessed
+    )
+    simulator.run(bursty(COUNT))
+    assert guessed.num_guesses > 50
+    assert (guessed.log.num_plans, guessed.log.digest()) == (live.num_plans, live.digest())
+
+
+class Guessed:
+    """Decisions, and guesses in them."""
+
+    def __init__(self) -> None:
+        self.log = DecisionLog()
+        self.num_guesses = 0
+
+    def __call__(self, _: int, plan: SchedulerOutput, now: float, start: float, end: float) -> None:
+        self.log.add(plan, now)
+        self.num_guesses += sum(len(draft.token_ids) for draft in plan.drafts)
+
+
 class Moved:
     """Decisions, and blocks that they move."""
 

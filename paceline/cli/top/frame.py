@@ -84,6 +84,9 @@ class Frame:
     # seconds of a step on average, measured and as predicted
     step_seconds: float | None
     predicted_step_seconds: float | None
+    # guessed tokens verified a second, and the share of them that were right, by who guessed
+    guesses_per_s: Mapping[str, float]
+    guesses_accepted: Mapping[str, float]
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     requests_per_s: float
@@ -126,6 +129,9 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     host = after.by("paceline:kv_host_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
     waited = grew_by("paceline:queue_held_seconds_total", "reason")
+    verified = grew_by("paceline:spec_decode_draft_tokens_total", "source")
+    guesses = {source: count for source, count in verified.items() if count > 0}
+    right = grew_by("paceline:spec_decode_accepted_tokens_total", "source")
     # the engine counts at its steps, so what a reading has may be of more time than was between two
     held_time = max(seconds, sum(waited.values()))
     return Frame(
@@ -144,6 +150,8 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         decode_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
         step_seconds=_ratio(actual, steps) if actual else None,
         predicted_step_seconds=_ratio(predicted, steps) if predicted else None,
+        guesses_per_s={source: count / seconds for source, count in guesses.items()},
+        guesses_accepted={source: right.get(source, 0.0) / n for source, n in guesses.items()},
         prompt_tokens_per_s=grew("vllm:prompt_tokens_total") / seconds,
         output_tokens_per_s=grew("vllm:generation_tokens_total") / seconds,
         requests_per_s=grew("vllm:e2e_request_latency_seconds_count") / seconds,

@@ -93,6 +93,14 @@ def _batch(frame: Frame) -> RenderableType:
         f"prefill tokens {_plain(frame.prefill_tokens_per_step)}",
         f"decode tokens {_plain(frame.decode_tokens_per_step)}",
     )
+    if frame.guesses_per_s:
+        row(
+            "guesses",
+            *(
+                f"{source} {count:.0f}/s, right {_percent(frame.guesses_accepted[source])}"
+                for source, count in frame.guesses_per_s.items()
+            ),
+        )
     row(
         "p50 / p99",
         f"TTFT {_pair(frame.ttft)}",

@@ -21,6 +21,7 @@ from paceline.core.speculation.guess import NO_GUESS, Drafter, Guess
 from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
+from paceline.core.speculation.row_price import RowPrice
 from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.speculation.tally import Tally
 from paceline.core.step.builder import StepBuilder
@@ -37,12 +38,17 @@ _LIKELY: Final = 0.3
 # a guess that is less likely is never verified: what little it brings may not cover what it costs
 # besides the step's time
 _UNLIKELY: Final = 0.1
+# where others run, what a guess brings must be so many times what its time would bring otherwise:
+# they pay for it, and some would be slower for little
+_MARGIN: Final = 1.25
 # one step in so many tries a guess that likely whatever it is thought to cost, or it would not be
 # known any more
 _TRY: Final = 32
 # steps with guesses before which it is not known what they cost: where one request runs, all others
 # have one row, and rows cannot be told from the fixed part of a step
 _UNPRICED: Final = 16
+# rows and guesses of such a step at most
+_MOST_UNPRICED: Final = 16
 # share of tokens guessed from which on the next step is planned when the last one's are known: what
 # follows tokens that are not known cannot be guessed, and planning meanwhile saves less than that
 _WORTH_WAITING: Final = 0.1
@@ -67,6 +73,7 @@ class Drafts:
         self._tally = tally
         self._make = make
         self._acceptance = Acceptance()
+        self._row_price = RowPrice()
         self._waiting = state.waiting
         self._running = state.running
         self._forks = state.forks
@@ -128,6 +135,9 @@ class Drafts:
         Args:
             requests: of the rows of the step.
         """
+        guessed = sum(len(draft.token_ids) for draft in plan.drafts)
+        if plan.num_tokens == len(plan.rows) + guessed and result.elapsed > 0.0:
+            self._row_price.observe(plan.num_tokens, result.elapsed)
         for index, token_ids, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             right = max(0, len(sampled) - 1)
@@ -184,38 +194,85 @@ class Drafts:
     def _choose(self, step: StepBuilder, guesses: list[Guess]) -> list[int] | None:
         """How many guesses of each row are worth it; None: of none.
 
-        They are taken by falling likelihood, so first guesses of a row come before later ones, and
-        the first that does not bring more tokens in its time than the step does without it ends
-        the choice.
+        They are taken by falling likelihood, so first guesses of a row come before later ones, for
+        as long as one brings more tokens in its time than the step does without it. Requests for
+        whose pace a plain step takes too long come first, and get some until they keep it. Those
+        that keep theirs do not lose it to guesses: a row of several tokens may take several times
+        as long as one.
         """
         model, requests = self._step_time, step.requests
-        longest = self._longest(requests)
-        if not model.ready and longest < math.inf:
+        paces = self._paces(requests)
+        if not model.ready and any(request.targets.aims for request in requests):
             return None
-        seconds, each_row = 0.0, 0.0
-        if model.ready:
-            seconds, each_row = model.predict(step.shape), model.row_seconds(0)
+        seconds = model.predict(step.shape) if model.ready else 0.0
+        behind = {index for index, pace in paces.items() if seconds > pace}
+        longest = self._longest(requests)
         known = model.ready and self._num_lengthened >= _UNPRICED
         self._num_steps += 1
         tries = self._num_steps % _TRY == 0
-        counts, tokens = [0] * len(requests), float(len(requests))
-        for survival, index in _by_likelihood(requests, guesses)[: max(0, step.budget)]:
-            worth = survival * seconds > tokens * each_row if known else survival >= _LIKELY
+        # of one request alone nobody else pays for what is gained
+        margin = _MARGIN if len(requests) > 1 else 1.0
+        counts, expected, tokens = [0] * len(requests), [1.0] * len(requests), float(len(requests))
+        most = step.budget if known else min(step.budget, _MOST_UNPRICED - len(requests))
+        closed: set[int] = set()
+        likely = _by_likelihood(requests, guesses)
+        likely.sort(key=lambda entry: entry[1] not in behind)
+        for survival, index in likely:
+            if index in closed or sum(counts) >= most:
+                continue
+            seconds_now, each_row = self._price(len(requests) + sum(counts), seconds)
+            worth = survival >= _LIKELY
+            if known:
+                worth = survival * seconds_now > tokens * each_row * margin
+            worth = worth or (index in behind and seconds > paces[index] * expected[index])
             if not worth:
                 worth, tries = tries and survival >= _LIKELY, False
+            brought = expected[index] + survival
+            if (
+                not worth
+                or survival < _UNLIKELY
+                or seconds + each_row > longest
+                or any(
+                    seconds + each_row > pace * (brought if each == index else expected[each])
+                    for each, pace in paces.items()
+                    if each not in behind
+                )
+            ):
+                closed.add(index)
+                continue
             seconds += each_row
-            if not worth or survival < _UNLIKELY or seconds > longest:
-                break
+            expected[index] = brought
             counts[index] += 1
             tokens += survival
         return counts if any(counts) else None
 
+    def _price(self, num_rows: int, seconds: float) -> tuple[float, float]:
+        """Seconds of a step of so many rows, and those that one more adds.
+
+        Args:
+            seconds: of the step as it is, by the model of all steps; 0: it knows nothing yet.
+        """
+        found = self._row_price.of(num_rows)
+        return found or (seconds, self._step_time.row_seconds(0) if seconds else 0.0)
+
+    def _paces(self, requests: Sequence[Request]) -> dict[int, float]:
+        """Seconds for each token of the rows whose requests aim at a mean time between tokens."""
+        late = self._late()
+        return {
+            index: request.targets.tpot / late
+            for index, request in enumerate(requests)
+            if request.targets.tpot is not None
+        }
+
     def _longest(self, requests: Sequence[Request]) -> float:
-        """Seconds that a step may take for the tightest of the requests' paces."""
-        targets = [r.targets.tpot for r in requests if r.targets.tpot is not None]
-        if not targets:
-            return math.inf
-        return min(targets) / max(1.0, self._step_time.quantile(LATE_QUANTILE))
+        """Seconds of a step after which one of the requests has too long a gap."""
+        gaps = [r.targets.itl for r in requests if r.targets.itl is not None]
+        return min(gaps) / self._late() if gaps else math.inf
+
+    def _late(self) -> float:
+        """Nearly all steps take less than so many times what is predicted."""
+        ready = self._step_time.ready
+        return max(1.0, self._step_time.quantile(LATE_QUANTILE)) if ready else 1.0
 
     def _lengthen(self, step: StepBuilder, index: int, count: int) -> int:
         """Give a row blocks for up to ``count`` guesses, and return for how many. None makes

@@ -248,19 +248,48 @@ def _seconds(shape: StepShape) -> float:
     return 1.0 + 0.1 * (shape.narrow_rows + shape.wide_tokens)
 
 
-def test_a_target_that_guesses_would_break_keeps_them_out() -> None:
-    def steps(tpot: float) -> int:
-        driver = _driver(_knowing(), policy="deadline", seconds=_seconds)
-        driver.add(make_request("warm", PROMPT, 60))
-        driver.run()
-        before = len(_drafted(driver))
-        driver.add(make_request("a", (9, 9, 1), 30, arrival=driver.now, slo=Slo(tpot=tpot)))
-        driver.run()
-        assert driver.tokens["a"] == expected_tokens((9, 9, 1), 30, VOCAB)
-        return len(_drafted(driver)) - before
+@pytest.mark.parametrize(
+    ("slo", "guessed"),
+    # a plain step of two rows takes 1.2
+    [(Slo(tpot=10.0), True), (Slo(tpot=1.25), False), (Slo(itl=1.25), False), (Slo(itl=2.0), True)],
+)
+def test_a_target_of_another_that_guesses_would_break_keeps_them_out(
+    slo: Slo, guessed: bool
+) -> None:
+    driver = _driver(_knowing(), policy="deadline", seconds=_seconds)
+    driver.add(make_request("warm", PROMPT, 60))
+    driver.run()
+    before = len(_drafted(driver))
+    driver.add(make_request("a", (9, 9, 1), 30, arrival=driver.now))
+    other = make_request("b", (8, 1, 7), 40, arrival=driver.now, slo=slo)
+    driver.add(ask(other, max_draft_tokens=0))
+    driver.run()
+    assert driver.tokens["a"] == expected_tokens((9, 9, 1), 30, VOCAB)
+    assert (len(_drafted(driver)) > before) is guessed
 
-    assert steps(10.0) > 0
-    assert steps(1.11) == 0
+
+def test_a_pace_that_no_plain_step_keeps_is_kept_by_guesses() -> None:
+    # a guess costs more than it brings to two requests, so that none is made for the sake of speed
+    def seconds(shape: StepShape) -> float:
+        return 0.4 + shape.narrow_rows + shape.wide_tokens
+
+    def pace(slo: Slo) -> float:
+        driver = _driver(_knowing(), policy="deadline", seconds=seconds, pace_admission=False)
+        driver.add(make_request("warm", PROMPT, 120))
+        driver.run()
+        other = make_request("b", (8, 1, 7), 90, arrival=driver.now)
+        driver.add(ask(other, max_draft_tokens=0))
+        driver.step()
+        before = len(driver.plans)
+        driver.add(make_request("a", (9, 9, 1), 60, arrival=driver.now, slo=slo))
+        while "a" not in driver.finished:
+            driver.step()
+        assert driver.tokens["a"] == expected_tokens((9, 9, 1), 60, VOCAB)
+        return sum(0.4 + plan.num_tokens for plan in driver.plans[before + 1 :]) / 59
+
+    # 2.4 a token without guesses
+    assert pace(Slo(tpot=5.0)) > 2.3
+    assert pace(Slo(tpot=2.0)) < 2.0
 
 
 def test_costly_guesses_are_not_verified() -> None:

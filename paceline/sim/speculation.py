@@ -1,0 +1,60 @@
+"""Guesses in a simulation: how many are right is an input, not a result.
+
+A simulated text has no words to guess from. So a drafter that knows what will come spoils its
+guesses: the one in place ``i`` is right with the ``i``-th of the given chances, those before it
+being right. What is spoilt follows from the request, its length and the place alone, so a live
+engine over the null backend that is given the same drafter decides alike.
+
+This module does not know schedules, or how tokens are verified.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from paceline.core.errors import ConfigError
+from paceline.core.request import Request
+from paceline.core.speculation.guess import Guess
+from paceline.core.speculation.settings import MOST_TOKENS
+from paceline.core.step.drafts import DrafterMaker
+
+__all__ = ["Truth", "check_acceptance", "drafter_maker"]
+
+# (request, known tokens, count) -> the next ``count`` tokens, or fewer
+Truth = Callable[[Request, int, int], Sequence[int]]
+
+_CHANCES: Final = 2**32
+
+
+class _Drafter:
+    def __init__(self, acceptance: Sequence[float], request: Request, truth: Truth) -> None:
+        self._acceptance = acceptance
+        self._request = request
+        self._truth = truth
+
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+        known = len(tokens)
+        guesses = list(self._truth(self._request, known, min(count, len(self._acceptance))))
+        for place in range(len(guesses)):
+            name = f"{self._request.request_id} {known} {place}"
+            if zlib.crc32(name.encode()) >= self._acceptance[place] * _CHANCES:
+                # a wrong one; what follows it does not matter
+                guesses[place] += 2
+                break
+        return Guess(guesses, 1)
+
+
+def drafter_maker(acceptance: Sequence[float], truth: Truth) -> DrafterMaker:
+    """A maker for ``Scheduler``."""
+    return lambda request: _Drafter(acceptance, request, truth)
+
+
+def check_acceptance(acceptance: Sequence[float]) -> None:
+    """Raises ConfigError unless these are chances, of no more guesses than there may be."""
+    if len(acceptance) > MOST_TOKENS or not all(0.0 <= chance <= 1.0 for chance in acceptance):
+        raise ConfigError(
+            f"acceptance must be up to {MOST_TOKENS} chances from 0 to 1, one for each guess of a "
+            f"row, got {', '.join(f'{chance:g}' for chance in acceptance[:40])}"
+        )
