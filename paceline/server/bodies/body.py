@@ -33,6 +33,7 @@ __all__ = [
     "IGNORED",
     "REFUSED",
     "SERVED",
+    "UNHEEDED",
     "Body",
     "Field",
     "OtherName",
@@ -47,6 +48,8 @@ _log = logging.getLogger("paceline.server")
 SERVED: Final = "served"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
+# what a check makes of a value that the caller is told to have no effect
+UNHEEDED: Final = object()
 _NO_EFFECT: Final = bounded(ANYTHING, "accepted, without effect")
 _LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _MAX_UNKNOWN: Final = 16
@@ -111,7 +114,7 @@ class Body:
         lenient: unknown names are nobody's business, only logged.
     """
 
-    # names that nothing reads, shortened, 16 at most
+    # names without effect: of known fields, and those that nothing reads, shortened, 16 at most
     ignored_fields: tuple[str, ...]
 
     _fields: ClassVar[Mapping[str, Field[Any]]] = {}
@@ -166,17 +169,21 @@ class Body:
         found.update(cls._defaults)
         known: Collection[str] = values
         unknown: list[str] = []
+        unheeded: list[str] = []
         if not fields.keys() >= values.keys():
             unknown = [name for name in values if name not in fields]
             known = fields.keys() & values.keys()
         for name in sorted(known, key=cls._order.__getitem__):
             value = values[name]
             if value is not None:
-                found[name] = fields[name].check(value, name, rules)
+                found[name] = value = fields[name].check(value, name, rules)
+                if value is UNHEEDED:
+                    unheeded.append(name)
         for name, says in cls._missing.items():
             if found[name] is None:
                 raise InvalidRequestError(f"{name} {says}", name)
-        found["ignored_fields"] = cls._noted(unknown, rules) if unknown else ()
+        noted = cls._noted(unknown, rules) if unknown else ()
+        found["ignored_fields"] = (*unheeded, *noted) if unheeded else noted
         return body
 
     def passed(self) -> dict[str, Any]:

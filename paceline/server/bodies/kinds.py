@@ -24,7 +24,7 @@ from paceline.http.fields import (
     show,
 )
 from paceline.server.bodies import schemas
-from paceline.server.bodies.body import IGNORED, REFUSED, Body, Field, schema_of
+from paceline.server.bodies.body import IGNORED, REFUSED, UNHEEDED, Body, Field, schema_of
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 
@@ -50,6 +50,7 @@ __all__ = [
     "string",
     "token_ids",
     "token_schema",
+    "unheeded",
     "whole",
 ]
 
@@ -237,9 +238,28 @@ def nested(
     return Field(check, made, None, note)
 
 
-def ignored(*, note: str = "") -> Field[Any]:
-    """Accepted for compatibility: it describes the caller, not the answer."""
-    return Field(lambda value, _name, _rules: value, lambda _: {}, None, note, IGNORED)
+def ignored(*, unless: tuple[Any, ...] | None = None, note: str = "") -> Field[Any]:
+    """Accepted for compatibility: it describes the caller, not the answer.
+
+    Args:
+        unless: the values that change nothing anywhere; others are treated as unknown names are.
+    """
+
+    def check(value: Any, name: str, rules: RequestRules) -> Any:
+        return value if unless is None or value in unless else unheeded(value, name, rules)
+
+    return Field(check, lambda _: {}, None, note, IGNORED)
+
+
+def unheeded(value: Any, name: str, rules: RequestRules) -> object:
+    """Raises InvalidRequestError where a field must not be without effect."""
+    if rules.strict_fields:
+        raise InvalidRequestError(
+            f"{name}={show(value)} has no effect here; this server was started with "
+            "--strict-fields",
+            name,
+        )
+    return UNHEEDED
 
 
 def refused(

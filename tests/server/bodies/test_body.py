@@ -40,6 +40,7 @@ from paceline.server.bodies.protocol import (
 )
 from paceline.server.openapi.requests import shared_schemas
 from paceline.server.other_apis.anthropic import MessagesBody, parse_messages_api
+from paceline.server.other_apis.llama_request import LlamaBody, parse_llama_completion
 from paceline.server.other_apis.ollama_request import (
     OllamaChatBody,
     OllamaGenerateBody,
@@ -47,6 +48,7 @@ from paceline.server.other_apis.ollama_request import (
     parse_ollama_generate,
 )
 from paceline.server.other_apis.responses_request import ResponsesBody, parse_responses
+from paceline.server.other_apis.token_generate import TokenGenerateBody, parse_token_generate
 from tests.server.test_api_doc import MESSAGES, RULES, api_tables
 
 STRICT = RequestRules(
@@ -206,6 +208,8 @@ BODIES: dict[type[Body], Any] = {
     ),
     OllamaChatBody: lambda body: parse_ollama_chat({"messages": MESSAGES} | body, RULES),
     OllamaGenerateBody: lambda body: parse_ollama_generate({"prompt": "x"} | body, RULES),
+    LlamaBody: lambda body: parse_llama_completion({"prompt": "x"} | body, RULES),
+    TokenGenerateBody: lambda body: parse_token_generate({"token_ids": [1]} | body, RULES),
     MessagesBody: lambda body: parse_messages_api(
         {"messages": MESSAGES, "max_tokens": 3} | body, RULES
     ),
@@ -270,7 +274,7 @@ def test_what_is_served_is_acted_on(body: type[Body], monkeypatch: pytest.Monkey
         for status in (SERVED, IGNORED, REFUSED)
     }
     if "passed" in asked:
-        asked |= set(body._passes)
+        asked |= set(body._passes) & by_status[SERVED]
     # looked at when they are read, or before
     elsewhere = {"model", "user", "safety_identifier"}
     if body is MessagesBody:
