@@ -146,13 +146,13 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
     async def file_list(request: Request) -> Response:
         page = _page(request, "files", ("purpose", "order"))
-        purpose, order = page.get("purpose"), page.get("order") or "desc"
+        purpose, order = page["purpose"], page["order"]
         if purpose is not None and purpose not in _PURPOSES_LISTED:
             raise InvalidRequestError(
                 f"purpose must be one of {', '.join(_PURPOSES_LISTED)}, got {show(purpose)}",
                 "purpose",
             )
-        if order not in ("asc", "desc"):
+        if order not in (None, "asc", "desc"):
             raise InvalidRequestError(f"order must be asc or desc, got {show(order)}", "order")
         files, more = await batches.call(
             BatchStore.files,
@@ -160,7 +160,7 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
             purpose=purpose,
             after=page["after"],
             limit=page["limit"],
-            newest_first=order == "desc",
+            newest_first=order != "asc",
         )
         return _listed([file.json() for file in files], more)
 
