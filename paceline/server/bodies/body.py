@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
 
@@ -38,7 +38,6 @@ __all__ = [
     "Field",
     "OtherName",
     "fields_of",
-    "note_unknown",
     "other_names_of",
     "schema_of",
 ]
@@ -195,11 +194,20 @@ class Body:
     def _noted(cls, names: list[str], rules: RequestRules) -> tuple[str, ...]:
         """Unknown names, shortened. Raises InvalidRequestError where they are refused."""
         shown = tuple(show(name) for name in names[:_MAX_UNKNOWN])
-        if cls._refuses_unknown:
-            says = cls._refuses_unknown.replace("{names}", ", ".join(shown))
+        # a misspelt field looks like this
+        _log.debug("unknown_fields names=%s", ",".join(shown))
+        says = cls._refuses_unknown.replace("{names}", ", ".join(shown))
+        if not says and rules.strict_fields and not cls._lenient:
+            told = ", ".join(f"{name}{cls._meant(name)}" for name in shown)
+            says = f"unknown fields: {told}; this server was started with --strict-fields"
+        if says:
             raise InvalidRequestError(says, shown[0].strip("'"))
-        note_unknown(shown, cls._fields, strict=rules.strict_fields and not cls._lenient)
         return shown
+
+    @classmethod
+    def _meant(cls, name: str) -> str:
+        close = difflib.get_close_matches(name.strip("'"), cls._fields, 1)
+        return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def schema_of(body: type[Body], rules: RequestRules) -> Schema:
@@ -221,23 +229,6 @@ def other_names_of(body: type[Body]) -> Mapping[str, OtherName]:
     return body._others
 
 
-def note_unknown(names: Sequence[str], known: Collection[str], *, strict: bool) -> None:
-    """Log names that nothing reads, of which a misspelt field is one.
-
-    Raises:
-        InvalidRequestError: there are some, and the server is ``strict``.
-    """
-    if not names:
-        return
-    _log.debug("unknown_fields names=%s", ",".join(names))
-    if strict:
-        told = ", ".join(f"{name}{_meant(name, known)}" for name in names)
-        raise InvalidRequestError(
-            f"unknown fields: {told}; this server was started with --strict-fields",
-            names[0].strip("'"),
-        )
-
-
 def _passed(field: Field[Any]) -> Field[Any]:
     return replace(field, check=lambda value, _name, _rules: value, default=None, missing="")
 
@@ -257,8 +248,3 @@ def _translated(values: Mapping[str, Any], others: Mapping[str, OtherName]) -> d
             )
         made[other.ours] = value if other.key is None else {other.key: value}
     return made
-
-
-def _meant(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name.strip("'"), known, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -159,6 +159,25 @@ def test_unknown_names_are_told_refused_or_left_alone_by_the_class() -> None:
     assert "additionalProperties" not in schema_of(Everything, RULES)
 
 
+@pytest.mark.parametrize(
+    ("body", "given", "param"),
+    [
+        (ResponsesBody, {"input": "x", "odd": 1}, "odd"),
+        (MessagesBody, {"messages": MESSAGES, "max_tokens": 1, "odd": 1}, "odd"),
+        (OllamaChatBody, {"odd": 1}, "odd"),
+        (OllamaChatBody, {"options": {"odd": 1}}, "options.odd"),
+        (OllamaChatBody, {"options": {"num_predict": -3}}, "options.num_predict"),
+        (TokenGenerateBody, {"token_ids": [1], "odd": 1}, "odd"),
+    ],
+)
+def test_a_name_that_is_refused_is_the_faults_param(
+    body: type[Body], given: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as told:
+        body.read(given, RULES)
+    assert told.value.param == param
+
+
 def test_another_servers_name_is_ours() -> None:
     assert read(count=2).n == 2
     assert read(count=-1, n=3).n == 3
