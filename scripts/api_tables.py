@@ -15,51 +15,26 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.server.batches.routes import BatchBody
 from paceline.server.bodies.body import (
     IGNORED,
     REFUSED,
     SERVED,
-    Body,
     Field,
     fields_of,
     other_names_of,
 )
 from paceline.server.bodies.generation import ChatBody, CompletionBody
-from paceline.server.bodies.tokenizing import (
-    DetokenizeBody,
-    TokenizeMessagesBody,
-    TokenizePromptBody,
-)
-from paceline.server.other_apis.anthropic import MessagesBody
-from paceline.server.other_apis.llama_info import ContentBody
-from paceline.server.other_apis.ollama_request import OllamaChatBody, OllamaGenerateBody
-from paceline.server.other_apis.responses_request import ResponsesBody
-from paceline.server.pooling.bodies import (
-    ClassifyBody,
-    EmbeddingsBody,
-    PoolingBody,
-    RerankBody,
-    ScoreBody,
-)
+from paceline.server.openapi.requests import BODIES
 
 _CHAT: Final = "/v1/chat/completions"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
-# what is read at a path; several are alternatives
-BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
-    _CHAT: (ChatBody,),
-    "/v1/completions": (CompletionBody,),
-    "/v1/responses": (ResponsesBody,),
-    "/v1/messages": (MessagesBody,),
-    "/api/chat": (OllamaChatBody,),
-    "/api/generate": (OllamaGenerateBody,),
-    "/tokenize": (ContentBody, TokenizePromptBody, TokenizeMessagesBody),
-    "/detokenize": (DetokenizeBody,),
-    "/v1/embeddings": (EmbeddingsBody,),
-    "/rerank": (RerankBody,),
-    "/score": (ScoreBody,),
-    "/classify": (ClassifyBody,),
-    "/pooling": (PoolingBody,),
-}
+# whose sections have tables
+PATHS: Final = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+    "/inference/v1/generate", "/api/chat", "/api/generate", "/completion", "/v1/batches",
+    "/tokenize", "/detokenize", "/v1/embeddings", "/rerank", "/score", "/classify", "/pooling",
+)  # fmt: skip
 _AS_IN_CHAT: Final = "as in chat"
 _OTHER_NAMES: Final = "Other servers' names"
 _TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -68,7 +43,7 @@ _TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 def fields_at(path: str) -> Mapping[str, Field[Any]]:
     """What may be in a body there, served where any of the alternatives serves it."""
     found: dict[str, Field[Any]] = {}
-    for body in BODIES[path]:
+    for body in (BODIES | {"/v1/batches": (BatchBody,)})[path]:
         for name, field in fields_of(body).items():
             if name not in found or found[name].status == REFUSED:
                 found[name] = field
@@ -112,7 +87,7 @@ def other_names() -> str:
 def page_of(text: str) -> str:
     """The page with its tables made anew."""
     for title, table in {
-        **{f"`{path}`": table_of(path, fields_at(path)) for path in BODIES},
+        **{f"`{path}`": table_of(path, fields_at(path)) for path in PATHS},
         _OTHER_NAMES: other_names(),
     }.items():
         head, heading, rest = text.partition(f"\n## {title}\n")

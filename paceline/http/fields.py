@@ -1,13 +1,11 @@
-"""Reading a JSON object field by field, each with its type and range.
+"""JSON objects that callers send, and checks of what is in them, each of a type and a range.
 
-JSON null counts as absent, as in vLLM's optional fields. Booleans are not numbers, strings are not
-integers, and a float is an integer nowhere. Every fault is an InvalidRequestError that names the
-field and shows the value.
+Booleans are not numbers, strings are not integers, and a float is an integer nowhere. Every fault
+is an InvalidRequestError that names the field and shows the value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, Final
 
 import msgspec
@@ -15,7 +13,17 @@ import msgspec
 from paceline.core.errors import InvalidRequestError
 from paceline.http.bounds import check_json_depth
 
-__all__ = ["Fields", "decode_object", "show"]
+__all__ = [
+    "check_array",
+    "check_boolean",
+    "check_integer",
+    "check_number",
+    "check_object",
+    "check_string",
+    "check_token_ids",
+    "decode_object",
+    "show",
+]
 
 # containers inside containers; the deepest sensible tool schema is well below
 _MAX_DEPTH: Final = 64
@@ -53,58 +61,6 @@ def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")
     check_json_depth(value, _MAX_DEPTH, what)
     return value
-
-
-class Fields:
-    """One JSON object being read; remembers what was asked for."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-        self._asked: set[str] = set()
-
-    def raw(self, name: str) -> Any:
-        """The value as it came, None when absent or null."""
-        self._asked.add(name)
-        return self._values.get(name)
-
-    @property
-    def asked(self) -> Collection[str]:
-        """Names that were asked for."""
-        return self._asked
-
-    def unknown(self) -> list[str]:
-        """Names nobody asked for, shortened for a log."""
-        return [show(name) for name in self._values if name not in self._asked][:16]
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.raw(name)
-        return None if value is None else check_integer(value, name, low, high)
-
-    def number(self, name: str) -> float | None:
-        """Any finite number; whoever uses it checks the range."""
-        value = self.raw(name)
-        return None if value is None else check_number(value, name)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.raw(name)
-        return default if value is None else check_boolean(value, name)
-
-    def string(self, name: str, low: int = 0, high: int | None = None) -> str | None:
-        """A string of ``low`` to ``high`` characters."""
-        value = self.raw(name)
-        return None if value is None else check_string(value, name, low, high)
-
-    def object(self, name: str) -> dict[str, Any] | None:
-        value = self.raw(name)
-        return None if value is None else check_object(value, name)
-
-    def array(self, name: str) -> list[Any] | None:
-        value = self.raw(name)
-        return None if value is None else check_array(value, name)
-
-    def token_ids(self, name: str, vocab_size: int) -> list[int] | None:
-        value = self.array(name)
-        return None if value is None else check_token_ids(value, name, vocab_size)
 
 
 def check_integer(value: object, name: str, low: int, high: int) -> int:

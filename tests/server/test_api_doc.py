@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.http import fields as fields_module
-from paceline.server.batches.answering import URLS
-from paceline.server.batches.routes import REFUSED as BATCH_REFUSED
-from paceline.server.batches.routes import parse_batch
 from paceline.server.bodies.protocol import RequestRules
 from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.other_apis import llama_request
-from paceline.server.other_apis.token_generate import parse_token_generate
 from paceline.server.unserved_routes import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
@@ -58,49 +51,6 @@ def documented(title: str) -> dict[str, set[str]]:
             assert names and not found[cells[1]] & set(names), line
             found[cells[1]] |= set(names)
     return found
-
-
-def asked(parse: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names that parsing a body looks for at its top level."""
-    made: list[Any] = []
-    original = fields_module.Fields.__init__
-
-    def spy(self: Any, values: dict[str, Any]) -> None:
-        original(self, values)
-        made.append(self)
-
-    monkeypatch.setattr(fields_module.Fields, "__init__", spy)
-    parse()
-    names: set[str] = made[0]._asked
-    return names
-
-
-CASES: dict[str, tuple[Callable[[], Any], set[str], set[str]]] = {
-    "/completion": (
-        lambda: llama_request.parse_llama_completion({"prompt": "x"}, RULES),
-        {*llama_request.NO_EFFECT, *llama_request.OF_UNSERVED},
-        {*llama_request.REFUSED, *llama_request.METHODS},
-    ),
-    "/v1/batches": (
-        lambda: parse_batch({"input_file_id": "x", "endpoint": URLS[0], "completion_window": "1h"}),
-        set(),
-        set(BATCH_REFUSED),
-    ),
-    "/inference/v1/generate": (
-        lambda: parse_token_generate({"token_ids": [1]}, RULES),
-        set(),
-        set(),
-    ),
-}
-
-
-@pytest.mark.parametrize("path", CASES)
-def test_every_field_is_in_its_table(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parse, ignored, refused = CASES[path]
-    told = documented(f"`{path}`")
-    assert told["refused"] == refused
-    assert told["ignored"] == ignored
-    assert told["served"] == asked(parse, monkeypatch) - ignored - refused
 
 
 async def test_every_endpoint_is_in_the_table(app: FastAPI) -> None:

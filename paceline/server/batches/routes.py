@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
 from fastapi import APIRouter
@@ -14,18 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from paceline.core.errors import InvalidRequestError
-from paceline.http.fields import Fields, show
+from paceline.http.fields import check_object, check_string, show
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import BatchStore
 from paceline.server.batches.upload import PURPOSES, upload_file
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body, schema_of
+from paceline.server.bodies.kinds import described, needed, refused, string
+from paceline.server.bodies.rules import RequestRules
 from paceline.server.exchange import principal_of, read_object
-from paceline.server.openai.routes import JSON_BODY
 from paceline.server.responding import answering, encoded
 from paceline.server.service import Service
 
-__all__ = ["REFUSED", "batch_router", "parse_batch"]
+__all__ = ["BatchBody", "batch_router"]
 
 _PIECE: Final = 256 * 2**10
 _MAX_PAGE: Final = {"files": 10_000, "batches": 100}
@@ -35,8 +37,8 @@ _WINDOW: Final = re.compile(r"([1-9]\d{0,6})([smhd])")
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _MAX_WINDOW: Final = 30 * 86_400
 _MAX_METADATA: Final = 16
-# fields of a batch that exist elsewhere
-REFUSED: Final = ("output_expires_after",)
+_ENDPOINTS: Final = f"must be one of {', '.join(URLS)}"
+_WINDOWS: Final = "must be a time such as 24h, 90m or 2d, 30 days at most"
 
 _FORM_BODY: Final = {
     "requestBody": {
@@ -57,74 +59,76 @@ _FORM_BODY: Final = {
 }
 
 
+def _json_body(schema: schemas.Schema) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def _query(kind: str, **more: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a list, as ``_page`` reads them."""
     limit = {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE[kind], "default": _PAGE[kind]}
-    schemas = {"after": {"type": "string"}, "limit": limit, **more}
+    told = {"after": {"type": "string"}, "limit": limit, **more}
     return {
         "parameters": [
-            {"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()
+            {"name": name, "in": "query", "schema": schema} for name, schema in told.items()
         ]
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRequest:
-    """The body of ``POST /v1/batches``."""
-
-    input_file_id: str
-    endpoint: str
-    # as it came, and in seconds
-    window: str
-    seconds: int
-    metadata: dict[str, str] | None
+def _endpoint(value: Any, name: str, _: RequestRules) -> str:
+    if check_string(value, name, 1, 256) not in URLS:
+        raise InvalidRequestError(f"{name} {_ENDPOINTS}, got {show(value)}", name)
+    return str(value)
 
 
-def parse_batch(body: dict[str, Any]) -> BatchRequest:
-    """Raises InvalidRequestError."""
-    fields = Fields(body)
-    input_file_id = fields.string("input_file_id", 1, 256)
-    if input_file_id is None:
-        raise InvalidRequestError("input_file_id is missing", "input_file_id")
-    endpoint = fields.string("endpoint", 1, 256)
-    if endpoint not in URLS:
-        raise InvalidRequestError(
-            f"endpoint must be one of {', '.join(URLS)}, got {show(endpoint)}", "endpoint"
-        )
-    window = fields.string("completion_window", 1, 16)
-    match = _WINDOW.fullmatch(window or "")
+def _window(value: Any, name: str, _: RequestRules) -> tuple[str, int]:
+    """As it came, and in seconds."""
+    match = _WINDOW.fullmatch(check_string(value, name, 1, 16))
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
-    if window is None or not 0 < seconds <= _MAX_WINDOW:
-        raise InvalidRequestError(
-            "completion_window must be a time such as 24h, 90m or 2d, 30 days at most, got "
-            f"{show(window)}",
-            "completion_window",
-        )
-    metadata = fields.object("metadata")
-    if metadata is not None and (
-        len(metadata) > _MAX_METADATA
-        or not all(
-            len(name) <= 64 and isinstance(value, str) and len(value) <= 512
-            for name, value in metadata.items()
-        )
+    if not 0 < seconds <= _MAX_WINDOW:
+        raise InvalidRequestError(f"{name} {_WINDOWS}, got {show(value)}", name)
+    return value, seconds
+
+
+def _metadata(value: Any, name: str, _: RequestRules) -> dict[str, str]:
+    metadata = check_object(value, name)
+    if len(metadata) > _MAX_METADATA or not all(
+        len(key) <= 64 and isinstance(text, str) and len(text) <= 512
+        for key, text in metadata.items()
     ):
         raise InvalidRequestError(
-            f"metadata has up to {_MAX_METADATA} strings of up to 512 characters, under names of "
+            f"{name} has up to {_MAX_METADATA} strings of up to 512 characters, under names of "
             "up to 64",
-            "metadata",
+            name,
         )
-    for name in REFUSED:
-        if fields.raw(name) is not None:
-            raise InvalidRequestError(f"{name} is not served yet: files are kept", name)
-    unknown = fields.unknown()
-    if unknown:
-        raise InvalidRequestError(f"{', '.join(unknown)}: unknown here", unknown[0].strip("'"))
-    return BatchRequest(
-        input_file_id=input_file_id,
-        endpoint=endpoint,
-        window=window,
-        seconds=seconds,
-        metadata=metadata,
+    return metadata
+
+
+class BatchBody(Body, refuses_unknown="{names}: unknown here"):
+    """``POST /v1/batches``."""
+
+    input_file_id = needed(string(1, 256))
+    endpoint = needed(
+        described(_endpoint, schemas.string(*URLS)),
+        f"{_ENDPOINTS}, got None",
+        note="chat, completions, responses, generate",
+    )
+    completion_window = needed(
+        described(_window, {"type": "string", "pattern": f"^{_WINDOW.pattern}$"}),
+        f"{_WINDOWS}, got None",
+        note="`24h`, or any time up to 30 days: `90m`, `2d`",
+    )
+    metadata = described(
+        _metadata,
+        {
+            "type": "object",
+            "maxProperties": _MAX_METADATA,
+            "propertyNames": {"maxLength": 64},
+            "additionalProperties": schemas.string(high=512),
+        },
+    )
+    output_expires_after = refused(
+        " is not served yet: files are kept", (), note="files are kept until they are deleted"
     )
 
 
@@ -142,13 +146,13 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
     async def file_list(request: Request) -> Response:
         page = _page(request, "files", ("purpose", "order"))
-        purpose, order = page.get("purpose"), page.get("order") or "desc"
+        purpose, order = page["purpose"], page["order"]
         if purpose is not None and purpose not in _PURPOSES_LISTED:
             raise InvalidRequestError(
                 f"purpose must be one of {', '.join(_PURPOSES_LISTED)}, got {show(purpose)}",
                 "purpose",
             )
-        if order not in ("asc", "desc"):
+        if order not in (None, "asc", "desc"):
             raise InvalidRequestError(f"order must be asc or desc, got {show(order)}", "order")
         files, more = await batches.call(
             BatchStore.files,
@@ -156,7 +160,7 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
             purpose=purpose,
             after=page["after"],
             limit=page["limit"],
-            newest_first=order == "desc",
+            newest_first=order != "asc",
         )
         return _listed([file.json() for file in files], more)
 
@@ -184,14 +188,15 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
     async def batch_create(request: Request) -> Response:
         service.refuse_if_draining()
-        asked = parse_batch(await read_object(request, service.config))
+        asked = BatchBody.read(await read_object(request, service.config), service.rules)
+        window, seconds = asked.completion_window
         batch = await batches.call(
             BatchStore.create_batch,
             owner=principal_of(request),
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
-            window=asked.window,
-            seconds=asked.seconds,
+            window=window,
+            seconds=seconds,
             metadata=asked.metadata,
             now=batches.clock(),
         )
@@ -233,7 +238,7 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
         ("/v1/files/{file_id}", file_get, "GET", None),
         ("/v1/files/{file_id}", file_delete, "DELETE", None),
         ("/v1/files/{file_id}/content", file_content, "GET", None),
-        ("/v1/batches", batch_create, "POST", JSON_BODY),
+        ("/v1/batches", batch_create, "POST", _json_body(schema_of(BatchBody, service.rules))),
         ("/v1/batches", batch_list, "GET", _query("batches")),
         ("/v1/batches/{batch_id}", batch_get, "GET", None),
         ("/v1/batches/{batch_id}/cancel", batch_cancel, "POST", None),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
 
@@ -33,11 +33,11 @@ __all__ = [
     "IGNORED",
     "REFUSED",
     "SERVED",
+    "UNHEEDED",
     "Body",
     "Field",
     "OtherName",
     "fields_of",
-    "note_unknown",
     "other_names_of",
     "schema_of",
 ]
@@ -47,6 +47,8 @@ _log = logging.getLogger("paceline.server")
 SERVED: Final = "served"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
+# what a check makes of a value that the caller is told to have no effect
+UNHEEDED: Final = object()
 _NO_EFFECT: Final = bounded(ANYTHING, "accepted, without effect")
 _LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _MAX_UNKNOWN: Final = 16
@@ -111,7 +113,7 @@ class Body:
         lenient: unknown names are nobody's business, only logged.
     """
 
-    # names that nothing reads, shortened, 16 at most
+    # names without effect: of known fields, and those that nothing reads, shortened, 16 at most
     ignored_fields: tuple[str, ...]
 
     _fields: ClassVar[Mapping[str, Field[Any]]] = {}
@@ -166,17 +168,21 @@ class Body:
         found.update(cls._defaults)
         known: Collection[str] = values
         unknown: list[str] = []
+        unheeded: list[str] = []
         if not fields.keys() >= values.keys():
             unknown = [name for name in values if name not in fields]
             known = fields.keys() & values.keys()
         for name in sorted(known, key=cls._order.__getitem__):
             value = values[name]
             if value is not None:
-                found[name] = fields[name].check(value, name, rules)
+                found[name] = value = fields[name].check(value, name, rules)
+                if value is UNHEEDED:
+                    unheeded.append(name)
         for name, says in cls._missing.items():
             if found[name] is None:
                 raise InvalidRequestError(f"{name} {says}", name)
-        found["ignored_fields"] = cls._noted(unknown, rules) if unknown else ()
+        noted = cls._noted(unknown, rules) if unknown else ()
+        found["ignored_fields"] = (*unheeded, *noted) if unheeded else noted
         return body
 
     def passed(self) -> dict[str, Any]:
@@ -188,11 +194,20 @@ class Body:
     def _noted(cls, names: list[str], rules: RequestRules) -> tuple[str, ...]:
         """Unknown names, shortened. Raises InvalidRequestError where they are refused."""
         shown = tuple(show(name) for name in names[:_MAX_UNKNOWN])
-        if cls._refuses_unknown:
-            says = cls._refuses_unknown.replace("{names}", ", ".join(shown))
+        # a misspelt field looks like this
+        _log.debug("unknown_fields names=%s", ",".join(shown))
+        says = cls._refuses_unknown.replace("{names}", ", ".join(shown))
+        if not says and rules.strict_fields and not cls._lenient:
+            told = ", ".join(f"{name}{cls._meant(name)}" for name in shown)
+            says = f"unknown fields: {told}; this server was started with --strict-fields"
+        if says:
             raise InvalidRequestError(says, shown[0].strip("'"))
-        note_unknown(shown, cls._fields, strict=rules.strict_fields and not cls._lenient)
         return shown
+
+    @classmethod
+    def _meant(cls, name: str) -> str:
+        close = difflib.get_close_matches(name.strip("'"), cls._fields, 1)
+        return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def schema_of(body: type[Body], rules: RequestRules) -> Schema:
@@ -214,23 +229,6 @@ def other_names_of(body: type[Body]) -> Mapping[str, OtherName]:
     return body._others
 
 
-def note_unknown(names: Sequence[str], known: Collection[str], *, strict: bool) -> None:
-    """Log names that nothing reads, of which a misspelt field is one.
-
-    Raises:
-        InvalidRequestError: there are some, and the server is ``strict``.
-    """
-    if not names:
-        return
-    _log.debug("unknown_fields names=%s", ",".join(names))
-    if strict:
-        told = ", ".join(f"{name}{_meant(name, known)}" for name in names)
-        raise InvalidRequestError(
-            f"unknown fields: {told}; this server was started with --strict-fields",
-            names[0].strip("'"),
-        )
-
-
 def _passed(field: Field[Any]) -> Field[Any]:
     return replace(field, check=lambda value, _name, _rules: value, default=None, missing="")
 
@@ -250,8 +248,3 @@ def _translated(values: Mapping[str, Any], others: Mapping[str, OtherName]) -> d
             )
         made[other.ours] = value if other.key is None else {other.key: value}
     return made
-
-
-def _meant(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name.strip("'"), known, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

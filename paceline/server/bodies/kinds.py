@@ -24,7 +24,7 @@ from paceline.http.fields import (
     show,
 )
 from paceline.server.bodies import schemas
-from paceline.server.bodies.body import IGNORED, REFUSED, Body, Field, schema_of
+from paceline.server.bodies.body import IGNORED, REFUSED, UNHEEDED, Body, Field, schema_of
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 
@@ -50,6 +50,7 @@ __all__ = [
     "string",
     "token_ids",
     "token_schema",
+    "unheeded",
     "whole",
 ]
 
@@ -58,13 +59,14 @@ INT64: Final = 2**63
 # a number, or where the server's rules have it
 Bound = int | Callable[[RequestRules], int]
 SchemaMaker = Callable[[RequestRules], Schema]
+Shape = Schema | SchemaMaker
 # values that ask for nothing
 NOTHING: Final[tuple[Any, ...]] = (False, [], {}, "")
 
 T = TypeVar("T")
 
 
-def _maker(schema: Schema | SchemaMaker) -> SchemaMaker:
+def _maker(schema: Shape) -> SchemaMaker:
     return schema if callable(schema) else lambda _: schema
 
 
@@ -73,10 +75,7 @@ def _bound(bound: Bound) -> Callable[[RequestRules], int]:
 
 
 def described(
-    check: Callable[[Any, str, RequestRules], T],
-    schema: Schema | SchemaMaker,
-    *,
-    note: str = "",
+    check: Callable[[Any, str, RequestRules], T], schema: Shape, *, note: str = ""
 ) -> Field[T | None]:
     """Of a kind of its own."""
     return Field(check, _maker(schema), None, note)
@@ -90,7 +89,7 @@ def needed(
     return cast("Field[T]", replace(field, missing=says, note=note))
 
 
-def anything(schema: Schema | SchemaMaker, *, note: str = "") -> Field[Any]:
+def anything(schema: Shape, *, note: str = "") -> Field[Any]:
     """As it came; whoever acts on it looks at it."""
     return Field(lambda value, _name, _rules: value, _maker(schema), None, note)
 
@@ -107,24 +106,14 @@ def boolean(default: bool | None = False, *, note: str = "") -> Field[Any]:
 
 @overload
 def integer(
-    low: int,
-    high: Bound,
-    default: int,
-    *,
-    note: str = "",
-    schema: Schema | SchemaMaker | None = None,
+    low: int, high: Bound, default: int, *, note: str = "", schema: Shape | None = None
 ) -> Field[int]: ...
 @overload
 def integer(
-    low: int, high: Bound, *, note: str = "", schema: Schema | SchemaMaker | None = None
+    low: int, high: Bound, *, note: str = "", schema: Shape | None = None
 ) -> Field[int | None]: ...
 def integer(
-    low: int,
-    high: Bound,
-    default: int | None = None,
-    *,
-    note: str = "",
-    schema: Schema | SchemaMaker | None = None,
+    low: int, high: Bound, default: Any = None, *, note: str = "", schema: Shape | None = None
 ) -> Field[Any]:
     most = _bound(high)
     return Field(
@@ -180,14 +169,12 @@ def choice(*values: str, default: str | None = None, note: str = "") -> Field[An
     return Field(check, lambda _: schemas.string(*values), default, note)
 
 
-def mapping(
-    schema: Schema | SchemaMaker = schemas.OBJECT, *, note: str = ""
-) -> Field[dict[str, Any] | None]:
+def mapping(schema: Shape = schemas.OBJECT, *, note: str = "") -> Field[dict[str, Any] | None]:
     """An object, whatever is in it."""
     return described(lambda value, name, _: check_object(value, name), schema, note=note)
 
 
-def array(schema: Schema | SchemaMaker, *, note: str = "") -> Field[list[Any] | None]:
+def array(schema: Shape, *, note: str = "") -> Field[list[Any] | None]:
     """A list, whatever is in it; ``schema`` is the list's."""
     return described(lambda value, name, _: check_array(value, name), schema, note=note)
 
@@ -215,11 +202,7 @@ _B = TypeVar("_B", bound=Body)
 
 
 def nested(
-    body: type[_B],
-    schema: Schema | SchemaMaker | None = None,
-    *,
-    note: str = "",
-    prefixed: bool = True,
+    body: type[_B], schema: Shape | None = None, *, note: str = "", prefixed: bool = True
 ) -> Field[_B | None]:
     """An object with fields of its own; faults name them behind the object's name, if ``prefixed``,
     and else alone."""
@@ -237,9 +220,28 @@ def nested(
     return Field(check, made, None, note)
 
 
-def ignored(*, note: str = "") -> Field[Any]:
-    """Accepted for compatibility: it describes the caller, not the answer."""
-    return Field(lambda value, _name, _rules: value, lambda _: {}, None, note, IGNORED)
+def ignored(*, unless: tuple[Any, ...] | None = None, note: str = "") -> Field[Any]:
+    """Accepted for compatibility: it describes the caller, not the answer.
+
+    Args:
+        unless: the values that change nothing anywhere; others are treated as unknown names are.
+    """
+
+    def check(value: Any, name: str, rules: RequestRules) -> Any:
+        return value if unless is None or value in unless else unheeded(value, name, rules)
+
+    return Field(check, lambda _: {}, None, note, IGNORED)
+
+
+def unheeded(value: Any, name: str, rules: RequestRules) -> object:
+    """Raises InvalidRequestError where a field must not be without effect."""
+    if rules.strict_fields:
+        raise InvalidRequestError(
+            f"{name}={show(value)} has no effect here; this server was started with "
+            "--strict-fields",
+            name,
+        )
+    return UNHEEDED
 
 
 def refused(

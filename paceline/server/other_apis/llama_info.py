@@ -9,24 +9,34 @@ from typing import Any, Final, NamedTuple
 import paceline
 from paceline.core.errors import InvalidRequestError
 from paceline.engine.protocol import Tokenizer
-from paceline.http.fields import Fields, check_string, show
+from paceline.http.fields import check_string, show
+from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body
 from paceline.server.bodies.generation import TemplateBody
-from paceline.server.bodies.kinds import MODEL, boolean, described, needed, token_schema
+from paceline.server.bodies.kinds import (
+    MODEL,
+    array,
+    boolean,
+    described,
+    needed,
+    string,
+    token_schema,
+)
 from paceline.server.bodies.protocol import (
     RequestRules,
     parse_completion,
     parse_template_options,
 )
-from paceline.server.bodies.schemas import STRING, Schema, array
+from paceline.server.bodies.schemas import Schema
 from paceline.server.other_apis.llama import NO_SLOT, generation_settings
-from paceline.server.other_apis.llama_request import Part, parse_parts
+from paceline.server.other_apis.llama_request import Part, parse_parts, part_schema
 from paceline.server.service import Service
 from paceline.server.under_way import Entry
 
 __all__ = [
     "ContentBody",
     "FimTokens",
+    "InfillBody",
     "fim_tokens",
     "infill_prompt",
     "properties",
@@ -46,6 +56,7 @@ _FIM: Final = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>", "", ""),
 )
 _MAX_FILES: Final = 256
+_FILE: Final = schemas.record({"text": schemas.STRING}, {"filename": schemas.STRING})
 
 
 class FimTokens(NamedTuple):
@@ -80,6 +91,15 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
     return None
 
 
+class InfillBody(Body, lenient=True):
+    """What ``/infill`` takes beyond the fields of ``/completion``."""
+
+    input_prefix = needed(string())
+    input_suffix = needed(string())
+    input_extra = array(schemas.array(_FILE))
+    prompt = described(parse_parts, part_schema, note="the beginning of what goes between")
+
+
 def infill_prompt(
     body: dict[str, Any], rules: RequestRules, fim: FimTokens | None, model: str
 ) -> dict[str, Any]:
@@ -88,14 +108,8 @@ def infill_prompt(
     Raises:
         InvalidRequestError: the model cannot do it, or fields are not what they should be.
     """
-    fields = Fields(body)
-    before = fields.string("input_prefix")
-    after = fields.string("input_suffix")
-    extra = fields.array("input_extra") or []
-    prompt = parse_parts(fields.raw("prompt") or "", "prompt", rules)
-    if before is None or after is None:
-        missing = "input_prefix" if before is None else "input_suffix"
-        raise InvalidRequestError(f"{missing} is missing", missing)
+    asked = InfillBody.read(body, rules)
+    extra = asked.input_extra or []
     if fim is None:
         raise InvalidRequestError(
             f"the model {model} has no tokens for filling in the middle of a text; models made for "
@@ -115,7 +129,8 @@ def infill_prompt(
         parts += [fim.file, "filename\n"]
     else:
         parts += [text for _, text in map(_file, extra)]
-    parts += [fim.prefix, before, fim.suffix, after, fim.middle, *prompt]
+    parts += [fim.prefix, asked.input_prefix, fim.suffix, asked.input_suffix, fim.middle]
+    parts += asked.prompt or ("",)
     kept = {name: value for name, value in body.items() if not name.startswith("input_")}
     return kept | {"prompt": parts}
 
@@ -205,7 +220,8 @@ async def template_applied(service: Service, body: dict[str, Any]) -> dict[str, 
 
 
 def _content_schema(rules: RequestRules) -> Schema:
-    return {"anyOf": [STRING, array({"anyOf": [STRING, token_schema(rules)]})]}
+    part = {"anyOf": [schemas.STRING, token_schema(rules)]}
+    return {"anyOf": [schemas.STRING, schemas.array(part)]}
 
 
 class ContentBody(Body, lenient=True):

@@ -7,34 +7,47 @@ not. What nothing here can heed is named in the answer's header, as unknown fiel
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.http.fields import (
-    Fields,
+    check_array,
     check_integer,
     check_number,
     check_string,
     check_token_ids,
     show,
 )
-from paceline.server.bodies.body import note_unknown
-from paceline.server.bodies.kinds import INT32
+from paceline.server.bodies import schemas
+from paceline.server.bodies.body import Body, Field
+from paceline.server.bodies.generation import CompletionBody
+from paceline.server.bodies.kinds import (
+    INT32,
+    anything,
+    boolean,
+    described,
+    ignored,
+    integer,
+    needed,
+    refused,
+    string,
+    token_schema,
+    unheeded,
+)
 from paceline.server.bodies.protocol import GenerationOptions, RequestRules, parse_completion
-from paceline.server.bodies.sampling_fields import or_else
+from paceline.server.bodies.schemas import Schema
 
 __all__ = [
-    "METHODS",
-    "NO_EFFECT",
-    "OF_UNSERVED",
-    "REFUSED",
     "SAMPLERS",
+    "LlamaBody",
     "LlamaRequest",
     "Part",
     "parse_llama_completion",
     "parse_parts",
+    "part_schema",
 ]
 
 # a text or a token id of a prompt
@@ -58,49 +71,231 @@ _NEUTRAL: Final[dict[str, dict[str, float]]] = {
 }
 # those whose order makes no difference: each keeps the likeliest, whatever their scale
 _COMMUTE: Final = ({"temperature", "top_k"}, {"min_p", "top_k"})
-# understood by ``parse_completion``
-_PASSED: Final = (
-    "model", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty",
-    "frequency_penalty", "ignore_eos", "json_schema", "grammar", "stream", "slo", "priority",
-    "cache_salt",
-)  # fmt: skip
-# refused by it, where a value asks for them
-METHODS: Final = (
-    "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "typical_p", "tfs_z",
-    "top_n_sigma",
-)  # fmt: skip
-# values that ask for none of it, and what it would be
-REFUSED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "post_sampling_probs": (
-        (False,),
-        "probabilities after sampling; without it, n_probs tells those of the raw logits",
-    ),
-    "n_indent": ((0,), "a least indentation"),
-    "min_keep": ((0, 1), "a least number of candidates"),
-    "grammar_lazy": ((False,), "a grammar that begins later"),
-    "grammar_triggers": (([],), "a grammar that begins later"),
-    "lora": (([],), "adapters"),
-}
-# by name: the values that change nothing anywhere. There are no slots (the prefix cache is
-# everybody's) and nothing is shifted out of a full context; others are told in the header
-NO_EFFECT: Final[dict[str, tuple[Any, ...]]] = {
-    "id_slot": (-1,),
-    "n_keep": (0,),
-    "n_discard": (0,),
-    "n_cache_reuse": (0,),
-    "return_progress": (False,),
-    "sse_ping_interval": (),
-}
-# of methods that are refused where they are asked for
-OF_UNSERVED: Final = (
-    "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "dry_sequence_breakers", "xtc_threshold", "mirostat_tau", "mirostat_eta",
-)  # fmt: skip
 # how its clients write a random seed
 _RANDOM: Final = (-1, 2**32 - 1)
 _NEVER: Final = -1e6
 _MAX_BIAS_CHARS: Final = 1024
 _MAX_FIELDS: Final = 64
+
+
+def parse_parts(value: Any, name: str, rules: RequestRules) -> tuple[Part, ...]:
+    """One prompt: a text, or ids and texts that follow each other."""
+    if type(value) is dict:
+        if value.get("multimodal_data"):
+            raise InvalidRequestError(f"{name}: this model reads text alone", name)
+        value = value.get("prompt_string")
+    if type(value) is str:
+        return (value,)
+    if type(value) is not list:
+        raise InvalidRequestError(
+            f"{name} must be a string, or a list of strings and token ids, got {show(value)}", name
+        )
+    check_token_ids([part for part in value if type(part) is not str], name, rules.vocab_size)
+    return tuple(value)
+
+
+def _prompts(
+    value: Any, name: str, rules: RequestRules
+) -> tuple[tuple[tuple[Part, ...], ...], bool]:
+    """The prompts, and whether they came as a list of them."""
+    # ids and texts in one list are one prompt, and so are ids alone
+    is_list = type(value) is list and not any(type(part) is int for part in value)
+    if not is_list:
+        return (parse_parts(value, name, rules),), False
+    if not 1 <= len(value) <= rules.max_prompts:
+        raise InvalidRequestError(
+            f"{name} holds {len(value)} prompts; 1 to {rules.max_prompts} in one request", name
+        )
+    return tuple(parse_parts(part, name, rules) for part in value), True
+
+
+def _stop(value: Any, _name: str, _rules: RequestRules) -> Any:
+    """Without the empty strings that some clients send; the rest is looked at elsewhere."""
+    if type(value) is list and len(value) <= _MAX_FIELDS:
+        return [text for text in value if text != ""]
+    return None if value == "" else value
+
+
+def _biases(
+    value: Any, name: str, rules: RequestRules
+) -> tuple[dict[int, float], tuple[tuple[str, float], ...]]:
+    """By id, and by text."""
+    pairs: list[Any] = []
+    if type(value) is dict:
+        pairs = [[int(k) if k.isdecimal() and len(k) < 11 else k, v] for k, v in value.items()]
+    elif type(value) is list:
+        pairs = value
+    else:
+        raise InvalidRequestError(f"{name} must be a list or an object, got {show(value)}", name)
+    by_id: dict[int, float] = {}
+    texts: list[tuple[str, float]] = []
+    for pair in pairs:
+        if type(pair) is not list or len(pair) != 2:
+            raise InvalidRequestError(f"{name} must hold [token, bias], got {show(pair)}", name)
+        token, bias = pair
+        bias = _NEVER if bias is False else check_number(bias, name)
+        if type(token) is str:
+            texts.append((check_string(token, name, 1, _MAX_BIAS_CHARS), bias))
+        else:
+            token = check_integer(token, name, 0, rules.vocab_size - 1)
+            by_id[token] = by_id.get(token, 0.0) + bias
+    if len(texts) > rules.vocab_size:
+        raise InvalidRequestError(f"{name} holds {len(texts)} texts", name)
+    return by_id, tuple(texts)
+
+
+def _samplers(value: Any, name: str, _: RequestRules) -> list[str]:
+    """The methods in their order."""
+    if type(value) is str:
+        value = [_LETTERS.get(letter, letter) for letter in value]
+    known = (*SAMPLERS, *_ABSENT)
+    if type(value) is not list or any(method not in known for method in value):
+        raise InvalidRequestError(
+            f"{name} must be a list of some of {', '.join(sorted(known))}, got {show(value)}",
+            name,
+        )
+    if len(set(value)) < len(value):
+        raise InvalidRequestError(f"{name} names one twice: here each is done once", name)
+    return [method for method in value if method in SAMPLERS]
+
+
+def _names(value: Any, name: str, _: RequestRules) -> tuple[str, ...]:
+    values = check_array(value, name)
+    if len(values) > _MAX_FIELDS:
+        raise InvalidRequestError(f"{name} may hold {_MAX_FIELDS} names, got {len(values)}", name)
+    return tuple(check_string(item, name, 1, 256) for item in values)
+
+
+def part_schema(rules: RequestRules) -> Schema:
+    part = {"anyOf": [schemas.STRING, token_schema(rules)]}
+    whole = schemas.record({"prompt_string": schemas.STRING})
+    return {"anyOf": [schemas.STRING, schemas.array(part), whole]}
+
+
+def _prompts_schema(rules: RequestRules) -> Schema:
+    one = part_schema(rules)
+    return {"anyOf": [one, schemas.array(one, 1, rules.max_prompts)]}
+
+
+def _asks_adapters(value: Any) -> bool:
+    """Unless they are listed with scale 0 alone."""
+    return type(value) is not list or not all(
+        type(entry) is dict and entry.get("scale") == 0 for entry in value
+    )
+
+
+def _undone(what: str, *harmless: Any, asks: Callable[[Any], bool] | None = None) -> Field[None]:
+    says = f"={{value}} is not served: this server does not do {what}"
+    return refused(says, harmless, asks=asks, note=what)
+
+
+def _slots(*harmless: Any) -> Field[Any]:
+    return ignored(
+        unless=harmless,
+        note="there are no slots (the prefix cache is everybody's), and a full context ends the "
+        "answer; values other than their defaults are named in the header",
+    )
+
+
+_STOP_TEXT: Final = schemas.string(high=1024)
+_CHOICES: Final = integer(1, lambda rules: rules.max_choices)
+# of methods that are refused where they are asked for
+_OF_METHOD: Final = ignored(note="of methods that are off")
+
+
+class LlamaBody(
+    Body,
+    passes=(
+        CompletionBody,
+        (
+            "model", "temperature", "top_k", "top_p", "min_p", "presence_penalty",
+            "frequency_penalty", "ignore_eos", "stream", "slo", "priority", "cache_salt",
+            "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "typical_p",
+            "tfs_z", "top_n_sigma",
+        ),
+    ),
+):  # fmt: skip
+    """``/completion``, and ``/infill`` but for its prompt."""
+
+    prompt = needed(
+        described(_prompts, _prompts_schema),
+        note='a string, ids, ids and strings mixed, `{"prompt_string"}`, or a list of these; '
+        "special tokens go before one that begins with a string",
+    )
+    n_predict = integer(
+        -2,
+        INT32,
+        note="below 0 or absent: what the context has left; 0: the prompt is computed and cached, "
+        "the answer is empty; more than the context has left is cut, and `truncated` says so",
+    )
+    max_tokens = anything({}, note="`n_predict`, where that is not given")
+    n = _CHOICES
+    n_cmpl = _CHOICES
+    stop = described(_stop, {"anyOf": [_STOP_TEXT, schemas.array(_STOP_TEXT, 0, _MAX_FIELDS)]})
+    seed = anything(schemas.INTEGER, note="-1 and 4294967295: a random one, which the answer tells")
+    samplers = described(
+        _samplers,
+        {"type": ["array", "string", "null"]},
+        note="what is left out is not done; an order that gives other results than penalties, "
+        "temperature, min_p, top_k, top_p is a 400",
+    )
+    repeat_penalty = anything(
+        CompletionBody.repetition_penalty.schema,
+        note="over the whole context, as the other penalties are over the output",
+    )
+    repeat_last_n = integer(
+        -1,
+        INT32,
+        note="0: no penalties; another than -1 beside penalties is named in the header: they look "
+        "at the whole context",
+    )
+    logit_bias = described(
+        _biases,
+        {"anyOf": [schemas.OBJECT, schemas.array({"type": "array", "minItems": 2, "maxItems": 2})]},
+        note='`[[id, bias]]`, `[["text", bias]]` (each of its tokens), `[[id, false]]` (never), '
+        '`{"id or text": bias}`',
+    )
+    n_probs = integer(0, MAX_LOGPROBS, 0, note="20 at most, of the raw logits")
+    json_schema = anything({"type": ["object", "string", "boolean"]}, note="a schema or its text")
+    grammar = string(note="GBNF or Lark")
+    cache_prompt = boolean(
+        True,
+        note="false: nothing cached is used for it, and what it leaves is of use to nobody",
+    )
+    return_tokens = boolean(note="streams always have their tokens")
+    timings_per_token = boolean()
+    response_fields = described(
+        _names, schemas.array(schemas.string(low=1, high=256), 0, _MAX_FIELDS)
+    )
+    t_max_predict_ms = integer(
+        -1,
+        INT32,
+        0,
+        note="ends an answer with a whole line after that time; `stop_type` is `limit`",
+    )
+    id_slot = _slots(-1)
+    n_keep = _slots(0)
+    n_discard = _slots(0)
+    n_cache_reuse = _slots(0)
+    return_progress = _slots(False)
+    sse_ping_interval = _slots()
+    # of methods that are refused where they are asked for
+    dynatemp_exponent = _OF_METHOD
+    dry_base = _OF_METHOD
+    dry_allowed_length = _OF_METHOD
+    dry_penalty_last_n = _OF_METHOD
+    dry_sequence_breakers = _OF_METHOD
+    xtc_threshold = _OF_METHOD
+    mirostat_tau = _OF_METHOD
+    mirostat_eta = _OF_METHOD
+    post_sampling_probs = _undone(
+        "probabilities after sampling; without it, n_probs tells those of the raw logits", False
+    )
+    n_indent = _undone("a least indentation", 0)
+    min_keep = _undone("a least number of candidates", 0, 1)
+    grammar_lazy = _undone("a grammar that begins later", False)
+    grammar_triggers = _undone("a grammar that begins later", [])
+    lora = _undone("adapters", asks=_asks_adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,155 +323,68 @@ class LlamaRequest:
 
 
 def parse_llama_completion(
-    body: dict[str, Any], rules: RequestRules, tenant: str = ""
+    values: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> LlamaRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
-    prompts, is_list = _prompts(fields.raw("prompt"), rules)
-    given = {name: fields.raw(name) for name in (*_PASSED, *METHODS)}
-    made: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    limit = _limit(fields, rules)
-    biases, text_biases = _biases(fields.raw("logit_bias"), rules)
-    n_probs = or_else(fields.integer("n_probs", 0, MAX_LOGPROBS), 0)
-    seed = fields.raw("seed")
-    if not fields.boolean("cache_prompt", True):
+    body = LlamaBody.read(values, rules)
+    prompts, is_list = body.prompt
+    made = body.passed()
+    for name, given in (
+        ("repeat_penalty", body.repeat_penalty),
+        ("json_schema", body.json_schema),
+        ("grammar", body.grammar),
+    ):
+        if given is not None:
+            made[name] = given
+    limit = _limit(body, rules)
+    biases, text_biases = body.logit_bias or ({}, ())
+    if not body.cache_prompt:
         # a salt that nobody else has
         made["cache_salt"] = secrets.token_hex(16)
-    samplers = _samplers(fields.raw("samplers"))
-    window = fields.integer("repeat_last_n", -1, INT32)
+    samplers, window = body.samplers, body.repeat_last_n
     for name in SAMPLERS:
         if (samplers is not None and name not in samplers) or (name, window) == ("penalties", 0):
             made |= _NEUTRAL[name]
-    n, completions = (fields.integer(name, 1, rules.max_choices) for name in ("n", "n_cmpl"))
     asked = parse_completion(
         made
         | {
             # texts are looked at when they are tokenised
             "prompt": [""] * len(prompts),
             "max_tokens": limit or None,
-            "seed": None if seed in _RANDOM else seed,
-            "logprobs": n_probs or None,
-            "n": n if completions is None else completions,
-            "stop": _stop(fields.raw("stop")),
+            "seed": None if body.seed in _RANDOM else body.seed,
+            "logprobs": body.n_probs or None,
+            "n": body.n if body.n_cmpl is None else body.n_cmpl,
+            "stop": body.stop,
         },
         rules,
         tenant,
     )
     sampling = replace(asked.options.sampling, logit_bias=tuple(biases.items()))
     _check_order(samplers, sampling)
-    shown = fields.array("response_fields")
-    milliseconds = fields.integer("t_max_predict_ms", -1, INT32)
-    told = LlamaRequest(
-        options=replace(asked.options, sampling=sampling, cuts_max_tokens=True),
+    ignored_fields = (*body.ignored_fields, *_idle_window(window, sampling, rules))
+    return LlamaRequest(
+        options=replace(
+            asked.options, sampling=sampling, cuts_max_tokens=True, ignored_fields=ignored_fields
+        ),
         prompts=prompts,
         is_list=is_list,
         only_prompt=limit == 0,
-        n_probs=n_probs,
-        return_tokens=fields.boolean("return_tokens", False),
-        timings_per_token=fields.boolean("timings_per_token", False),
-        time_limit=max(0, or_else(milliseconds, 0)) / 1000,
-        response_fields=None if shown is None else _names(shown),
+        n_probs=body.n_probs,
+        return_tokens=body.return_tokens,
+        timings_per_token=body.timings_per_token,
+        time_limit=max(0, body.t_max_predict_ms) / 1000,
+        response_fields=body.response_fields,
         text_biases=text_biases,
-        grammar=fields.string("grammar") or "",
+        grammar=body.grammar or "",
     )
-    _refuse(fields)
-    ignored = [*_idle(fields, rules), *_idle_window(window, sampling, rules)]
-    unknown = fields.unknown()
-    note_unknown(unknown, fields.asked, strict=rules.strict_fields)
-    ignored += unknown
-    return replace(told, options=replace(told.options, ignored_fields=tuple(ignored)))
 
 
-def parse_parts(value: Any, name: str, rules: RequestRules) -> tuple[Part, ...]:
-    """One prompt: a text, or ids and texts that follow each other."""
-    if type(value) is dict:
-        if value.get("multimodal_data"):
-            raise InvalidRequestError(f"{name}: this model reads text alone", name)
-        value = value.get("prompt_string")
-    if type(value) is str:
-        return (value,)
-    if type(value) is not list:
-        raise InvalidRequestError(
-            f"{name} must be a string, or a list of strings and token ids, got {show(value)}", name
-        )
-    check_token_ids([part for part in value if type(part) is not str], name, rules.vocab_size)
-    return tuple(value)
-
-
-def _prompts(value: Any, rules: RequestRules) -> tuple[tuple[tuple[Part, ...], ...], bool]:
-    """The prompts, and whether they came as a list of them."""
-    if value is None:
-        raise InvalidRequestError("prompt is missing", "prompt")
-    # ids and texts in one list are one prompt, and so are ids alone
-    is_list = type(value) is list and not any(type(part) is int for part in value)
-    if not is_list:
-        return (parse_parts(value, "prompt", rules),), False
-    if not 1 <= len(value) <= rules.max_prompts:
-        raise InvalidRequestError(
-            f"prompt holds {len(value)} prompts; 1 to {rules.max_prompts} in one request", "prompt"
-        )
-    return tuple(parse_parts(part, "prompt", rules) for part in value), True
-
-
-def _limit(fields: Fields, rules: RequestRules) -> int | None:
+def _limit(body: LlamaBody, rules: RequestRules) -> int | None:
     """Tokens of output; None: as many as there is place for. More than that is cut."""
-    name = "max_tokens" if fields.raw("n_predict") is None else "n_predict"
-    fields.raw("max_tokens")
-    limit = fields.integer(name, -2, INT32)
+    limit = body.n_predict
+    if limit is None and body.max_tokens is not None:
+        limit = check_integer(body.max_tokens, "max_tokens", -2, INT32)
     return None if limit is None or limit < 0 else min(limit, max(1, rules.max_model_len - 1))
-
-
-def _stop(value: Any) -> Any:
-    """Without the empty strings that some clients send; the rest is looked at elsewhere."""
-    if type(value) is list and len(value) <= _MAX_FIELDS:
-        return [text for text in value if text != ""]
-    return None if value == "" else value
-
-
-def _biases(
-    value: Any, rules: RequestRules
-) -> tuple[dict[int, float], tuple[tuple[str, float], ...]]:
-    """By id, and by text."""
-    name = "logit_bias"
-    pairs: list[Any] = []
-    if type(value) is dict:
-        pairs = [[int(k) if k.isdecimal() and len(k) < 11 else k, v] for k, v in value.items()]
-    elif type(value) is list:
-        pairs = value
-    elif value is not None:
-        raise InvalidRequestError(f"{name} must be a list or an object, got {show(value)}", name)
-    by_id: dict[int, float] = {}
-    texts: list[tuple[str, float]] = []
-    for pair in pairs:
-        if type(pair) is not list or len(pair) != 2:
-            raise InvalidRequestError(f"{name} must hold [token, bias], got {show(pair)}", name)
-        token, bias = pair
-        bias = _NEVER if bias is False else check_number(bias, name)
-        if type(token) is str:
-            texts.append((check_string(token, name, 1, _MAX_BIAS_CHARS), bias))
-        else:
-            token = check_integer(token, name, 0, rules.vocab_size - 1)
-            by_id[token] = by_id.get(token, 0.0) + bias
-    if len(texts) > rules.vocab_size:
-        raise InvalidRequestError(f"{name} holds {len(texts)} texts", name)
-    return by_id, tuple(texts)
-
-
-def _samplers(value: Any) -> list[str] | None:
-    """The methods in their order; None: none were named."""
-    if value is None:
-        return None
-    if type(value) is str:
-        value = [_LETTERS.get(letter, letter) for letter in value]
-    known = (*SAMPLERS, *_ABSENT)
-    if type(value) is not list or any(name not in known for name in value):
-        raise InvalidRequestError(
-            f"samplers must be a list of some of {', '.join(sorted(known))}, got {show(value)}",
-            "samplers",
-        )
-    if len(set(value)) < len(value):
-        raise InvalidRequestError("samplers names one twice: here each is done once", "samplers")
-    return [name for name in value if name in SAMPLERS]
 
 
 def _check_order(samplers: list[str] | None, sampling: SamplingParams) -> None:
@@ -308,55 +416,9 @@ def _is_penalised(sampling: SamplingParams) -> bool:
     )
 
 
-def _names(values: list[Any]) -> tuple[str, ...]:
-    name = "response_fields"
-    if len(values) > _MAX_FIELDS:
-        raise InvalidRequestError(f"{name} may hold {_MAX_FIELDS} names, got {len(values)}", name)
-    return tuple(check_string(value, name, 1, 256) for value in values)
-
-
-def _refuse(fields: Fields) -> None:
-    for name, (harmless, what) in REFUSED.items():
-        value = fields.raw(name)
-        if value is not None and value not in harmless and not _weighs_nothing(name, value):
-            raise InvalidRequestError(
-                f"{name}={show(value)} is not served: this server does not do {what}", name
-            )
-    for name in OF_UNSERVED:
-        fields.raw(name)
-
-
-def _weighs_nothing(name: str, value: Any) -> bool:
-    """Whether adapters are listed with scale 0 alone."""
-    return (
-        name == "lora"
-        and type(value) is list
-        and all(type(entry) is dict and entry.get("scale") == 0 for entry in value)
-    )
-
-
-def _idle(fields: Fields, rules: RequestRules) -> list[str]:
-    """Names of fields that ask for what nothing here can heed, and answers do not depend on."""
-    found = []
-    for name, harmless in NO_EFFECT.items():
-        value = fields.raw(name)
-        if value is not None and value not in harmless:
-            found.append(_note(name, value, rules))
-    return found
-
-
 def _idle_window(window: int | None, sampling: SamplingParams, rules: RequestRules) -> list[str]:
     """Penalties look at the whole context here."""
     if window is None or not 0 < window < rules.max_model_len or not _is_penalised(sampling):
         return []
-    return [_note("repeat_last_n", window, rules)]
-
-
-def _note(name: str, value: Any, rules: RequestRules) -> str:
-    if rules.strict_fields:
-        raise InvalidRequestError(
-            f"{name}={show(value)} has no effect here; this server was started with "
-            "--strict-fields",
-            name,
-        )
-    return name
+    unheeded(window, "repeat_last_n", rules)
+    return ["repeat_last_n"]

@@ -15,33 +15,58 @@ import msgspec
 
 from paceline.core.errors import InvalidRequestError
 from paceline.engine.types import GenerationOutput, GenerationRequest, TokenLogprobs
-from paceline.http.fields import Fields
+from paceline.http.fields import check_object
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, event
+from paceline.server.bodies.body import Body, schema_of
+from paceline.server.bodies.generation import CompletionBody
+from paceline.server.bodies.kinds import described, needed, token_ids
 from paceline.server.bodies.protocol import CompletionRequest, RequestRules, parse_completion
+from paceline.server.bodies.schemas import Schema, record
 from paceline.server.bodies.wire import ChatLogprobs, PromptLogprob, Usage, encode
 from paceline.server.openai.answers import AnswerHead, UsageCount, collect, generation_request
 from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.service import Service
 
-__all__ = ["BESIDE", "NOT_SAMPLING", "parse_token_generate", "token_answer", "token_events"]
+__all__ = ["TokenGenerateBody", "parse_token_generate", "token_answer", "token_events"]
 
-# fields of a body that are not in its sampling_params, beside the prompt
-BESIDE: Final[tuple[str, ...]] = (
-    "model",
-    "stream",
-    "stream_options",
-    "request_id",
-    "priority",
-    "cache_salt",
-    "slo",
+# fields of a completion that stand beside the sampling_params here, and those that are of no use
+_BESIDE: Final = (
+    "model", "stream", "stream_options", "request_id", "priority", "cache_salt", "slo",
     "resume_output_ids",
-)
-# of a completion's fields, those that are of no use here
-NOT_SAMPLING: Final = ("prompt", "echo", "stop", "timings_per_token")
+)  # fmt: skip
+_NOT_SAMPLING: Final = frozenset({*_BESIDE, "prompt", "echo", "stop", "timings_per_token"})
 # OpenAI's default for completions
 _DEFAULT_MAX_TOKENS: Final = 16
+
+
+def _sampling_params(value: Any, name: str, _: RequestRules) -> dict[str, Any]:
+    given = check_object(value, name)
+    clash = sorted(given.keys() & _NOT_SAMPLING)
+    if clash:
+        raise InvalidRequestError(f"{name} must not hold {', '.join(clash)}", name)
+    return given
+
+
+def _sampling_schema(rules: RequestRules) -> Schema:
+    told = schema_of(CompletionBody, rules)["properties"]
+    return record({}, {name: told[name] for name in told if name not in _NOT_SAMPLING})
+
+
+class TokenGenerateBody(
+    Body,
+    passes=(CompletionBody, _BESIDE),
+    refuses_unknown="{names}: unknown here; sampling fields go into sampling_params",
+):
+    """``/inference/v1/generate``."""
+
+    token_ids = needed(token_ids(1))
+    sampling_params = described(
+        _sampling_params,
+        _sampling_schema,
+        note="the sampling fields of completions, without `stop` and `echo`; `detokenize` is off",
+    )
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,26 +89,9 @@ def parse_token_generate(
     body: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> CompletionRequest:
     """Raises InvalidRequestError or UnknownModelError."""
-    fields = Fields(body)
-    token_ids = fields.token_ids("token_ids", rules.vocab_size)
-    if token_ids is None:
-        raise InvalidRequestError("token_ids is missing", "token_ids")
-    sampling = dict(fields.object("sampling_params") or {})
-    for name in BESIDE:
-        fields.raw(name)
-    unknown = fields.unknown()
-    if unknown:
-        raise InvalidRequestError(
-            f"{', '.join(unknown)}: unknown here; sampling fields go into sampling_params",
-            unknown[0].strip("'"),
-        )
-    clash = sorted(sampling.keys() & {*BESIDE, *NOT_SAMPLING})
-    if clash:
-        raise InvalidRequestError(
-            f"sampling_params must not hold {', '.join(clash)}", "sampling_params"
-        )
-    beside = {name: body[name] for name in BESIDE if name in body}
-    request = parse_completion({**sampling, **beside, "prompt": token_ids}, rules, tenant)
+    asked = TokenGenerateBody.read(body, rules)
+    made = {**(asked.sampling_params or {}), **asked.passed(), "prompt": asked.token_ids}
+    request = parse_completion(made, rules, tenant)
     return replace(request, options=replace(request.options, detokenize=False))
 
 

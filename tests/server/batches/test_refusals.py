@@ -141,7 +141,7 @@ async def test_lists(tmp_path: Path) -> None:
         # the first nine digits of the third are in range
         for query in (
             *("limit=0", "limit=99999", f"limit=000000001{'0' * 5000}", "limit=x"),
-            *("order=up", "purpose=vision"),
+            *("order=up", "order=", "purpose=vision"),
         ):
             answer = await server.http.get(f"/v1/files?{query}")
             assert answer.status_code == 400 and query.split("=")[0] in answer.text

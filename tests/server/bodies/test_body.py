@@ -40,6 +40,7 @@ from paceline.server.bodies.protocol import (
 )
 from paceline.server.openapi.requests import shared_schemas
 from paceline.server.other_apis.anthropic import MessagesBody, parse_messages_api
+from paceline.server.other_apis.llama_request import LlamaBody, parse_llama_completion
 from paceline.server.other_apis.ollama_request import (
     OllamaChatBody,
     OllamaGenerateBody,
@@ -47,6 +48,7 @@ from paceline.server.other_apis.ollama_request import (
     parse_ollama_generate,
 )
 from paceline.server.other_apis.responses_request import ResponsesBody, parse_responses
+from paceline.server.other_apis.token_generate import TokenGenerateBody, parse_token_generate
 from tests.server.test_api_doc import MESSAGES, RULES, api_tables
 
 STRICT = RequestRules(
@@ -157,6 +159,25 @@ def test_unknown_names_are_told_refused_or_left_alone_by_the_class() -> None:
     assert "additionalProperties" not in schema_of(Everything, RULES)
 
 
+@pytest.mark.parametrize(
+    ("body", "given", "param"),
+    [
+        (ResponsesBody, {"input": "x", "odd": 1}, "odd"),
+        (MessagesBody, {"messages": MESSAGES, "max_tokens": 1, "odd": 1}, "odd"),
+        (OllamaChatBody, {"odd": 1}, "odd"),
+        (OllamaChatBody, {"options": {"odd": 1}}, "options.odd"),
+        (OllamaChatBody, {"options": {"num_predict": -3}}, "options.num_predict"),
+        (TokenGenerateBody, {"token_ids": [1], "odd": 1}, "odd"),
+    ],
+)
+def test_a_name_that_is_refused_is_the_faults_param(
+    body: type[Body], given: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as told:
+        body.read(given, RULES)
+    assert told.value.param == param
+
+
 def test_another_servers_name_is_ours() -> None:
     assert read(count=2).n == 2
     assert read(count=-1, n=3).n == 3
@@ -206,6 +227,8 @@ BODIES: dict[type[Body], Any] = {
     ),
     OllamaChatBody: lambda body: parse_ollama_chat({"messages": MESSAGES} | body, RULES),
     OllamaGenerateBody: lambda body: parse_ollama_generate({"prompt": "x"} | body, RULES),
+    LlamaBody: lambda body: parse_llama_completion({"prompt": "x"} | body, RULES),
+    TokenGenerateBody: lambda body: parse_token_generate({"token_ids": [1]} | body, RULES),
     MessagesBody: lambda body: parse_messages_api(
         {"messages": MESSAGES, "max_tokens": 3} | body, RULES
     ),
@@ -270,7 +293,7 @@ def test_what_is_served_is_acted_on(body: type[Body], monkeypatch: pytest.Monkey
         for status in (SERVED, IGNORED, REFUSED)
     }
     if "passed" in asked:
-        asked |= set(body._passes)
+        asked |= set(body._passes) & by_status[SERVED]
     # looked at when they are read, or before
     elsewhere = {"model", "user", "safety_identifier"}
     if body is MessagesBody:
