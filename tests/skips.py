@@ -49,6 +49,9 @@ EXPECTED: Final = (
         r"could not import '(matplotlib|sentencepiece|setuptools\.command\.bdist_wheel)': .*",
         "a package for development",
     ),
+    # parts that have a command of their own
+    (r"make test-docs (runs them|builds the site first)", "make test-docs"),
+    (r"it draws as if it were greedy", "a backend that draws at random"),
     # files
     (r"the default model is not here: run `make model`", "the default model"),
     (r"shared/traces is not here|no trace samples in .*", "traces, kept beside the project"),

@@ -102,7 +102,8 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        self._model = loaded.model
+        # to look at
+        self.model = loaded.model
         self._sampler = loaded.sampler
         self._score = loaded.score
         self._vocab_size = vocab_size
@@ -125,7 +126,7 @@ class ModelRunner:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
         if plan.swaps:
             # not part of the step's time: that is to say how long its rows take
-            self._model.swap_blocks(plan.swaps)
+            self.model.swap_blocks(plan.swaps)
         started = time.monotonic()
         self._apply(plan)
         drafts = {draft.row: draft.token_ids for draft in plan.drafts}
@@ -151,7 +152,7 @@ class ModelRunner:
             for copy in plan.block_copies:
                 slot = self._slots[copy.request_id]
                 self._tables[slot.index, copy.index] = copy.dst
-            self._model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
+            self.model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
 
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -225,7 +226,7 @@ class ModelRunner:
         if asked:
             begins = ends - counts - starts
             needed = np.unique(np.concatenate([chosen, *(begins[r] + w for r, w in asked.items())]))
-        logits = self._model.forward(
+        logits = self.model.forward(
             token_ids.astype(np.int64),
             positions,
             AttentionBatch(starts, counts, tables),
@@ -233,7 +234,7 @@ class ModelRunner:
             needs_logits=bool(asked or masks)
             or any(slots[r].sampling.reads_logits for r in sampling),
         )
-        likeliest = self._model.likeliest
+        likeliest = self.model.likeliest
         for r, wanted in asked.items():
             gatherer = slots[r].prompt_logprobs
             assert gatherer is not None
@@ -341,7 +342,7 @@ class ModelRunner:
                 slot.num_blocks = count
                 fresh.extend(row.new_block_ids)
         if fresh:
-            self._model.clear_blocks(fresh)
+            self.model.clear_blocks(fresh)
 
     def _sample(
         self,

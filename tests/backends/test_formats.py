@@ -12,6 +12,7 @@ from paceline.backends import formats, levels
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.levels import Measured
 from paceline.backends.native import library, unavailable_reason, variants
+from paceline.backends.native.step import NativeStep
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
@@ -221,7 +222,8 @@ def test_a_level_is_of_the_native_kernels_that_run_here(machine: pytest.MonkeyPa
 def test_a_model_is_computed_on_the_level_asked_for(llama_folder: Path, isa: str) -> None:
     backend = load(llama_folder, compute="auto", dtype="auto", block_size=16, isa=isa)
     assert f"native kernels for {isa}; " in backend.info.choice
-    assert backend._runner._model._model.isa == isa  # type: ignore[attr-defined]
+    assert backend._runner is not None and isinstance(backend._runner.model, NativeStep)
+    assert backend._runner.model.isa == isa
     backend.close()
 
 

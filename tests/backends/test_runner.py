@@ -300,7 +300,7 @@ def test_logits_are_asked_for_where_somebody_reads_them(
     expected: bool,
 ) -> None:
     assert llama._runner is not None
-    model, asked = llama._runner._model, []
+    model, asked = llama._runner.model, []
 
     def forward(*arguments: Any, needs_logits: bool) -> Any:
         asked.append(needs_logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -155,19 +156,27 @@ def test_chances_are_chances(value: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "up to 32 chances" in capsys.readouterr().err
 
 
-def test_it_has_every_flag_of_a_server_that_changes_what_is_decided() -> None:
-    subparsers = build_parser()._subparsers
-    assert subparsers is not None
-    commands = subparsers._group_actions[0].choices
-    assert isinstance(commands, dict)
-    groups = {group.title: group for group in commands["serve"]._action_groups}
-    served = {
-        action.option_strings[0]
-        for title in ("scheduling", "admission")
-        for action in groups[title]._group_actions
-    }
+def flags_by_group(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, set[str]]:
+    """As its help shows them."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    groups: dict[str, set[str]] = {}
+    title = ""
+    for line in capsys.readouterr().out.splitlines():
+        if heading := re.fullmatch(r"(\w[\w ]*):", line):
+            title = heading[1]
+        elif flag := re.match(r"  (?:-\w[^,]*, )?(--[\w-]+)", line):
+            groups.setdefault(title, set()).add(flag[1])
+    return groups
+
+
+def test_it_has_every_flag_of_a_server_that_changes_what_is_decided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    groups = flags_by_group(capsys, "serve")
+    served = groups["scheduling"] | groups["admission"]
     assert served == {flag.name for flag in (*SCHEDULING, *ADMISSION)}
-    here = set(commands["simulate"]._option_string_actions)
+    here = set().union(*flags_by_group(capsys, "simulate").values())
     assert served - here == {"--scheduling-policy"}, "several are compared with --policy"
     fields_set = {flag.field for flag in (*SCHEDULING, *ADMISSION)}
     assert {field.name for field in fields(SchedulerConfig)} - fields_set == {"max_model_len"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 from fastapi import FastAPI
 
 from paceline.backends.null import expected_tokens
+from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import ByteTokenizer
 
 VOCAB = ByteTokenizer().vocab_size
@@ -92,3 +94,12 @@ async def scrape(http: httpx.AsyncClient) -> str:
     answer = await http.get("/metrics")
     assert answer.status_code == 200
     return answer.text
+
+
+async def rested(client: LocalEngineClient, http: httpx.AsyncClient) -> str:
+    """Metrics once the engine has nothing to do: the last step's snapshot follows its tokens."""
+    engine = client._core
+    async with asyncio.timeout(5):
+        while engine.has_work or client.stats.scheduler != engine.stats():
+            await asyncio.sleep(0.005)
+    return await scrape(http)

@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 from paceline.backends.null import NullBackend
 from paceline.core.errors import NAN_LOGITS
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
 from paceline.http.exposition import Histogram, Registry
@@ -26,7 +25,7 @@ from paceline.server.app import service_of
 from paceline.server.metrics.buckets import series_1_2_5
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
 from paceline.server.metrics.tenants import TenantMetrics
-from tests.server.helpers import VOCAB, chat_body, connect, metric, say, scrape
+from tests.server.helpers import VOCAB, chat_body, connect, metric, rested, say, scrape
 
 pytestmark = pytest.mark.anyio
 
@@ -114,15 +113,6 @@ def buckets(text: str, name: str) -> list[str]:
 )
 async def test_buckets(http: httpx.AsyncClient, name: str, expected: str) -> None:
     assert buckets(await scrape(http), name) == expected.split()
-
-
-async def rested(client: LocalEngineClient, http: httpx.AsyncClient) -> str:
-    """Metrics once the engine has nothing to do: the last step's snapshot follows its tokens."""
-    engine = client._core
-    async with asyncio.timeout(5):
-        while engine.has_work or client.stats.scheduler != engine.stats():
-            await asyncio.sleep(0.005)
-    return await scrape(http)
 
 
 async def test_counts() -> None:

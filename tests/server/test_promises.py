@@ -34,7 +34,7 @@ from paceline.server.app import service_of
 from paceline.server.bodies.wire import Explanation, GuessCount, encode
 from paceline.server.metrics.requests import RequestMetrics, RequestObserver
 from paceline.server.openai.answers import UsageCount
-from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, scrape
+from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, rested, scrape
 
 pytestmark = pytest.mark.anyio
 
@@ -325,8 +325,7 @@ async def test_timelines_under_pressure_say_what_the_counters_say(num_host_block
             answers = await asyncio.gather(
                 *(http.post("/v1/completions", json=body) for _ in range(3))
             )
-        await asyncio.sleep(0.1)
-        text = await scrape(http)
+        text = await rested(client, http)
     await client.close()
     timelines: list[dict[str, Any]] = [answer.json()["usage"]["timeline"][0] for answer in answers]
     assert all(timeline["predicted_ttft_ms"] > 0.0 for timeline in timelines)

@@ -47,6 +47,11 @@ class NativeStep:
         self._num_blocks = num_blocks
 
     @property
+    def isa(self) -> str:
+        """The level of instructions that it is computed on."""
+        return self._model.isa
+
+    @property
     def likeliest(self) -> NDArray[np.int32]:
         return self._model.likeliest
 

@@ -9,6 +9,7 @@ from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
 from tests.core.machine import Machine, seconds
+from tests.core.test_forgetting import reachable_requests
 from tests.driving import ask, make_request
 
 NUM_TOKENS = 40
@@ -347,7 +348,7 @@ def test_nobody_is_kept_in_memory() -> None:
     until_hurried(machine)
     machine.until_done()
     machine.step()
-    assert not machine.scheduler._paced._deadlines._hurried
+    assert not reachable_requests(machine.scheduler)
 
 
 def test_for_want_of_memory_others_of_best_effort_make_way_first() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import expected_tokens
+from paceline.core.outputs import RequestUpdate
+from paceline.core.request import FinishReason
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from tests.engine.process.test_client import VOCAB, make, until
@@ -110,8 +112,8 @@ async def test_a_choice_that_has_ended_is_not_made_again() -> None:
         reader = Reader(client, request)
         await until(lambda: len(reader.tokens[0]) >= 5)
         # the engine is told that a choice is over, as by a stop string
-        client._latest._processor._choices.pop("r/1")
-        client._latest._processor._requests["r"].live.discard("r/1")
+        ended = RequestUpdate("r/1", (), None, FinishReason.STOP, None, 0, 0.0, 0)
+        client._latest._processor.process([ended], 0.0)
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: not client.faults.up)
         await until(lambda: client.faults.up)

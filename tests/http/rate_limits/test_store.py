@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,12 @@ async def test_many_at_once_get_no_more_than_there_is(store: RateStore) -> None:
     assert sum(taken for taken, _ in answers) == 33
 
 
-async def test_callers_who_left_are_forgotten_and_not_looked_for_every_time() -> None:
+async def test_callers_who_left_are_forgotten_and_not_looked_for_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    later = 0.0
+    clock = SimpleNamespace(time=lambda: time.time() + later)
+    monkeypatch.setattr("limits.aio.storage.memory.time", clock)
     store = RateStore(sweep_every=0.3)
     counters = store._memory.storage.storage
     short = Rate(5, 1)
@@ -93,7 +99,9 @@ async def test_callers_who_left_are_forgotten_and_not_looked_for_every_time() ->
     await store.take("requests", "one more", short, 1)
     assert store._memory.storage.timer is timer and not timer.done()
     assert len(counters) == 51
-    await asyncio.sleep(2.5)
+    # twice their window is over, and so is the pause
+    later = 2.5
+    await timer
     for _ in range(2):
         await store.take("requests", "another", HUNDRED, 1)
         await asyncio.sleep(0.05)

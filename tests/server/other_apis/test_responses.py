@@ -189,8 +189,9 @@ async def test_cancel(http: httpx.AsyncClient) -> None:
     fields = {"max_output_tokens": 3000, "background": True}
     response = await create(http, **fields, structured_outputs={"regex": "A{3000}"})
     path = f"/v1/responses/{response['id']}"
-    await asyncio.sleep(0.05)
-    assert (await http.get(path)).json()["status"] == "in_progress"
+    async with asyncio.timeout(5):
+        while (await http.get(path)).json()["status"] != "in_progress":
+            await asyncio.sleep(0.005)
     assert (await http.post(f"{path}/cancel")).json()["status"] == "cancelled"
     assert (await http.get(path)).json()["status"] == "cancelled"
     load = (await http.get("/load")).json()
