@@ -172,6 +172,7 @@ class Scheduler:
         limits = self._pacing.limits(now, starts, held=held)
         step = StepBuilder(limits.tokens)
         held_by = self._planner.fill(step, limits, now, held=held)
+        held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(held_by, now)
         self._last.held_by, self._last.chunk_tokens = held_by, limits.chunk_tokens
         self._last.pressing = limits.pressing
@@ -190,7 +191,9 @@ class Scheduler:
             drafts,
         )
         self._num_steps += 1
-        self._steps.push(plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds)
+        shape, alone = step.shape, limits.ordinary_seconds
+        seconds = self.step_time.predict(shape)
+        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone)
         self._last.version += 1
         return plan
 

@@ -75,11 +75,11 @@ class StepsInFlight:
         requests: list[Request],
         shape: StepShape,
         starts: float,
+        seconds: float,
         ordinary_seconds: float | None,
     ) -> None:
         """A step was planned; ``requests`` has one entry for each of its rows, which are predicted
-        to take ``ordinary_seconds`` without best effort; None: there is none."""
-        seconds = self._step_time.predict(shape)
+        to take ``seconds``, and without best effort ``ordinary_seconds``; None: there is none."""
         self._steps.append((step_id, requests, shape, seconds))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)

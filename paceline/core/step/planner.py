@@ -37,7 +37,7 @@ class Planner:
     def fill(
         self, step: StepBuilder, limits: StepLimits, now: float, *, held: bool
     ) -> Reason | None:
-        """Plan rows, and return what holds the head of the queue up; None: nothing, or none waits.
+        """Plan rows, and return what holds the head of the queue up; None if nothing does.
 
         Args:
             held: the policy admits no request for now.
@@ -57,7 +57,7 @@ class Planner:
             self._fill_narrow(step, limits, now)
         for child in step.forked:
             self._waiting.enter(child, now)
-        return held_by if len(self._waiting) else None
+        return held_by
 
     def _choose_kind(self, step: StepBuilder, limits: StepLimits, held: bool) -> None:
         """For policies that do not mix: wide rows while there are any to compute, or a waiting
