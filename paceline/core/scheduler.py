@@ -75,9 +75,8 @@ class Scheduler:
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._steps, self._last = state.steps, state.last
         # without a reason to tell tenants apart they are not counted
-        self._tenants = None
-        if self.policy.keeps_tenants_apart:
-            self._tenants = TenantShares(TenantWeights(config.tenant_weights))
+        weights = TenantWeights(config.tenant_weights)
+        self._tenants = TenantShares(weights) if self.policy.keeps_tenants_apart else None
         self._door = Door(state, self._tenants)
         rows = Rows(state)
         self._admission = Admission(state, rows)
@@ -94,8 +93,6 @@ class Scheduler:
         if self._speculation.guesses_alone:
             self._drafts = Drafts(state, self._speculation, self._tally, drafter)
         self._requests: dict[str, Request] = {}
-        # requests dropped before they were started, until they are asked for
-        self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
         # of the newest plan with rows
@@ -148,27 +145,14 @@ class Scheduler:
     ) -> tuple[RequestUpdate, ...]:
         """End requests now and free their blocks; unknown ids are ignored. ``reason`` is STOP where
         the answer is whole: a stop string was found in it."""
-        updates = []
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._finish(request, reason)
-                updates.append(update_of(request, (), None))
-        return tuple(updates)
+        ended = [r for r in map(self._requests.get, dict.fromkeys(request_ids)) if r is not None]
+        for request in ended:
+            self._finish(request, reason)
+        return tuple(update_of(request, (), None) for request in ended)
 
     def take_expired(self) -> tuple[Expired, ...]:
         """Requests that ``schedule`` dropped before they were started, once each."""
-        expired = tuple(self._expired)
-        self._expired.clear()
-        return expired
-
-    def _drop_expired(self, now: float) -> None:
-        dropped = [(request, self._forks.of(request)) for request in self._door.expired(now)]
-        for request, forks in dropped:
-            for each in (*forks, request):
-                self._finish(each, FinishReason.ABORT)
-        # once none of them waits any more, or it would wait for itself
-        self._expired += [self._door.expiry(*each, now) for each in dropped]
+        return self._door.take_expired()
 
     # ------------------------------------------------------------------ plans out
 
@@ -191,7 +175,7 @@ class Scheduler:
         running = self._running.requests
         self._waiting.begin_plan(now)
         if now >= self._door.next_expiry:
-            self._drop_expired(now)
+            self._door.drop_expired(now, self._finish)
         if self.valve.threshold < 1.0:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
@@ -220,9 +204,9 @@ class Scheduler:
             () if self._drafts is None else self._drafts.forces(step),
         )
         self._num_steps += 1
-        seconds = self._steps.push(
-            plan.step_id, step.requests, step.shape, starts, limits.ordinary_seconds
-        )
+        shape, alone = step.shape, limits.ordinary_seconds
+        seconds = self.step_time.predict(shape)
+        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone)
         self._last.version += 1
         self.note = StepNote(
             limits.tokens,

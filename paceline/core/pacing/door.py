@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -22,7 +22,7 @@ from paceline.core.memory.kv_cache import blocks_for, fits
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.tenants import TenantShares
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
 
@@ -64,7 +64,8 @@ class Door:
         self._limits: list[tuple[float, int, Request]] = []
         # how many of them there may be until those of requests that wait no more are dropped
         self._most = _FEW
-        # when ``expired`` has something to say at the earliest
+        self._expired: list[Expired] = []
+        # when ``drop_expired`` has something to do at the earliest
         self.next_expiry = math.inf
 
     # ------------------------------------------------------------------ refused
@@ -179,17 +180,27 @@ class Door:
         self._limits.clear()
         self.next_expiry = math.inf
 
-    def expired(self, now: float) -> list[Request]:
-        """Requests that wait and whose time to be started is over."""
-        over = []
+    def drop_expired(self, now: float, finish: Callable[[Request, FinishReason], None]) -> None:
+        """End requests that wait and whose time to be started is over, and their forks."""
+        dropped: list[tuple[Request, tuple[Request, ...]]] = []
         while self._limits and self._limits[0][0] <= now:
-            over.append(heapq.heappop(self._limits)[2])
+            request = heapq.heappop(self._limits)[2]
+            if request.status is RequestStatus.WAITING and request.first_scheduled_time is None:
+                dropped.append((request, self._state.forks.of(request)))
         self.next_expiry = self._limits[0][0] if self._limits else math.inf
-        waits = RequestStatus.WAITING
-        return [r for r in over if r.status is waits and r.first_scheduled_time is None]
+        for request, forks in dropped:
+            for each in (*forks, request):
+                finish(each, FinishReason.ABORT)
+        # once none of them waits any more, or it would wait for itself
+        self._expired += [self._expiry(*each, now) for each in dropped]
 
-    def expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
-        """What to tell the caller of a request that was dropped, which is queued no more."""
+    def take_expired(self) -> tuple[Expired, ...]:
+        """What to tell the callers of requests that were dropped, once each."""
+        expired = tuple(self._expired)
+        self._expired.clear()
+        return expired
+
+    def _expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
         waited = now - request.asked.arrival_time
         why = f"it waited {waited:.1f} s without being started"
         error = self._refusal("expired", why, self.forecast.predict(request))

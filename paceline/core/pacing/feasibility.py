@@ -113,7 +113,7 @@ class Feasibility:
         runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
         if not passed and not num_waiting and others.num <= runs:
             return False
-        aimless = len(waiting.ordinary) > len(waiting.dues) or any(map(_is_aimless, passed))
+        aimless = len(waiting.ordinary) > waiting.num_targeted or any(map(_is_aimless, passed))
         if not aimless and not others.aimless:
             return True
         if others.urgent or waiting.promised:
@@ -181,7 +181,7 @@ class Feasibility:
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         # else no request will be late, in whatever order
-        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
+        if starts + (unfinished + room.num_ordinary_tokens) * per_token > room.earliest_due:
             first = list(islice(self._service_order(room.targeted), _MAX_TRIAGED))
             losers = triage(
                 first,

@@ -18,6 +18,7 @@ This module does not know requests, budgets or the clock.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from operator import mul
 from typing import Final
 
@@ -63,12 +64,8 @@ class Hinge:
         self._bins = [[0.0] * (2 * size + 3) for _ in _SIZES]
         # of squared seconds: the number of observations, for they are weighted by 1 / seconds^2
         self._count = 0.0
-        self._window = 0.0
-        # the model's sums and these, when the look began
-        self._gram: list[list[float]] = []
-        self._moment: list[float] = []
-        self._beyond: list[list[float]] = []
-        self._found: list[tuple[float, list[float]]] = []
+        # the look under way
+        self._thinking: Iterator[None] = iter(())
 
     def observe(
         self,
@@ -103,39 +100,33 @@ class Hinge:
     def look(self, number: int, gram: list[list[float]], moment: list[float]) -> None:
         """Think a little after observation ``number``, with the model's own sums of the same
         observations. The newest one weighs 1 / seconds^2 whenever a look begins."""
-        turn = number % (_EVERY if number < _MANY else _LATER)
-        if turn == 0:
-            self._gram, self._moment = [row.copy() for row in gram], moment.copy()
-            self._window = self._count
-            self._beyond = []
-            total = [0.0] * len(self._bins[0])
-            for sums in reversed(self._bins):
-                total = [a + b for a, b in zip(total, sums, strict=True)]
-                self._beyond.append(total)
-            self._beyond.reverse()
-            self._found = [_fit(self._gram, self._moment, self._window)]
-        elif self._found and turn <= len(_SIZES):
-            self._found.append(self._with(turn - 1))
-            if turn == len(_SIZES):
-                self._decide()
+        if number % (_EVERY if number < _MANY else _LATER) == 0:
+            self._thinking = self._think([row.copy() for row in gram], moment.copy())
+        next(self._thinking, None)
 
-    def _with(self, index: int) -> tuple[float, list[float]]:
-        """The fit with one more feature: the tokens beyond ``_SIZES[index]``."""
-        sums, size = self._beyond[index], self._size
-        k = _SIZES[index] * _SCALE
-        cross = [sums[size + i] - k * sums[i] for i in range(size)]
-        # the first feature is 1
-        square = sums[-3] - 2.0 * k * sums[size] + k * k * sums[0]
-        whole = [[*row, extra] for row, extra in zip(self._gram, cross, strict=True)]
-        whole.append([*cross, square])
-        return _fit(whole, [*self._moment, sums[-1] - k * sums[-2]], self._window)
-
-    def _decide(self) -> None:
-        (plain, _), *hinges = self._found
-        error, best = min((error, index) for index, (error, _) in enumerate(hinges))
-        weights = hinges[best][1]
+    def _think(self, gram: list[list[float]], moment: list[float]) -> Iterator[None]:
+        """Fit these sums without and with one more feature, the tokens beyond each size: one fit
+        for each time that it is asked on, and what comes out with the last."""
+        size, window = self._size, self._count
+        total, beyond = [0.0] * len(self._bins[0]), []
+        for sums in reversed(self._bins):
+            total = [a + b for a, b in zip(total, sums, strict=True)]
+            beyond.append(total)
+        plain, _ = _fit(gram, moment, window)
+        fits: list[tuple[float, list[float]]] = []
+        for tokens, sums in zip(_SIZES, reversed(beyond), strict=True):
+            yield
+            k = tokens * _SCALE
+            cross = [sums[size + i] - k * sums[i] for i in range(size)]
+            # the first feature is 1
+            square = sums[-3] - 2.0 * k * sums[size] + k * k * sums[0]
+            whole = [[*row, extra] for row, extra in zip(gram, cross, strict=True)]
+            whole.append([*cross, square])
+            fits.append(_fit(whole, [*moment, sums[-1] - k * sums[-2]], window))
+        error, best = min((error, index) for index, (error, _) in enumerate(fits))
+        weights = fits[best][1]
         below, more = weights[_PER_TOKEN], weights[-1]
-        gain = (plain - error) / (max(error, 0.0) / self._window + _EXACT**2)
+        gain = (plain - error) / (max(error, 0.0) / window + _EXACT**2)
         hidden = more > 0.0 and below <= _HIDDEN * (below + more)
         believed = gain > (_KEEP if self.free_tokens else _BELIEVE)
         self.free_tokens = _SIZES[best] if hidden and believed else 0

@@ -63,12 +63,6 @@ class LengthHistory:
         self._labels.setdefault(label, _Window(self._window)).add(num_output)
         self._all.add(num_output)
 
-    def quantile(self, label: Hashable, num_output: int, max_tokens: int, q: float) -> int | None:
-        """The q-quantile of the final length of a request with ``num_output`` tokens so far, in
-        ``(num_output, max_tokens]``; None while nothing is known, or nothing so long was seen."""
-        length = longer_than(num_output, self.known(label), q)
-        return None if length is None else min(length, max_tokens)
-
     def known(self, label: Hashable) -> Sequence[int]:
         """The lengths that tell of a label, sorted; none while there are few."""
         window = self._labels.get(label)
@@ -139,10 +133,10 @@ class WorkEstimator:
         return found
 
     def _quantile(self, request: Request, q: float) -> int | None:
-        # 1 or more, if any
-        return self._lengths.quantile(
-            request.label, request.num_output_tokens, request.asked.sampling.max_tokens, q
-        )
+        """Of its final length, which is 1 or more; None while nothing is known, or nothing so long
+        was seen."""
+        length = longer_than(request.num_output_tokens, self._lengths.known(request.label), q)
+        return None if length is None else min(length, request.asked.sampling.max_tokens)
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Seconds to compute that many prompt tokens in one step of their own."""

@@ -5,6 +5,7 @@ This module does not know which policy orders the queues or what runs.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -78,14 +79,14 @@ class WaitingRoom:
         # order; no group is empty
         self.targeted: dict[str, list[Request]] = {}
         # when their first tokens are due, sorted
-        self.dues: list[float] = []
+        self._dues: list[float] = []
         # arrivals and departures of these
         self.num_changes = 0
         # members of tier PROMISED with a deadline, the earliest first: (deadline, number of
         # arrival, request)
         self.promised: list[tuple[float, int, Request]] = []
         # by tier: prompt tokens that were not in the prefix cache when their request arrived
-        self.num_tokens = [0] * len(Tier)
+        self._num_tokens = [0] * len(Tier)
         # favoured members, and such tokens of these
         self._num_favoured = [0] * len(Tier)
         self._favoured_tokens = [0] * len(Tier)
@@ -140,7 +141,7 @@ class WaitingRoom:
         """Put a request at its place; one that was taken goes on waiting."""
         tier = request.tier
         self._size += 1
-        self.num_tokens[tier] += request.num_new_tokens
+        self._num_tokens[tier] += request.num_new_tokens
         if request.favoured:
             self._num_favoured[tier] += 1
             self._favoured_tokens[tier] += request.num_new_tokens
@@ -150,7 +151,7 @@ class WaitingRoom:
             if _is_targeted(request):
                 self.num_changes += 1
                 insort(self.targeted.setdefault(self.group(request), []), request, key=_ORDER)
-                insort(self.dues, _first_token_due(request))
+                insort(self._dues, _first_token_due(request))
             if (promise := _promise(request)) is not None:
                 insort(self.promised, promise)
         self._queues[tier].push(request)
@@ -185,7 +186,7 @@ class WaitingRoom:
     def _uncount(self, request: Request) -> None:
         tier = request.tier
         self._size -= 1
-        self.num_tokens[tier] -= request.num_new_tokens
+        self._num_tokens[tier] -= request.num_new_tokens
         if request.favoured:
             self._num_favoured[tier] -= 1
             self._favoured_tokens[tier] -= request.num_new_tokens
@@ -199,7 +200,7 @@ class WaitingRoom:
             del own[bisect_left(own, request.order, key=_ORDER)]
             if not own:
                 del self.targeted[group]
-            del self.dues[bisect_left(self.dues, _first_token_due(request))]
+            del self._dues[bisect_left(self._dues, _first_token_due(request))]
         if (promise := _promise(request)) is not None:
             del self.promised[bisect_left(self.promised, promise)]
 
@@ -230,6 +231,26 @@ class WaitingRoom:
         """Whether a request of an earlier tier waits."""
         return any(map(len, self._queues[:tier]))
 
+    @property
+    def num_targeted(self) -> int:
+        """Members whose first token is due at some time and has not come."""
+        return len(self._dues)
+
+    @property
+    def earliest_due(self) -> float:
+        """When the first of these first tokens is due; never, if there are none."""
+        return self._dues[0] if self._dues else math.inf
+
+    @property
+    def num_ordinary_tokens(self) -> int:
+        """Of members that are not best effort: prompt tokens that were not in the prefix cache."""
+        return self._num_tokens[Tier.ORDINARY]
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The same of all members."""
+        return sum(self._num_tokens)
+
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, new prompt tokens) taken to be served before a newcomer: of its own tier those
         that the policy's queue has before it, all of earlier tiers; before a favoured one only
@@ -240,12 +261,12 @@ class WaitingRoom:
             return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
         between = Tier.ORDINARY < tier < Tier.BACKGROUND
         before = Tier.BACKGROUND if between else tier
-        requests, tokens = sum(map(len, self._queues[:before])), sum(self.num_tokens[:before])
+        requests, tokens = sum(map(len, self._queues[:before])), sum(self._num_tokens[:before])
         own = self._queues[tier]
         if between or not own:
             return requests, tokens
         ahead = min(len(own), own.num_ahead(request))
-        return requests + ahead, tokens + self.num_tokens[tier] * ahead // len(own)
+        return requests + ahead, tokens + self._num_tokens[tier] * ahead // len(own)
 
     def check_integrity(self) -> None:
         """AssertionError unless sums and members agree."""
@@ -257,13 +278,13 @@ class WaitingRoom:
         assert sorted(filter(None, map(_promise, members))) == self.promised
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self.targeted.values()), key=_ORDER) == targeted
-        assert self.dues == sorted(map(_first_token_due, targeted))
+        assert self._dues == sorted(map(_first_token_due, targeted))
         for group, own in self.targeted.items():
             assert own and all(self.group(request) == group for request in own)
             assert own == sorted(own, key=_ORDER)
         for tier, queue in enumerate(self._queues):
             assert all(request.tier == tier for request in queue)
-            assert sum(request.num_new_tokens for request in queue) == self.num_tokens[tier]
+            assert sum(request.num_new_tokens for request in queue) == self._num_tokens[tier]
             favoured = [request.num_new_tokens for request in queue if request.favoured]
             assert len(favoured) == self._num_favoured[tier]
             assert sum(favoured) == self._favoured_tokens[tier]

@@ -75,16 +75,14 @@ class StepsInFlight:
         requests: list[Request],
         shape: StepShape,
         starts: float,
+        seconds: float,
         ordinary_seconds: float | None,
-    ) -> float:
+    ) -> None:
         """A step was planned; ``requests`` has one entry for each of its rows, which are predicted
-        to take ``ordinary_seconds`` without best effort; None: there is none. Returns the seconds
-        that it is predicted to take."""
-        seconds = self._step_time.predict(shape)
+        to take ``seconds``, and without best effort ``ordinary_seconds``; None: there is none."""
         self._steps.append((step_id, requests, shape, seconds))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
-        return seconds
 
     def note_ordinary(self, starts: float, seconds: float) -> None:
         """Rows that are not best effort are predicted to take so long from ``starts`` on."""

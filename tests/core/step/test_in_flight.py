@@ -8,7 +8,6 @@ import pytest
 
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.request import Request
 from paceline.core.step.in_flight import StepsInFlight
 from tests.driving import make_request
 
@@ -25,37 +24,16 @@ def trained() -> StepTimeModel:
     return model
 
 
-class Told(StepTimeModel):
-    """Predicts for every step what it was told last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-
-    def predict(self, shape: StepShape) -> float:
-        return self.seconds
-
-
-def push(
-    steps: StepsInFlight, model: Told, step_id: int, starts: float, seconds: float,
-    ordinary: float | None = None, requests: tuple[Request, ...] = (),
-) -> None:  # fmt: skip
-    """A step that is predicted to take ``seconds``."""
-    model.seconds = seconds
-    assert steps.push(step_id, list(requests), SHAPE, starts, ordinary) == seconds
-
-
 def plan(step_id: int) -> SchedulerOutput:
     return SchedulerOutput(step_id, (), (), (), (), num_tokens=0)
 
 
 def test_steps_run_one_after_another() -> None:
-    model = Told()
-    steps = StepsInFlight(model, 0.0)
+    steps = StepsInFlight(StepTimeModel(), 0.0)
     assert steps.starts(3.0) == 3.0
-    push(steps, model, 1, 3.0, 0.5)
+    steps.push(1, [], SHAPE, 3.0, 0.5, None)
     assert steps.starts(3.1) == 3.5
-    push(steps, model, 2, 3.5, 0.25)
+    steps.push(2, [], SHAPE, 3.5, 0.25, None)
     assert steps.starts(3.1) == 3.75
     # the first took longer: the second has just begun
     steps.pop(plan(1), StepResult(1, ()), 3.9)
@@ -65,19 +43,17 @@ def test_steps_run_one_after_another() -> None:
 
 
 def test_results_come_in_the_order_of_plans() -> None:
-    model = Told()
-    steps = StepsInFlight(model, 0.0)
-    push(steps, model, 1, 0.0, 0.5)
+    steps = StepsInFlight(StepTimeModel(), 0.0)
+    steps.push(1, [], SHAPE, 0.0, 0.5, None)
     with pytest.raises(AssertionError, match="plan order"):
         steps.pop(plan(2), StepResult(2, ()), 1.0)
 
 
 def test_whose_rows_they_were_comes_back_with_the_result() -> None:
-    model = Told()
-    steps = StepsInFlight(model, 0.0)
+    steps = StepsInFlight(StepTimeModel(), 0.0)
     one, two = make_request("one", 4), make_request("two", 4)
-    push(steps, model, 1, 0.0, 0.5, requests=(one, two))
-    push(steps, model, 2, 0.5, 0.5, requests=(one,))
+    steps.push(1, [one, two], SHAPE, 0.0, 0.5, None)
+    steps.push(2, [one], SHAPE, 0.5, 0.5, None)
     assert (steps.num_rows(one), steps.num_rows(two)) == (2, 1)
     assert steps.pop(plan(1), StepResult(1, ()), 1.0) == [one, two]
     assert (steps.num_rows(one), steps.num_rows(two)) == (1, 0)
@@ -85,16 +61,14 @@ def test_whose_rows_they_were_comes_back_with_the_result() -> None:
 
 
 def test_the_next_step_is_planned_shortly_before_this_one_ends_once_that_is_known() -> None:
-    untrained = StepsInFlight(StepTimeModel(), 0.001)
-    untrained.push(1, [], SHAPE, 0.0, None)
+    untrained = StepsInFlight(StepTimeModel(), 0.1)
+    untrained.push(1, [], SHAPE, 0.0, 1.0, None)
     assert untrained.plan_at == -math.inf
-    for lead in (0.001, 0.003):
+    for lead in (0.1, 0.3):
         steps = StepsInFlight(trained(), lead)
         assert steps.plan_at == -math.inf, "nothing runs"
-        ends = steps.push(1, [], SHAPE, 0.0, None)
-        # eight tokens of a prompt
-        assert ends == pytest.approx(0.018, rel=0.1)
-        assert steps.plan_at == pytest.approx(ends - lead, abs=0.003)
+        steps.push(1, [], SHAPE, 0.0, 1.0, None)
+        assert steps.plan_at == pytest.approx(1.0 - lead, abs=0.05)
 
 
 def test_what_a_step_took_is_learned_and_compared_with_what_was_predicted() -> None:
@@ -103,7 +77,7 @@ def test_what_a_step_took_is_learned_and_compared_with_what_was_predicted() -> N
         steps = StepsInFlight(model, 0.0)
         before = model.num_observations
         for step_id, elapsed in ((1, 0.02), (2, 0.0)):
-            steps.push(step_id, [], SHAPE, 0.0, None)
+            steps.push(step_id, [], SHAPE, 0.0, 0.5, None)
             steps.pop(plan(step_id), StepResult(step_id, (), elapsed=elapsed), 1.0)
         assert model.num_observations == before + 1, "a step without a time teaches nothing"
         assert steps.actual_seconds == (0.02 if compared else 0.0)
@@ -111,11 +85,10 @@ def test_what_a_step_took_is_learned_and_compared_with_what_was_predicted() -> N
 
 
 def test_the_share_of_ordinary_requests_fades() -> None:
-    model = Told()
-    steps = StepsInFlight(model, 0.0)
-    push(steps, model, 1, 0.0, 1.0)
+    steps = StepsInFlight(StepTimeModel(), 0.0)
+    steps.push(1, [], SHAPE, 0.0, 1.0, None)
     assert steps.ordinary_share == pytest.approx(0.1)
-    push(steps, model, 2, 10.0, 1.0, 0.0)
+    steps.push(2, [], SHAPE, 10.0, 1.0, 0.0)
     assert steps.ordinary_share == pytest.approx(0.1 / math.e)
     steps.note_ordinary(10.0, 0.5)
     assert steps.ordinary_share == pytest.approx(0.1 / math.e + 0.05)
