@@ -33,6 +33,7 @@ MOST_VIEWERS: Final = 8
 _MOST_WAITING: Final = 64
 # seconds between gauges, of a live engine and in what is kept
 _GAUGES: Final = 1.0
+_START: Final = bytes((FrameType.START,))
 _FIRST_U32: Final = struct.Struct("<I")
 
 
@@ -215,7 +216,7 @@ class Feed:
             if begin is first and (first.epoch, first.step) > since:
                 told = {"from": since[1], "to": first.step, "why": "history"}
                 gap = _told(FrameType.GAP, **told)
-        return self._hello() + gap + self._from(begin)
+        return self._hello(begin) + gap + self._from(begin)
 
     def follow(
         self, *, since: tuple[int, int] | None, seconds: float, ends: Callable[[], bool]
@@ -288,12 +289,14 @@ class Feed:
             num_host_blocks=self._client.stats.scheduler.num_host_blocks,
         )
 
-    def _hello(self) -> bytes:
+    def _hello(self, begin: _Segment) -> bytes:
         info, first = self._client.info, self._segments[0]
         return _told(
             FrameType.HELLO,
             **vocabulary(),
             engine=self._epoch,
+            # that of what follows, until a START says that the next one begins
+            first=begin.epoch - begin.data.startswith(_START),
             now=self._clock(),
             # added to a time of the engine's clock, it is seconds since 1970
             unix=time.time() - self._clock(),
