@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -15,7 +17,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage, lacking
+from tests.ui.conftest import LONG, OpenPage, lacking
 from tests.ui.test_accessibility import AXE, violations
 
 BACKEND = {"step_time": 0.01, "num_blocks": 256}
@@ -196,6 +198,7 @@ def test_who_may_not_see_it_is_told_so(tmp_path: Path, open_page: OpenPage) -> N
         page.close()
 
 
+@LONG
 def test_a_server_without_a_timeline_says_so(tmp_path: Path, open_page: OpenPage) -> None:
     config = {"timeline_history": 0}
     with live_server(tmp_path / "log", backend=BACKEND, config=config) as server:
@@ -236,6 +239,7 @@ def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage
     assert wide <= 360, "nothing to scroll sideways but tables"
 
 
+@LONG
 def test_reduced_motion_moves_once_a_second(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/timeline", reduced_motion="reduce")
     page.locator("canvas").wait_for()
@@ -261,3 +265,60 @@ def test_axe_finds_nothing(told: LiveServer, open_page: OpenPage, theme: str) ->
     page.get_by_role("button", name="Pause").click()
     page.get_by_text("The 50 steps").wait_for()
     assert violations(page) == []
+
+
+def test_a_trace_is_saved_and_says_what_was_left_out(
+    told: LiveServer, open_page: OpenPage, tmp_path: Path
+) -> None:
+    page = open_page(f"{told.url}/ui/timeline")
+    generate(told, 3, 8)
+    eventually(lambda: asked(page, "t.stories.size") >= 3)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save as a trace").click()
+    page.get_by_text("uploads nothing").wait_for()
+    path = tmp_path / "t.json.gz"
+    download.value.save_as(path)
+    assert download.value.suggested_filename == "paceline-timeline.json.gz"
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {1, 2} and trace["otherData"]["left_out"] == 0
+
+
+@LONG
+def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> None:
+    config = {"drain_timeout": 5}
+    with live_server(tmp_path / "log", backend=BACKEND, core=CORE, config=config) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        page.get_by_text("No step in the last 60 s").wait_for()
+        generate(server, 1, 5)
+        eventually(lambda: steps(page) > 3)
+        # what the stream says where it could not keep up, as the server writes it
+        page.evaluate(
+            "(told) => { const t = pacelineTimeline; const end = t.history.count;"
+            " t.take({ frame: 'gap', told }); return end; }",
+            {"from": 5, "to": 47, "why": "slow viewer"},
+        )
+        assert "42 steps missing: slow viewer" in asked(page, "[...t.history.notes.values()]")
+        page.get_by_role("button", name="Table of steps").click()
+        page.locator("td.bad").get_by_text("42 steps missing").wait_for()
+        stream = threading.Thread(target=generate, args=(server, 1, 200))
+        stream.start()
+        eventually(lambda: server.running() == 1)
+        server.signal()
+        page.get_by_text("The server is shutting down: what runs may end").wait_for()
+        page.close()
+        stream.join()
+        assert server.wait() == 0
+
+
+@LONG
+def test_a_server_that_is_gone_is_told_and_asked_again(tmp_path: Path, open_page: OpenPage) -> None:
+    with live_server(tmp_path / "log", backend=BACKEND, core=CORE) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        page.get_by_text("No step in the last 60 s").wait_for()
+        # it stands still: nothing comes, and what is shown is old
+        server.process.send_signal(signal.SIGSTOP)
+        page.locator(".notice").get_by_text("Stale: the last news came").wait_for()
+        server.process.send_signal(signal.SIGCONT)
+        eventually(lambda: page.get_by_text("Stale").count() == 0)
+        page.close()

@@ -219,9 +219,15 @@ class Feed:
         return self._hello(begin) + gap + self._from(begin)
 
     def follow(
-        self, *, since: tuple[int, int] | None, seconds: float, ends: Callable[[], bool]
+        self,
+        *,
+        since: tuple[int, int] | None,
+        seconds: float,
+        ends: Callable[[], bool],
+        drains: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[bytes]:
-        """The same, and then what comes, until ``ends()``; gauges each second at least.
+        """The same, and then what comes, until ``ends()``; gauges each second at least, and once
+        that ``drains()``.
 
         Raises:
             TooManyViewersError: all places are taken.
@@ -230,18 +236,25 @@ class Feed:
             raise TooManyViewersError(
                 f"{MOST_VIEWERS} pages follow the timeline already; ask without follow=1 instead"
             )
-        return self._stream(since, seconds, ends)
+        return self._stream(since, seconds, ends, drains)
 
     async def _stream(
-        self, since: tuple[int, int] | None, seconds: float, ends: Callable[[], bool]
+        self,
+        since: tuple[int, int] | None,
+        seconds: float,
+        ends: Callable[[], bool],
+        drains: Callable[[], bool],
     ) -> AsyncIterator[bytes]:
         viewer = _Viewer()
         # at once with the history, so that nothing comes between
         self._viewers.add(viewer)
         try:
             yield self.history(since=since, seconds=seconds)
-            seen = (self._epoch, self._step)
+            seen, told_of_end = (self._epoch, self._step), False
             while not ends():
+                if drains() and not told_of_end:
+                    told_of_end = True
+                    yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
                 try:
                     async with asyncio.timeout(_GAUGES):
                         await viewer.news.wait()
@@ -260,7 +273,8 @@ class Feed:
                     viewer.waiting.clear()
                     yield frames
                 seen = (self._epoch, self._step)
-            yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
+            if not told_of_end:
+                yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
         finally:
             self._viewers.discard(viewer)
 

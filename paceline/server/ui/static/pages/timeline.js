@@ -4,7 +4,7 @@ import { duration, visible } from "../lib/format.js";
 import { save, stepsOf, traceOf } from "../timeline/chrome.js";
 import { REASONS } from "../timeline/decode.js";
 import { CAPACITY, COLUMN, LANES, QUEUE, ROWS } from "../timeline/history.js";
-import { engine, follow, heardAt, history, link, model, news, stories } from "../timeline/live.js";
+import { engine, follow, heardAt, history, link, model, news, stories, take } from "../timeline/live.js";
 import { Painter } from "../timeline/paint.js";
 import { firstToken, missed, nameOf, sentences, short, stateOf, waited } from "../timeline/story.js";
 
@@ -307,7 +307,7 @@ function Status() {
   const found = [
     said && h("p", { class: "notice", role: "status" }, visible(said)),
     lost && h("p", { class: "notice bad", role: "status" }, "The engine was lost. Its last steps are below; its requests go on in the next one, or failed."),
-    draining && h("p", { class: "notice", role: "status" }, "The server is shutting down: what runs may end, nothing new is taken."),
+    draining && state === "live" && h("p", { class: "notice", role: "status" }, "The server is shutting down: what runs may end, nothing new is taken."),
     level > 0 && h("p", { class: "notice", role: "status" },
       ["", "The engine is busy: who computes what is told in one step of eight.", "The engine is very busy: steps are summed over 10 ms.", "The engine is too busy to tell of its steps."][level]),
     !said && !history.count && h("p", { class: "notice empty-timeline" }, "No step in the last 60 s. Send a request from the ", h("a", { href: "/ui/playground" }, "playground"), ", and watch it here."),
@@ -524,4 +524,4 @@ export function Timeline({ shown }) {
 }
 
 // for tests and for whoever asks in the console: what is drawn, as numbers
-/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, painter: () => painter };
+/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, painter: () => painter };

@@ -52,7 +52,7 @@ export const model = new Model({
 });
 
 /** @param {any} frame */
-function take(frame) {
+export function take(frame) {
   if (frame.frame === "hello") {
     if (frame.told.version !== VERSION) throw new RangeError("version");
     // who runs is told anew
