@@ -20,8 +20,8 @@ __all__ = ["build_parser", "main"]
 
 # modules of this package, each with an ``add_parser``; in the order of --help
 _COMMANDS: Final = (
-    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor",
-    "plan", "simulate", "bench",
+    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "trace",
+    "doctor", "plan", "simulate", "bench",
 )  # fmt: skip
 
 _EPILOG = """\

@@ -296,9 +296,9 @@ def _write_page(args: argparse.Namespace, results: list[_Result]) -> None:
 
 
 def _simulate(point: _Point) -> _Result:
+    from paceline.engine.timeline.chrome import TimelineWriter
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.report.steps import StepWatcher
-    from paceline.sim.report.timeline import TimelineWriter
     from paceline.sim.simulator import Simulator
     from paceline.sim.workload.shaping import speed_up
     from paceline.sim.workload.spec import open_workload

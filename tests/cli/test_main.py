@@ -11,8 +11,8 @@ import pytest
 from paceline.cli.main import build_parser
 
 COMMANDS = (
-    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "doctor",
-    "plan", "simulate", "bench",
+    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "trace",
+    "doctor", "plan", "simulate", "bench",
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ from paceline.cli.main import main
 try:
     main(["pull", "--list"])
 finally:
-    others = {"serve", "chat", "plan", "simulate", "top", "doctor", "ps", "rm", "run", "list"}
+    others = {"serve", "chat", "plan", "simulate", "top", "trace", "doctor", "ps", "run", "list"}
     found = [name for name in others if f"paceline.cli.{name}" in sys.modules]
 assert not found, found
 """

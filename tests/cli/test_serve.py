@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -23,6 +24,8 @@ from paceline.cli.serve import _api_keys, ready_line, successor
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
 from paceline.engine.testing import ByteTokenizer
+from paceline.engine.timeline.codec import Decoder
+from paceline.engine.timeline.model import Model, Seen
 from paceline.engine.types import EngineInfo
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
@@ -302,3 +305,22 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"paceline serve: cannot listen on 127.0.0.1:{port}")
     assert "--port" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-timeline",), ("--no-ui",)])
+def test_the_timeline_comes_from_the_engines_process(flags: tuple[str, ...]) -> None:
+    """And is told by no engine whose server does not show it."""
+    with start_server(*NULL, *flags, "--timeline-history", "1MiB") as server:
+        assert complete(server, max_tokens=5)[0] == 200
+        url = f"{server.address}/ui/api/timeline"
+        if flags:
+            assert httpx.get(url).status_code == 404
+            return
+        deadline = time.monotonic() + 10
+        ended: list[Seen] = []
+        while not ended and time.monotonic() < deadline:
+            model = Model(on_ended=ended.append)
+            for frame in Decoder().feed(httpx.get(url).content):
+                model.take(frame)
+            time.sleep(0.05)
+        assert [seen.end for seen in ended] == ["length"]

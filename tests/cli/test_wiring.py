@@ -235,3 +235,30 @@ def test_the_default_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None
     assert default_sampling(NULL) == {}
     # it is a valid default of a server
     ServerConfig(default_sampling=default_sampling(known))
+
+
+def test_a_timeline_is_told_where_it_was_asked_for_and_is_absent_otherwise(tmp_path: Path) -> None:
+    silent, _ = build_core(NULL)
+    assert silent.timeline is None and silent._recorder is None
+    silent.close()
+    told, _ = build_core(NULL.changed(timeline=True))
+    assert told.timeline is not None and told._recorder is told.timeline
+    told.close()
+    # beside a recording, which goes on as it did
+    path = tmp_path / "r.jsonl"
+    both, _ = build_core(NULL.changed(timeline=True, record=str(path)))
+    both.add_request(
+        Request(
+            RequestSpec(
+                request_id="r/0",
+                prompt_token_ids=[1, 2, 3],
+                sampling=SamplingParams(max_tokens=2),
+                arrival_time=0.0,
+            )
+        )
+    )
+    while both.has_work:
+        both.step()
+    assert both.timeline is not None and both.timeline.take(0.0, idle=True)
+    both.close()
+    assert '"request": "r/0"' in path.read_text() or '"request":"r/0"' in path.read_text()

@@ -16,6 +16,8 @@ import pytest
 from tests.server.live_process import LiveServer, live_server
 
 REQUIRED = os.environ.get("PACELINE_UI_TESTS") == "require"
+# journeys that take seconds: of ``make test-ui`` alone
+LONG = pytest.mark.skipif(not REQUIRED, reason="takes seconds; make test-ui runs it")
 CHROMIUM = shutil.which("chromium")
 # so that it asks for nothing but what the page asks for
 ARGS = [

@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["Scrape", "Source", "parse_metrics"]
+__all__ = ["Scrape", "Source", "fetch", "parse_metrics"]
 
 _TIMEOUT: Final = 10.0
 _MAX_BYTES: Final = 32 * 2**20
@@ -83,39 +83,54 @@ class Source:
     """
 
     def __init__(self, address: str, api_key: str = "") -> None:
-        url = address if "://" in address else f"http://{address}"
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{address!r} is not an address: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{address!r} is not an address such as http://127.0.0.1:8000")
-        self._host, self._port = parts.hostname, port
-        self._secure = parts.scheme == "https"
-        self._path = parts.path.rstrip("/") or "/metrics"
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url = parts._replace(path=self._path).geturl()
+        parts = _checked(address)
+        path = parts.path.rstrip("/") or "/metrics"
+        self._api_key = api_key
+        self.url = parts._replace(path=path).geturl()
 
     def fetch(self) -> str:
         """Raises ConfigError, with what to do, when nothing usable comes."""
-        make = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = make(self._host, self._port, timeout=_TIMEOUT)
-        try:
-            connection.request("GET", self._path, headers=self._headers)
-            answer = connection.getresponse()
-            body = answer.read(_MAX_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(
-                f"{self.url} does not answer ({error or type(error).__name__}): is a server "
-                "running there?"
-            ) from None
-        finally:
-            connection.close()
-        if answer.status in (401, 403):
-            raise ConfigError(
-                f"{self.url} wants a key of scope admin in PACELINE_API_KEY (HTTP {answer.status})"
-            )
-        if answer.status != 200:
-            raise ConfigError(f"{self.url} answered HTTP {answer.status}, not metrics")
-        return body.decode("utf-8", "replace")
+        return fetch(self.url, self._api_key, _TIMEOUT, _MAX_BYTES).decode("utf-8", "replace")
+
+
+def fetch(url: str, api_key: str, timeout: float, max_bytes: int) -> bytes:
+    """What a server answers to a GET.
+
+    Raises:
+        ConfigError: with what to do: ``url`` is none, or nothing usable came.
+    """
+    parts = _checked(url)
+    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    shown = parts._replace(query="").geturl()
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = make(parts.hostname or "", parts.port, timeout=timeout)
+    try:
+        connection.request("GET", parts._replace(scheme="", netloc="").geturl(), headers=headers)
+        answer = connection.getresponse()
+        body = answer.read(max_bytes)
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"{shown} does not answer ({error or type(error).__name__}): is a server running there?"
+        ) from None
+    finally:
+        connection.close()
+    if answer.status in (401, 403):
+        raise ConfigError(
+            f"{shown} wants a key of scope admin in PACELINE_API_KEY (HTTP {answer.status})"
+        )
+    if answer.status != 200:
+        raise ConfigError(f"{shown} answered HTTP {answer.status}, not what was asked for")
+    return body
+
+
+def _checked(address: str) -> SplitResult:
+    """Raises ConfigError for what is no address of a server."""
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018
+    except ValueError as error:
+        raise ConfigError(f"{address!r} is not an address: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{address!r} is not an address such as http://127.0.0.1:8000")
+    return parts

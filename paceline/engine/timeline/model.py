@@ -136,7 +136,7 @@ class Model:
     def running(self) -> Iterator[Seen]:
         """By lane."""
         for number in self.lanes:
-            if number:
+            if number in self.requests:
                 yield self.requests[number]
 
     def waiting(self) -> Iterator[Seen]:
@@ -176,10 +176,10 @@ class Model:
             else:
                 self._event(seen, event, plan.planned - earlier)
                 earlier = 0.0
-        for lane, number in enumerate(self.lanes):
-            if not number:
+        for lane in range(len(self.lanes)):
+            seen = self._at(lane)
+            if seen is None:
                 continue
-            seen = self.requests[number]
             tokens = chunked.get(lane, plan.merged if seen.state is State.DECODE else 0)
             if tokens:
                 seen.steps += 1
@@ -284,7 +284,7 @@ class Model:
 
     def _at(self, lane: int) -> Seen | None:
         number = self.lanes[lane] if lane < len(self.lanes) else 0
-        return self.requests[number] if number else None
+        return self.requests.get(number)
 
     def _put(self, lane: int, number: int) -> None:
         if lane >= len(self.lanes):
@@ -300,6 +300,8 @@ class Model:
         if seen is None:
             # it ended after the plan was made
             return
+        if seen.lane != NO_LANE:
+            self.lanes[seen.lane] = 0
         self._turn(seen, State.DECODE, now)
         seen.lane = event.lane
         seen.computed = 0

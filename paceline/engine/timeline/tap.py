@@ -140,7 +140,8 @@ class TimelineTap:
             "block_size": cache.block_size,
             "num_host_blocks": cache.num_host_blocks,
         }
-        self._buffer += encode(Told(FrameType.START, start))
+        # told with the first news, when somebody is sure to listen
+        self._start = encode(Told(FrameType.START, start))
 
     def take(self, now: float, *, idle: bool = False) -> bytes:
         """What was told since the last time; b"" where it is not worth a message yet."""
@@ -149,7 +150,10 @@ class TimelineTap:
         self._next_flush = now + _FLUSH
         if now - self._looked_at >= 1.0:
             self._look(now)
-        told = bytes(self._buffer)
+        if not self._buffer:
+            return b""
+        told = self._start + self._buffer
+        self._start = b""
         self._buffer.clear()
         return told
 

@@ -33,6 +33,7 @@ MOST_VIEWERS: Final = 8
 _MOST_WAITING: Final = 64
 # seconds between gauges, of a live engine and in what is kept
 _GAUGES: Final = 1.0
+_START: Final = bytes((FrameType.START,))
 _FIRST_U32: Final = struct.Struct("<I")
 
 
@@ -215,12 +216,18 @@ class Feed:
             if begin is first and (first.epoch, first.step) > since:
                 told = {"from": since[1], "to": first.step, "why": "history"}
                 gap = _told(FrameType.GAP, **told)
-        return self._hello() + gap + self._from(begin)
+        return self._hello(begin) + gap + self._from(begin)
 
     def follow(
-        self, *, since: tuple[int, int] | None, seconds: float, ends: Callable[[], bool]
+        self,
+        *,
+        since: tuple[int, int] | None,
+        seconds: float,
+        ends: Callable[[], bool],
+        drains: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[bytes]:
-        """The same, and then what comes, until ``ends()``; gauges each second at least.
+        """The same, and then what comes, until ``ends()``; gauges each second at least, and once
+        that ``drains()``.
 
         Raises:
             TooManyViewersError: all places are taken.
@@ -229,18 +236,25 @@ class Feed:
             raise TooManyViewersError(
                 f"{MOST_VIEWERS} pages follow the timeline already; ask without follow=1 instead"
             )
-        return self._stream(since, seconds, ends)
+        return self._stream(since, seconds, ends, drains)
 
     async def _stream(
-        self, since: tuple[int, int] | None, seconds: float, ends: Callable[[], bool]
+        self,
+        since: tuple[int, int] | None,
+        seconds: float,
+        ends: Callable[[], bool],
+        drains: Callable[[], bool],
     ) -> AsyncIterator[bytes]:
         viewer = _Viewer()
         # at once with the history, so that nothing comes between
         self._viewers.add(viewer)
         try:
             yield self.history(since=since, seconds=seconds)
-            seen = (self._epoch, self._step)
+            seen, told_of_end = (self._epoch, self._step), False
             while not ends():
+                if drains() and not told_of_end:
+                    told_of_end = True
+                    yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
                 try:
                     async with asyncio.timeout(_GAUGES):
                         await viewer.news.wait()
@@ -259,7 +273,8 @@ class Feed:
                     viewer.waiting.clear()
                     yield frames
                 seen = (self._epoch, self._step)
-            yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
+            if not told_of_end:
+                yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
         finally:
             self._viewers.discard(viewer)
 
@@ -288,12 +303,14 @@ class Feed:
             num_host_blocks=self._client.stats.scheduler.num_host_blocks,
         )
 
-    def _hello(self) -> bytes:
+    def _hello(self, begin: _Segment) -> bytes:
         info, first = self._client.info, self._segments[0]
         return _told(
             FrameType.HELLO,
             **vocabulary(),
             engine=self._epoch,
+            # that of what follows, until a START says that the next one begins
+            first=begin.epoch - begin.data.startswith(_START),
             now=self._clock(),
             # added to a time of the engine's clock, it is seconds since 1970
             unix=time.time() - self._clock(),

@@ -99,6 +99,7 @@ def ui_router(service: Service) -> APIRouter:
                 since=since,
                 seconds=seconds,
                 ends=lambda: service.is_ending and not service.in_flight,
+                drains=lambda: service.is_ending,
             )
         except TooManyViewersError as error:
             raise HttpError(503, str(error)) from None

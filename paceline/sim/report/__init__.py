@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.engine.timeline.chrome import StepEvent, TimelineWriter
 from paceline.sim.report.metrics import (
     ClassSummary,
     Distribution,
@@ -15,7 +16,6 @@ from paceline.sim.report.plots import plot_cdfs, plot_curves
 from paceline.sim.report.steps import StepWatcher
 from paceline.sim.report.svg import Chart, Series, draw
 from paceline.sim.report.table import comparison, side_by_side, text_table
-from paceline.sim.report.timeline import StepEvent, TimelineWriter
 
 __all__ = [
     "Chart",

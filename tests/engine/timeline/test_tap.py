@@ -106,8 +106,9 @@ def test_level_one_leaves_chunks_out_but_not_who_comes_and_goes() -> None:
 def test_news_is_gathered_for_a_twentieth_of_a_second() -> None:
     watched = Watched()
     watched.check = lambda: None  # type: ignore[method-assign]
-    assert watched.tap.take(1.0)
+    assert watched.tap.take(0.5, idle=True) == b"", "there is nothing to tell yet"
     watched.add(make_request("r", 6, 40, arrival=100.0))
+    assert watched.tap.take(1.0)
     watched.step()
     assert watched.tap.take(1.02) == b""
     assert watched.tap.take(1.02, idle=True)

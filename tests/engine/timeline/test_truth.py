@@ -200,3 +200,18 @@ def test_a_reader_that_begins_at_a_keyframe_sees_the_same() -> None:
         found = late.requests[number]
         assert (found.state, found.computed, found.lane) == (seen.state, seen.computed, seen.lane)
         assert abs(found.waited - seen.waited) < 1e-3
+
+
+def test_the_vectors_are_what_the_codec_and_the_model_say() -> None:
+    """Readers in other languages are held to these; a change of the format shows here first, and
+    wants another version."""
+    import base64
+    import json
+
+    from tests.engine.timeline.vectors import FOLDER, meaning
+
+    told = json.loads((FOLDER / "timeline.json").read_text())
+    data = base64.b64decode(told["frames"])
+    assert json.loads(json.dumps(meaning(data))) == told["meaning"]
+    states = {state for seen in told["meaning"]["ended"] for state, *_ in seen["spans"]}
+    assert {"wait", "held", "chunk", "decode", "preempted"} <= states

@@ -2,10 +2,12 @@
 import { h, render, signal, effect, useEffect, useRef } from "./vendor/preact.js";
 import { getJson, key, keyWanted, setKey } from "./lib/api.js";
 import { Playground } from "./pages/playground.js";
+import { Timeline } from "./pages/timeline.js";
 import { Server } from "./pages/server.js";
 
 const TABS = [
   { name: "playground", title: "Playground", page: Playground },
+  { name: "timeline", title: "Timeline", page: Timeline },
   { name: "server", title: "Server", page: Server },
 ];
 
@@ -38,6 +40,15 @@ const KEYS = [
   ["Enter", "send (Shift+Enter: a new line)"],
   ["Esc", "stop the answer that is coming"],
   ["← →", "go from token to token, in token probabilities"],
+  ["Space", "timeline: stop, or go on live"],
+  ["← →", "timeline: one step (Shift: ten)"],
+  ["↑ ↓", "timeline: another request of that step"],
+  ["W S", "timeline: zoom"],
+  ["A D", "timeline: pan"],
+  ["Home End", "timeline: the oldest step, live"],
+  ["/", "timeline: find a request by its id"],
+  ["Enter", "timeline: to the chosen request's story"],
+  ["T", "timeline: as a table"],
   ["?", "this help"],
 ];
 

@@ -1,0 +1,133 @@
+// The stream of the timeline: asked for, read, asked for again when it breaks, from where it broke off.
+import { signal } from "../vendor/preact.js";
+import { ApiError, call, key } from "../lib/api.js";
+import { Decoder, VERSION } from "./decode.js";
+import { COLUMN, History } from "./history.js";
+import { Model } from "./model.js";
+
+const MOST_STORIES = 4096;
+// milliseconds of reading after which others get their turn
+const SLICE = 8;
+
+/** How the stream is: asking, live, stale, retry, refused, off, full, mismatch. */
+export const link = signal({ state: "asking", why: "" });
+/** Changes whenever there is something new to draw. */
+export const news = signal(0);
+/** What the engine is said to be: its level of detail, whether it drains, is lost. */
+export const engine = signal({ level: 0, draining: false, lost: false });
+
+export const history = new History();
+/** @type {Map<string, import("./model.js").Seen>} of requests that ended, by engine and number */
+export const stories = new Map();
+export let heardAt = 0;
+// of engines, as the server counts them, and the last column: which engine's, and which step
+let epoch = 0;
+let lastEpoch = -1;
+let lastStep = -1;
+let lostAt = 0;
+
+export const model = new Model({
+  planned: (step) => {
+    // after a break some are told again
+    if (epoch < lastEpoch || (epoch === lastEpoch && step.plan.step <= lastStep)) return;
+    if (epoch > lastEpoch && lastEpoch >= 0) history.mark(COLUMN.began, step.plan.planned, "another engine began");
+    lastEpoch = epoch;
+    lastStep = step.plan.step;
+    history.plan(step.plan, model);
+  },
+  stepped: (step) => history.result(step),
+  ended: (seen) => {
+    const name = `${epoch}.${seen.number}`;
+    // after a break it is told again, by a reader that has seen less of it
+    if (stories.has(name)) return;
+    stories.set(name, seen);
+    history.ended(seen);
+    if (stories.size > MOST_STORIES) stories.delete(/** @type {string} */ (stories.keys().next().value));
+  },
+  reset: () => {
+    epoch++;
+    history.cut();
+    engine.value = { ...engine.value, lost: false };
+  },
+});
+
+/** @param {any} frame */
+export function take(frame) {
+  if (frame.frame === "hello") {
+    if (frame.told.version !== VERSION) throw new RangeError("version");
+    // who runs is told anew
+    model.synced = false;
+    epoch = frame.told.first;
+  }
+  const before = model.now;
+  model.take(frame);
+  if (frame.frame === "gauges" && frame.told.up && engine.value.lost && frame.told.now > lostAt + 0.5) {
+    // another one is there; its first steps will say so too
+    engine.value = { ...engine.value, lost: false };
+  }
+  if (frame.frame === "gap") {
+    const { from, to, why } = frame.told;
+    history.mark(COLUMN.gap, Math.max(0, before), `${Math.max(0, to - from)} steps missing: ${why}`);
+  } else if (frame.frame === "notice") {
+    const { kind, level } = frame.told;
+    if (kind === "level") engine.value = { ...engine.value, level };
+    else if (kind === "draining") engine.value = { ...engine.value, draining: true };
+    else if (kind === "engine_lost" && frame.told.now > lostAt) {
+      lostAt = frame.told.now;
+      history.mark(COLUMN.lost, frame.told.now, "the engine was lost");
+      engine.value = { ...engine.value, lost: true };
+    }
+  }
+}
+
+/** @param {number} ms */
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+/** Reads until told to stop. @param {AbortSignal} stop */
+export async function follow(stop) {
+  let wait = 500;
+  while (!stop.aborted) {
+    try {
+      const from = lastEpoch >= 0 ? `since=${lastEpoch}.${lastStep}` : "seconds=60";
+      const response = await call(`/ui/api/timeline?${from}&follow=1`, { signal: stop });
+      const decoder = new Decoder();
+      const reader = /** @type {ReadableStream<Uint8Array>} */ (response.body).getReader();
+      for (;;) {
+        const { done, value } = await reader.read();
+        if (done) break;
+        heardAt = performance.now();
+        if (link.value.state !== "live") link.value = { state: "live", why: "" };
+        wait = 500;
+        let began = heardAt;
+        for (const frame of decoder.feed(value)) {
+          take(frame);
+          if (performance.now() - began > SLICE) {
+            news.value++;
+            await pause(0);
+            began = performance.now();
+          }
+        }
+        news.value++;
+      }
+      link.value = { state: "retry", why: engine.value.draining ? "the server is shutting down" : "the stream ended" };
+    } catch (error) {
+      if (stop.aborted) return;
+      if (error instanceof RangeError && error.message === "version") {
+        link.value = { state: "mismatch", why: "the server was upgraded: reload this page" };
+        return;
+      }
+      if (error instanceof ApiError && (error.status === 404 || error.status === 403 || error.status === 401)) {
+        link.value = { state: error.status === 404 ? "off" : "refused", why: error.message };
+        const asked = key.value;
+        // another key, or none: until then there is no use in asking
+        while (!stop.aborted && key.value === asked) await pause(300);
+        continue;
+      }
+      const full = error instanceof ApiError && error.status === 503;
+      link.value = { state: full ? "full" : "retry", why: error instanceof ApiError ? error.message : "the server does not answer" };
+    }
+    history.cut();
+    await pause(wait * (0.75 + 0.5 * Math.random()));
+    wait = Math.min(8000, wait * 2);
+  }
+}

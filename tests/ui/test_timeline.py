@@ -1,0 +1,324 @@
+"""The timeline in Chromium: live, stopped, gone through, found, told; what troubles look like."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.security.keys import ADMIN, USER
+from tests.server.live_process import LiveServer, eventually, live_server
+from tests.ui.conftest import LONG, OpenPage, lacking
+from tests.ui.test_accessibility import AXE, violations
+
+BACKEND = {"step_time": 0.01, "num_blocks": 256}
+CORE = {"timeline": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    log = tmp_path_factory.mktemp("timeline") / "log"
+    with live_server(log, backend=BACKEND, core=CORE) as server:
+        yield server
+
+
+def generate(server: LiveServer, number: int, tokens: int, **more: Any) -> list[dict[str, Any]]:
+    """So many requests at once; their answers."""
+    answers: list[dict[str, Any]] = []
+
+    def one(index: int) -> None:
+        body = {"model": "null", "prompt": "x" * (20 + 40 * index), "max_tokens": tokens}
+        body |= {"explain": True} | more
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json())
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def asked(page: Any, what: str) -> Any:
+    return page.evaluate(f"(() => {{ const t = pacelineTimeline; return {what}; }})()")
+
+
+def steps(page: Any) -> int:
+    return int(asked(page, "t.history.count"))
+
+
+def test_live_then_step_by_step(told: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{told.url}/ui/timeline")
+    page.get_by_text("No step in the last 60 s").wait_for()
+    before = steps(page)
+    generate(told, 7, 20)
+    eventually(lambda: steps(page) >= before + 20)
+    page.locator(".step-words").get_by_text("blocks free").wait_for()
+    # what is drawn is what the engine says of itself
+    assert asked(page, "t.model.doubts") == 0
+    eventually(lambda: asked(page, "t.stories.size") == 7)
+    assert asked(page, "[...t.stories.values()].map((s) => s.ended.output)") == [20] * 7
+    page.keyboard.press("Space")
+    page.get_by_role("button", name="Live").wait_for()
+    words = page.locator(".step-words")
+    here = words.inner_text()
+    page.keyboard.press("ArrowLeft")
+    eventually(lambda: words.inner_text() != here)
+    first = int(re.findall(r"Step (\d+)", words.inner_text())[0])
+    page.keyboard.press("Shift+ArrowLeft")
+    eventually(lambda: f"Step {first - 10} " in words.inner_text())
+    zoom = asked(page, "t.view.zoom")
+    page.keyboard.press("w")
+    assert asked(page, "t.view.zoom") > zoom
+    end = asked(page, "t.view.end")
+    page.keyboard.press("a")
+    eventually(lambda: asked(page, "t.view.end") <= end)
+    page.keyboard.press("Home")
+    eventually(lambda: "Step " in words.inner_text())
+    # a page that is stopped draws nothing
+    page.wait_for_timeout(300)
+    frames = asked(page, "t.painter().frames")
+    page.wait_for_timeout(400)
+    assert asked(page, "t.painter().frames") == frames
+    page.keyboard.press("End")
+    page.get_by_role("button", name="Pause").wait_for()
+
+
+def test_the_story_is_what_explain_says(told: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{told.url}/ui/timeline")
+    answers = generate(told, 8, 15, slo={"ttft_ms": 5000})
+    # the one that waited longest: five at most run at once
+    answer = max(answers, key=lambda each: each["usage"]["timeline"][0]["queued_ms"])
+    explained = answer["usage"]["timeline"][0]
+    assert explained["queued_ms"] > 20
+    find = page.get_by_label("Find a request by its id")
+    page.keyboard.press("/")
+    assert find.evaluate("(input) => input === document.activeElement")
+    find.fill(answer["id"])
+    find.press("Enter")
+    story = page.locator(".story-panel .story")
+    story.get_by_text("tokens a second").wait_for()
+    text = story.inner_text()
+
+    def ms(number: str, unit: str) -> float:
+        return float(number) * (1000 if unit == "s" else 1)
+
+    total = re.findall(r"Waited ([\d.]+) (ms|s): (.*?)\. Prompt", text)[0]
+    assert ms(total[0], total[1]) == pytest.approx(explained["queued_ms"], rel=0.01, abs=1)
+    waited = {"slots": "for a place", "step": "for the step under way", "budget": "for tokens"}
+    for reason, value in explained["waited_ms"].items():
+        if value > 1:
+            found = re.findall(rf"([\d.]+) (ms|s) {waited[reason]}", total[2])
+            assert ms(*found[0]) == pytest.approx(value, rel=0.01, abs=1), reason
+    assert f"Prompt of {answer['usage']['prompt_tokens']} tokens in {explained['chunks']} c" in text
+    first = re.findall(r"First token after ([\d.]+) (ms|s)", text)[0]
+    # one is the engine's time and one its caller's process's
+    assert ms(*first) == pytest.approx(explained["ttft_ms"], rel=0.02, abs=15)
+    assert "target 5 s: met" in text
+    # chosen, it is outlined, and by the keyboard its story gets the focus
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "story"
+
+
+def test_the_tables_say_the_same_and_the_filter_holds(
+    told: LiveServer, open_page: OpenPage
+) -> None:
+    generate(told, 3, 5, slo={"class": "batch"})
+    page = open_page(f"{told.url}/ui/timeline")
+    generate(told, 2, 5, slo={"class": "interactive"})
+    page.get_by_role("button", name="Table of requests").click()
+    rows = page.locator(".tables tbody tr")
+    eventually(lambda: rows.count() >= 5)
+    page.get_by_placeholder("Class, tenant, id").fill("batch")
+    eventually(
+        lambda: (
+            {r.inner_text() for r in page.locator("tbody tr td:nth-child(3)").all()} == {"batch"}
+        )
+    )
+    page.get_by_placeholder("Class, tenant, id").fill("")
+    page.get_by_role("button", name="Prompt").click()
+    page.get_by_role("button", name="Prompt").click()
+    eventually(lambda: page.locator('th[aria-sort="ascending"]').count() == 1)
+    page.locator(".tables tbody button").first.click()
+    page.locator(".story-panel .story").wait_for()
+    page.get_by_role("button", name="Table of steps").click()
+    page.get_by_text("The 50 steps up to the right edge").wait_for()
+
+
+def test_the_cells_are_what_the_model_says(told: LiveServer, open_page: OpenPage) -> None:
+    """Not the picture, whose edges differ from browser to browser: what it is made of."""
+    page = open_page(f"{told.url}/ui/timeline")
+    generate(told, 6, 12)
+    eventually(lambda: steps(page) > 10)
+    page.wait_for_timeout(300)
+    states = asked(
+        page,
+        "(() => { const seen = new Set(); for (let c = t.history.first; c < t.history.count; c++)"
+        " for (let r = 0; r < 320; r++) seen.add(t.history.cell[(c % 4096) * 320 + r]);"
+        " return [...seen]; })()",
+    )
+    # it waited, computed its prompt, wrote; 255 is nobody
+    assert {0, 2, 3, 255} <= set(states)
+    picture = page.evaluate(
+        "(() => { const c = pacelineTimeline.painter().canvas; const d = c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data; const s = new Set();"
+        " for (let i = 0; i < d.length; i += 4) s.add((d[i] << 16) | (d[i + 1] << 8) | d[i + 2]);"
+        " return [...s]; })()"
+    )
+    # the colours of waiting, prompts and writing in the light theme
+    assert {0x868E96, 0xC77700, 0x0072B2} <= set(picture)
+
+
+def test_who_may_not_see_it_is_told_so(tmp_path: Path, open_page: OpenPage) -> None:
+    keys = [
+        {"name": "alice", "scope": "user", "key": USER},
+        {"name": "root", "scope": "admin", "key": ADMIN},
+    ]
+    with live_server(tmp_path / "log", backend=BACKEND, core=CORE, keys=keys) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.wait_for()
+        dialog.get_by_label("Key").fill(USER)
+        dialog.get_by_role("button", name="Use this key").click()
+        page.locator(".notice").get_by_text("wants a key of scope admin").wait_for()
+        page.get_by_role("button", name="API key: set").click()
+        dialog.get_by_label("Key").fill(ADMIN)
+        dialog.get_by_role("button", name="Use this key").click()
+        page.get_by_text("No step in the last 60 s").wait_for()
+        assert ADMIN not in page.url
+        page.close()
+
+
+@LONG
+def test_a_server_without_a_timeline_says_so(tmp_path: Path, open_page: OpenPage) -> None:
+    config = {"timeline_history": 0}
+    with live_server(tmp_path / "log", backend=BACKEND, config=config) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        page.locator(".notice").get_by_text("--no-timeline").wait_for()
+
+
+def test_an_engine_that_is_lost_leaves_a_mark(tmp_path: Path, open_page: OpenPage) -> None:
+    with live_server(tmp_path / "log", backend=BACKEND, core=CORE, supervise={}) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        stream = threading.Thread(target=generate, args=(server, 2, 150))
+        stream.start()
+        eventually(lambda: steps(page) > 10)
+        assert server.engine_pid is not None
+        os.kill(server.engine_pid, signal.SIGKILL)
+        lost = page.locator(".notice.bad").get_by_text("The engine was lost")
+        lost.wait_for()
+        stream.join()
+        eventually(lambda: lost.count() == 0)
+        notes = asked(page, "[...t.history.notes.values()]")
+        assert notes == ["the engine was lost", "another engine began"]
+        # it goes on with the next one
+        before = steps(page)
+        generate(server, 2, 5)
+        eventually(lambda: steps(page) > before)
+        assert asked(page, "t.model.doubts") == 0
+        page.close()
+
+
+def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage) -> None:
+    generate(told, 3, 10)
+    page = open_page(f"{told.url}/ui/timeline", viewport={"width": 360, "height": 740})
+    page.locator("canvas").wait_for()
+    eventually(lambda: steps(page) > 5)
+    page.get_by_role("button", name="Table of requests").click()
+    eventually(lambda: page.locator(".tables tbody tr").count() >= 3)
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 360, "nothing to scroll sideways but tables"
+
+
+@LONG
+def test_reduced_motion_moves_once_a_second(told: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{told.url}/ui/timeline", reduced_motion="reduce")
+    page.locator("canvas").wait_for()
+    page.wait_for_timeout(300)
+    before = asked(page, "t.painter().frames")
+    generate(told, 2, 120)
+    # a second of a hundred steps, and as many chances to draw
+    assert asked(page, "t.painter().frames") - before <= 4
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(told: LiveServer, open_page: OpenPage, theme: str) -> None:
+    if not AXE.is_file():
+        lacking("axe-core (make test-ui installs it)")
+    page = open_page(f"{told.url}/ui/timeline", color_scheme=theme)
+    page.locator("canvas").wait_for()
+    generate(told, 3, 10)
+    page.get_by_role("button", name="Table of requests").click()
+    page.locator(".tables tbody button").first.click()
+    page.locator(".story-panel .story").wait_for()
+    assert violations(page) == []
+    page.get_by_role("button", name="Table of steps").click()
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_text("The 50 steps").wait_for()
+    assert violations(page) == []
+
+
+def test_a_trace_is_saved_and_says_what_was_left_out(
+    told: LiveServer, open_page: OpenPage, tmp_path: Path
+) -> None:
+    page = open_page(f"{told.url}/ui/timeline")
+    generate(told, 3, 8)
+    eventually(lambda: asked(page, "t.stories.size") >= 3)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save as a trace").click()
+    page.get_by_text("uploads nothing").wait_for()
+    path = tmp_path / "t.json.gz"
+    download.value.save_as(path)
+    assert download.value.suggested_filename == "paceline-timeline.json.gz"
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {1, 2} and trace["otherData"]["left_out"] == 0
+
+
+@LONG
+def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> None:
+    config = {"drain_timeout": 5}
+    with live_server(tmp_path / "log", backend=BACKEND, core=CORE, config=config) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        page.get_by_text("No step in the last 60 s").wait_for()
+        generate(server, 1, 5)
+        eventually(lambda: steps(page) > 3)
+        # what the stream says where it could not keep up, as the server writes it
+        page.evaluate(
+            "(told) => { const t = pacelineTimeline; const end = t.history.count;"
+            " t.take({ frame: 'gap', told }); return end; }",
+            {"from": 5, "to": 47, "why": "slow viewer"},
+        )
+        assert "42 steps missing: slow viewer" in asked(page, "[...t.history.notes.values()]")
+        page.get_by_role("button", name="Table of steps").click()
+        page.locator("td.bad").get_by_text("42 steps missing").wait_for()
+        stream = threading.Thread(target=generate, args=(server, 1, 200))
+        stream.start()
+        eventually(lambda: server.running() == 1)
+        server.signal()
+        page.get_by_text("The server is shutting down: what runs may end").wait_for()
+        page.close()
+        stream.join()
+        assert server.wait() == 0
+
+
+@LONG
+def test_a_server_that_is_gone_is_told_and_asked_again(tmp_path: Path, open_page: OpenPage) -> None:
+    with live_server(tmp_path / "log", backend=BACKEND, core=CORE) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        page.get_by_text("No step in the last 60 s").wait_for()
+        # it stands still: nothing comes, and what is shown is old
+        server.process.send_signal(signal.SIGSTOP)
+        page.locator(".notice").get_by_text("Stale: the last news came").wait_for()
+        server.process.send_signal(signal.SIGCONT)
+        eventually(lambda: page.get_by_text("Stale").count() == 0)
+        page.close()

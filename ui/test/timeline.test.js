@@ -1,0 +1,112 @@
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { test } from "node:test";
+
+import { stepsOf, traceOf } from "../../paceline/server/ui/static/timeline/chrome.js";
+import { CAPACITY, History } from "../../paceline/server/ui/static/timeline/history.js";
+import { Decoder, ENDS, NO_LANE, STATES } from "../../paceline/server/ui/static/timeline/decode.js";
+import { Model } from "../../paceline/server/ui/static/timeline/model.js";
+
+const vector = JSON.parse(readFileSync(new URL("../../tests/ui/vectors/timeline.json", import.meta.url), "utf8"));
+const data = new Uint8Array(Buffer.from(vector.frames, "base64"));
+const near = (/** @type {number} */ value, digits = 6) => Number(value.toFixed(digits));
+
+/** What the frames mean to the page, in the words of the vector. @param {any[]} frames */
+function meaning(frames) {
+  /** @type {any} */
+  const found = { columns: [], ended: [], steps: [], doubts: 0 };
+  /** @type {any[]} */
+  const seens = [];
+  /** @type {any[]} */
+  const steps = [];
+  const model = new Model({
+    planned: () => found.columns.push([model.step, ...model.lanes.map((number) => {
+      const seen = model.requests.get(number);
+      return seen ? [number, seen.state, seen.computed] : null;
+    })]),
+    stepped: (step) => {
+      const { plan, done, start } = step;
+      steps.push(step);
+      found.steps.push([plan.step, plan.tokens, plan.narrow, plan.wide, plan.heldBy, near(start), near(done.done)]);
+    },
+    ended: (seen) => void seens.push(seen) || found.ended.push({
+      number: seen.number, id: seen.told?.id, tenant: seen.told?.tenant, end: ENDS[seen.ended.reason], waited: near(seen.waited),
+      waits: seen.ended.waits.map((/** @type {number} */ s) => near(s, 5)), preemptions: seen.preemptions, output: seen.ended.output,
+      spans: seen.spans.map((s) => [STATES[s.state], near(s.start), near(s.end), s.lane === NO_LANE ? null : s.lane, s.steps, s.tokens]),
+    }),
+  });
+  for (const frame of frames) model.take(frame);
+  found.doubts = model.doubts;
+  found.trace = traceOf(steps, seens, model.now, 60);
+  return found;
+}
+
+test("the page rebuilds what the engine's own model does", () => {
+  assert.deepEqual(vector.states, STATES);
+  const decoder = new Decoder();
+  assert.deepEqual(meaning(decoder.feed(data)), vector.meaning);
+  assert.deepEqual([decoder.unknown, decoder.broken], [0, 0]);
+  const kinds = new Set(vector.meaning.ended.map((/** @type {any} */ seen) => seen.end));
+  assert.ok(kinds.has("expired") && kinds.has("abort") && kinds.has("length"));
+});
+
+test("cut at every byte it is the same", () => {
+  const whole = JSON.stringify(new Decoder().feed(data));
+  for (let cut = 0; cut <= data.length; cut += cut < 600 ? 1 : 13) {
+    const decoder = new Decoder();
+    const frames = [...decoder.feed(data.slice(0, cut)), ...decoder.feed(data.slice(cut))];
+    // the text is long: its length first
+    const text = JSON.stringify(frames);
+    assert.ok(text.length === whole.length && text === whole, `cut at ${cut}`);
+  }
+});
+
+test("bytes that were changed or lost break nothing", () => {
+  let seed = 7;
+  const random = (/** @type {number} */ below) => (seed = (seed * 48271) % 2147483647) % below;
+  for (let turn = 0; turn < 300; turn++) {
+    const bad = data.slice(random(2) ? 0 : random(data.length), data.length - random(400));
+    for (let i = 0; i < 4; i++) bad[random(bad.length)] = random(256);
+    meaning(new Decoder().feed(bad).filter((frame) => frame.told === undefined || frame.frame === "announce"));
+  }
+});
+
+test("unknown frames are passed over, and an impossible header ends it", () => {
+  const odd = new Uint8Array(8 + 3);
+  odd[0] = 99;
+  odd[4] = 3;
+  const decoder = new Decoder();
+  const frames = decoder.feed(new Uint8Array([...odd, ...data]));
+  assert.equal(frames.length, new Decoder().feed(data).length);
+  assert.equal(decoder.unknown, 1);
+  decoder.feed(new Uint8Array([4, 0, 0, 0, 255, 255, 255, 255]));
+  assert.ok(decoder.lost);
+  assert.deepEqual(decoder.feed(data), []);
+});
+
+test("the page's own memory makes the same trace", () => {
+  const history = new History();
+  /** @type {any[]} */
+  const seens = [];
+  const model = new Model({
+    planned: (step) => history.plan(step.plan, model), stepped: (step) => history.result(step), ended: (seen) => seens.push(seen),
+  });
+  for (const frame of new Decoder().feed(data)) model.take(frame);
+  const trace = traceOf(stepsOf(history, CAPACITY), seens, model.now, 60);
+  assert.deepEqual(trace, vector.meaning.trace);
+  assert.ok(trace.otherData.left_out > 0);
+});
+
+test("a history forgets the oldest and finds steps by their time", () => {
+  const history = new History();
+  const model = new Model();
+  for (let step = 0; step < CAPACITY + 10; step++) {
+    history.plan({ step, planned: step, predicted: 0.5, tokens: 1, budget: 2, free: 3, waiting: 0, narrow: 1, wide: 0, merged: 1, heldBy: 255, pressure: 0, thin: false }, model);
+    history.result({ plan: { step }, start: step, done: { done: step + 0.5, backend: 0.5 } });
+  }
+  assert.equal(history.first, 10);
+  assert.ok(!history.has(9) && history.has(10));
+  assert.equal(history.at(20.7), 20);
+  assert.equal(history.at(-5), 10);
+  assert.equal(history.took(50), 0.5);
+});
