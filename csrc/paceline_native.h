@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 12
+#define PACELINE_ABI 13
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -55,6 +55,9 @@ typedef struct {
   /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits`, and with `screens`, it
    * is found by screening, which can miss it if one is more than 6 standard deviations off. */
   int32_t* likeliest;
+  /* [sampled, hidden] the sum of all layers of these rows, before the last norm and divided by what is added to
+   * it by; null: not wanted. With it neither `logits` nor `likeliest` is written. */
+  float* hidden;
 } PacelineStep;
 
 /* One token for each row. Logits are finite, or minus infinity where a token must not be chosen. */

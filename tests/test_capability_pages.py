@@ -65,7 +65,8 @@ def test_every_page_has_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["structured-outputs.md", "tools.md", "client.md", "clients.md", "api.md"]
+    "page",
+    ["structured-outputs.md", "tools.md", "client.md", "clients.md", "api.md", "embeddings.md"],
 )
 def test_links_lead_somewhere(page: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):

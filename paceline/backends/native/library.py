@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 12
+ABI: Final = 13
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -92,6 +92,7 @@ class Step(ctypes.Structure):
         ("sample_rows", c_void_p),
         ("logits", c_void_p),
         ("likeliest", c_void_p),
+        ("hidden", c_void_p),
     )
 
 
