@@ -143,6 +143,7 @@ test-services:
 test-clients: $(READY) model
 	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
+	@$(BIN)/python -m tests.clients.vectors
 
 # the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
 test-ui: $(READY) test-services

@@ -171,7 +171,7 @@ void Model::prepare(const PacelineStep& step) {
   for (int64_t i = 0; i < step.sampled; ++i) sampled_before_[size_t(step.sample_rows[i] + 1)] = 1;
   for (int64_t t = 0; t < n; ++t) sampled_before_[size_t(t + 1)] += sampled_before_[size_t(t)];
   reserve(n, step.sampled);
-  reserve_choice(step);
+  if (!step.hidden) reserve_choice(step);
   plan_attention(step, 0, plan_);
   bool sliding = false;
   for (const Layer& layer : layers_) sliding = sliding || layer.sliding;
@@ -183,7 +183,7 @@ void Model::forward(const PacelineStep& step) {
   if (step.tokens == 0) return;
   last_mark_ = profile_ ? seconds_now() : 0;
   team_.run([&](int member) { run_step(step, member); });
-  if (!step.logits && !screens(step)) choices_[kWhole] += step.sampled;
+  if (!step.hidden && !step.logits && !screens(step)) choices_[kWhole] += step.sampled;
 }
 
 Model::Share Model::share_of(int member, int64_t rows) {
@@ -482,6 +482,13 @@ void Model::run_step(const PacelineStep& step, int member) {
       multiply_into(member, share, layer.down, nullptr, 0, layer.mlp_out_norm, own);
     }
     mark(member, kDown);
+  }
+  if (step.hidden) {
+    each_row(member, share, [&](int64_t r) {
+      const int64_t row = share.begin + r;
+      memcpy(step.hidden + row * c.hidden, x + row * hidden_pad_, size_t(c.hidden) * 4);
+    });
+    return;
   }
   norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_, [](int64_t) {});
   if (screens(step)) {

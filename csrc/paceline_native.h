@@ -55,6 +55,9 @@ typedef struct {
   /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits`, and with `screens`, it
    * is found by screening, which can miss it if one is more than 6 standard deviations off. */
   int32_t* likeliest;
+  /* [sampled, hidden] the sum of all layers of these rows, before the last norm and divided by what is added to
+   * it by; null: not wanted. With it neither `logits` nor `likeliest` is written. */
+  float* hidden;
 } PacelineStep;
 
 /* One token for each row. Logits are finite, or minus infinity where a token must not be chosen. */

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import (
@@ -41,6 +42,9 @@ from paceline.core.pooling import EMBED
 __all__ = ["load_backend"]
 
 _log = logging.getLogger(__name__)
+
+# formats of weights that hold a file's numbers, by its own
+_UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 
 def load_backend(
@@ -84,16 +88,22 @@ def _load(
     device = _choose_device(settings.device)
     # before weights are packed and threads started, which then come to lie on the nodes
     placement = _bound(_placed(settings, device), whole_process=own_process)
-    formats = choose_formats(
+    choose = partial(
+        choose_formats,
         config,
-        compute=settings.compute if pooling is None else _pooling_compute(settings.compute),
-        dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         device=device,
         torch_dtype=partial(_torch_dtype, device=device),
         isa=settings.isa,
     )
+    formats = choose(compute=settings.compute, dtype=settings.dtype)
+    if pooling is not None and formats.compute == "native" and settings.dtype == "auto":
+        # vectors are compared in all their digits: what the file does not round is not rounded here
+        kept = _UNROUNDED.get(config.stored_dtype, formats.dtype)
+        if kept != formats.dtype:
+            formats = choose(compute="native", dtype=kept)
+            formats = replace(formats, why=f"native, in {kept} as the file is not rounded either")
     _log.info(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
@@ -220,15 +230,6 @@ def _described(pooling: PoolingFiles) -> str:
     return f"{what} by {pooling.pooling} pooling, {pooling.activation} last ({pooling.why})"
 
 
-def _pooling_compute(asked: str) -> str:
-    if asked == "native":
-        raise ConfigError(
-            "--compute native gives logits and no hidden states, and this model is pooled: leave "
-            "it out, and PyTorch computes"
-        )
-    return "torch"
-
-
 def _choose_length(longest: int, wanted: int | None, usual: int | None) -> int:
     """Positions to serve: ``wanted``, else as many as the model has, but no more than is ``usual``.
     Raises ConfigError where the model has fewer."""
@@ -335,6 +336,7 @@ def _choose_loader(
             threads=threads,
             isa=formats.isa,
             screen_head=screen_head,
+            has_head=pooling is None,
         )
     from paceline.backends.torch.load import TorchLoader
 
@@ -354,6 +356,9 @@ def _choose_sizes(
 ) -> tuple[int, int]:
     """Blocks of the KV pool and of the memory to swap to."""
     block_bytes, num_blocks = loader.block_bytes, settings.num_blocks
+    if not block_bytes:
+        # without a cache blocks are numbers, so many that no prompt waits for one
+        return num_blocks or max_num_seqs * -(-max_model_len // settings.block_size), 0
     if num_blocks is None:
         free_bytes, share = loader.pool_memory()
         num_blocks = choose_num_blocks(

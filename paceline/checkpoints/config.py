@@ -162,6 +162,8 @@ class ModelConfig:
     # attend to the last N positions only, in these layers; None: everywhere full
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    # tokens see those behind them too, ``sliding_window`` to either side (EmbeddingGemma)
+    bidirectional: bool = False
     # experts of a layer's MLP, which of them a token goes to, and their width; 0: one MLP for all
     num_experts: int = 0
     experts_per_token: int = 0

@@ -24,7 +24,9 @@ SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
 _GENERATOR: Final = "ForCausalLM"
 # endings of classes with the same layers, and no head that predicts tokens
-_HEADLESS: Final = ("ForSequenceClassification", "Model")
+_HEADLESS: Final = (
+    "TextForSequenceClassification", "ForSequenceClassification", "TextModel", "Model",
+)  # fmt: skip
 
 # Fields that change the arithmetic of a decoder, each with the values at which they do not. A
 # config that sets one otherwise is refused unless its architecture reads the field: in files of

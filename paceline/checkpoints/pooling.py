@@ -201,7 +201,7 @@ def _embedder(
             f"--convert embed: {folder} is a {name}, trained to classify; leave the flag out"
         )
     if "Pooling" not in modules:
-        pooling = "last" if encoder is None else "cls"
+        pooling = "last" if encoder is None else "cls" if encoder in _BIDIRECTIONAL else "mean"
         return PoolingFiles(
             task=EMBED, pooling=pooling, activation="normalize",
             why=f"no modules.json, so what is usual of {name or 'such models'}: {pooling}",

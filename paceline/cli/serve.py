@@ -27,6 +27,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.scheduling_options import ignored_flags
 from paceline.core.errors import ConfigError, InvalidRequestError, PacelineError
+from paceline.core.pooling import EMBED
 from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
@@ -486,15 +487,23 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool =
     # where it listens on every address, this machine's own is one to try
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    path, said = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    body: dict[str, object] = {"model": name, **said}
+    if info.pooling is not None:
+        path = "/v1/embeddings" if info.pooling.task == EMBED else "/classify"
+        body = {"model": name, "input": "Hello!"}
     curl = (
-        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"curl {address}{path} -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )
+    cache = (
+        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, which is "
+        f"{info.num_blocks * info.block_bytes / 2**20:.0f} MiB when full"
+    )
+    if not info.block_bytes:
+        cache = "no KV cache"
     why = f"; auto: {info.choice}" if info.choice else ""
     return (
         f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
-        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, which is "
-        f"{info.num_blocks * info.block_bytes / 2**20:.0f} MiB when full, up to "
-        f"{info.max_model_len} tokens a request{why}) - try: {curl}"
+        f"{cache}, up to {info.max_model_len} tokens a request{why}) - try: {curl}"
     )

@@ -181,11 +181,12 @@ class Service:
         """Raises InvalidRequestError where tokens are asked of a model that is pooled."""
         pooling = self.client.info.pooling
         if pooling is not None and any(request.sampling.pooling is None for request in requests):
-            served = "/v1/embeddings" if pooling.task == EMBED else "/classify, /score and /rerank"
+            served = "classifies: ask /classify, /score or /rerank"
+            if pooling.task == EMBED:
+                served = "gives embeddings: ask /v1/embeddings, /score or /rerank"
             raise InvalidRequestError(
-                f"The model {self.model_name} does not generate text: it gives "
-                f"{pooling.task} vectors, for {served}. --runner generate serves a model that can "
-                "do both as one that generates.",
+                f"The model {self.model_name} does not generate text, it {served}. A model that "
+                "can do both generates with --runner generate.",
                 "model",
             )
 

@@ -38,7 +38,7 @@ _DECODER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 128,
     "vocab_size": 260,
     # a classifier in transformers looks at the last token that is no padding
@@ -106,7 +106,9 @@ def make_decoder(
 ) -> Path:
     """``ending``: "Model", "ForCausalLM" or "ForSequenceClassification"."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**_DECODER, **changes})
+    named = "Gemma3Text" if kind == "Gemma3" else kind
+    config = getattr(transformers, f"{named}Config")(**{**_DECODER, **changes})
+    kind = named if ending == "Model" else kind
     return _save(getattr(transformers, kind + ending)(config), folder, byte_tokenizer())
 
 

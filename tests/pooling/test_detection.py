@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.checkpoints.pooling import find_pooling
+from paceline.cli.serve import ready_line
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.errors import CheckpointError, ConfigError
@@ -140,6 +141,9 @@ def test_whole_prompts_are_bound_by_a_step(
     with caplog.at_level(logging.WARNING):
         core, info = core_of(folder, max_num_batched_tokens=40, max_num_seqs=4)
     core.close()
+    said = ready_line(info, "tiny", "127.0.0.1", 8000)
+    assert "(tiny, float32 on cpu, no KV cache, up to 40 tokens" in said
+    assert "curl http://127.0.0.1:8000/v1/embeddings" in said
     assert info.max_model_len == 40 and "--max-num-batched-tokens 66" in caplog.text
     assert "embeddings by cls pooling" in info.choice and not info.enable_prefix_caching
     with pytest.raises(ConfigError, match="--max-model-len 50 exceeds --max-num"):

@@ -190,6 +190,8 @@ async def test_metrics_count_prompts_and_no_output(qwen3: Path) -> None:
     assert metric(text, "vllm:request_success_total", finished_reason="stop") == len(TEXTS)
     assert metric(text, "vllm:iteration_tokens_total_sum") == count
     assert metric(text, "vllm:time_to_first_token_seconds_count") == len(TEXTS)
+    assert metric(text, "vllm:request_params_max_tokens_count") == 0
+    assert metric(text, "vllm:request_prompt_tokens_sum") == count
     assert metric(text, "vllm:num_requests_running") == 0
 
 

@@ -164,6 +164,10 @@ async def test_logit_score_with_the_folders_template(tmp_path: Path, tied: bool)
         check(await scores_of(http), [yes_minus_no(folder, ids(t), 121, 110) for t in texts])
         told = [yes_minus_no(folder, ids(f"I: be strict {t}"), 121, 110) for t in texts]
         check(await scores_of(http, instruction="be strict"), told)
+        body = {"query": QUERY, "documents": ["z" * 200]}
+        refused = await http.post("/rerank", json=body)
+        assert refused.status_code == 400 and "max_tokens_per_doc cuts" in refused.text
+        assert (await http.post("/rerank", json={**body, "max_tokens_per_doc": 9})).is_success
         cut = [f"Q: {QUERY} D: {document[:4]} A: " for document in DOCUMENTS]
         told = [yes_minus_no(folder, ids(t), 121, 110) for t in cut]
         check(await scores_of(http, max_tokens_per_doc=4), told)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.backends.native import unavailable_reason
 from tests.pooling.models import (
     add_modules,
     assert_close,
@@ -38,18 +39,24 @@ def unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
 MODES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 
 
+@pytest.mark.parametrize("compute", ["torch", "native"])
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
 @pytest.mark.parametrize("pooling", MODES)
-def test_decoders_alone_in_a_batch_and_in_chunks(tmp_path: Path, kind: str, pooling: str) -> None:
+def test_decoders_alone_in_a_batch_and_in_chunks(
+    tmp_path: Path, kind: str, pooling: str, compute: str
+) -> None:
+    if compute == "native" and (reason := unavailable_reason()):
+        pytest.skip(reason)
     folder = make_decoder(tmp_path / "model", kind)
     add_modules(folder, MODES[pooling])
     expected = [unit(pooled(hidden_states(folder, prompt), pooling)) for prompt in PROMPTS]
-    with open_llm(folder) as llm:
+    with open_llm(folder, compute=compute) as llm:
         for prompt, vector in zip(PROMPTS, expected, strict=True):
             assert_close(pool(llm, [prompt])[0], vector)
         for found, vector in zip(pool(llm, PROMPTS), expected, strict=True):
             assert_close(found, vector)
-    with open_llm(folder, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+    chunked = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    with open_llm(folder, compute=compute, **chunked) as llm:
         for found, vector in zip(pool(llm, PROMPTS), expected, strict=True):
             assert_close(found, vector)
 
@@ -68,4 +75,49 @@ def test_encoders_alone_and_in_a_batch(tmp_path: Path, make: object, pooling: st
         for prompt, vector in zip(prompts, expected, strict=True):
             assert_close(pool(llm, [prompt])[0], vector)
         for found, vector in zip(pool(llm, prompts), expected, strict=True):
+            assert_close(found, vector)
+
+
+def test_native_states_of_gemma_and_granite(tmp_path: Path) -> None:
+    """Their norms add 1 to a weight, and what layers add is multiplied; and what the file does not
+    round is not rounded here."""
+    if reason := unavailable_reason():
+        pytest.skip(reason)
+    for kind, changes in (
+        ("Gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
+        ("Granite", {"residual_multiplier": 0.22, "embedding_multiplier": 12.0,
+                     "hidden_size": 64, "head_dim": 16}),
+    ):  # fmt: skip
+        folder = make_decoder(tmp_path / kind, kind, "Model", **changes)
+        with open_llm(folder, compute="native") as llm:
+            for prompt, found in zip(PROMPTS, pool(llm, PROMPTS), strict=True):
+                assert_close(found, unit(hidden_states(folder, prompt)[-1]))
+    with open_llm(folder, compute="auto", dtype="auto") as llm:
+        info = llm._core.info
+        assert (info.name, info.dtype) == ("native", "float32")
+        assert "in float32 as the file is not rounded" in info.choice
+
+
+def test_an_embedding_gemma(tmp_path: Path) -> None:
+    """A decoder whose tokens see both sides, in a window or all: whole prompts, on PyTorch."""
+    folder = make_decoder(
+        tmp_path / "model", "Gemma3", "Model", use_bidirectional_attention=True, sliding_window=16,
+        num_hidden_layers=4, sliding_window_pattern=2, query_pre_attn_scalar=16,
+    )  # fmt: skip
+    random = np.random.default_rng(1)
+    dense = [
+        (random.standard_normal((40, 32), dtype=np.float32), "Identity"),
+        (random.standard_normal((32, 40), dtype=np.float32), "Identity"),
+    ]
+    add_modules(folder, "mean_tokens", dense=dense)
+    expected = [
+        unit(dense[1][0] @ (dense[0][0] @ hidden_states(folder, prompt).mean(0)))
+        for prompt in PROMPTS
+    ]
+    with open_llm(folder, compute="auto", num_blocks=None) as llm:
+        assert llm._core.info.name == "torch" and llm._core.info.block_bytes == 0
+        assert "attention to both sides" in llm._core.info.choice
+        for prompt, vector in zip(PROMPTS, expected, strict=True):
+            assert_close(pool(llm, [prompt])[0], vector)
+        for found, vector in zip(pool(llm, PROMPTS), expected, strict=True):
             assert_close(found, vector)

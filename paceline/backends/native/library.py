@@ -92,6 +92,7 @@ class Step(ctypes.Structure):
         ("sample_rows", c_void_p),
         ("logits", c_void_p),
         ("likeliest", c_void_p),
+        ("hidden", c_void_p),
     )
 
 

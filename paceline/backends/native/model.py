@@ -39,6 +39,7 @@ _ONLY: Final[tuple[tuple[str, object, str], ...]] = (
     ("attention_softcap", None, "soft-capped scores"),
     ("logits_softcap", None, "soft-capped logits"),
     ("num_experts", 0, "experts"),
+    ("bidirectional", False, "attention to both sides"),
 )
 
 
@@ -69,6 +70,31 @@ def _checked_tables(
             f"expected [positions, {config.head_dim // 2}]"
         )
     return cos, sin
+
+
+def _step(*given: Integers) -> tuple[Step, list[NDArray[np.int32]]]:
+    """A step of token ids, positions, query_start, block tables and rows, and the arrays that it
+    points to. Raises ConfigError where they do not go together."""
+    arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in given]
+    tokens, places, starts, tables, rows = arrays
+    sequences = len(starts) - 1
+    if len(places) != len(tokens) or sequences < 0 or tables.shape[:1] != (sequences,):
+        raise ConfigError(
+            f"{len(tokens)} token ids, {len(places)} positions, query_start of {len(starts)} "
+            f"and block tables of shape {list(tables.shape)} do not go together"
+        )
+    step = Step(
+        tokens=len(tokens),
+        sequences=sequences,
+        table_width=tables.shape[1] if tables.ndim == 2 else 0,
+        sampled=len(rows),
+        token_ids=tokens.ctypes.data,
+        positions=places.ctypes.data,
+        query_start=starts.ctypes.data,
+        tables=tables.ctypes.data,
+        sample_rows=rows.ctypes.data,
+    )
+    return step, arrays
 
 
 class NativeModel:
@@ -135,7 +161,7 @@ class NativeModel:
             raise ConfigError("rotary tables are for different numbers of positions")
         # query heads, KV heads and dimensions of a head
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        self._vocab = config.vocab_size
+        self._vocab, self._hidden = config.vocab_size, config.hidden_size
         self._logits = np.empty((0, self._vocab), dtype=np.float32)
         self._most_likely = np.empty(0, dtype=np.int32)
         # of the last step's logits: the first of the largest of each row, -1 where one is not
@@ -262,37 +288,33 @@ class NativeModel:
         Raises:
             ConfigError: an id, position or block out of range; then nothing has run.
         """
-        arrays = [
-            np.ascontiguousarray(array, dtype=np.int32)
-            for array in (token_ids, positions, query_start, block_tables, sample_rows)
-        ]
-        tokens, places, starts, tables, rows = arrays
-        sequences = len(starts) - 1
-        if len(places) != len(tokens) or sequences < 0 or tables.shape[:1] != (sequences,):
-            raise ConfigError(
-                f"{len(tokens)} token ids, {len(places)} positions, query_start of {len(starts)} "
-                f"and block tables of shape {list(tables.shape)} do not go together"
-            )
+        step, arrays = _step(token_ids, positions, query_start, block_tables, sample_rows)
+        rows = arrays[-1]
         if needs_logits and len(self._logits) < len(rows):
             self._logits = np.empty((len(rows), self._vocab), dtype=np.float32)
         if len(self._most_likely) < len(rows):
             self._most_likely = np.empty(len(rows), dtype=np.int32)
-        step = Step(
-            tokens=len(tokens),
-            sequences=sequences,
-            table_width=tables.shape[1] if tables.ndim == 2 else 0,
-            sampled=len(rows),
-            token_ids=tokens.ctypes.data,
-            positions=places.ctypes.data,
-            query_start=starts.ctypes.data,
-            tables=tables.ctypes.data,
-            sample_rows=rows.ctypes.data,
-            logits=self._logits.ctypes.data if needs_logits else None,
-            likeliest=self._most_likely.ctypes.data,
-        )
+        step.logits = self._logits.ctypes.data if needs_logits else None
+        step.likeliest = self._most_likely.ctypes.data
         check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
         self.likeliest = self._most_likely[: len(rows)]
         return self._logits[: len(rows) if needs_logits else 0]
+
+    def hidden(
+        self,
+        token_ids: Integers,
+        positions: Integers,
+        query_start: Integers,
+        block_tables: Integers,
+        rows: Integers,
+    ) -> NDArray[np.float32]:
+        """As ``forward``, but of these rows what goes into the last norm, less the factor
+        ``residual_scale``: [R, hidden] in float32. Raises ConfigError likewise."""
+        step, arrays = _step(token_ids, positions, query_start, block_tables, rows)
+        found = np.empty((len(arrays[-1]), self._hidden), dtype=np.float32)
+        step.hidden = found.ctypes.data
+        check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
+        return found
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in order."""

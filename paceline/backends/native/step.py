@@ -42,9 +42,16 @@ class NativeStep:
     since host memory is all there is.
     """
 
-    def __init__(self, model: NativeModel, num_blocks: int) -> None:
+    def __init__(
+        self,
+        model: NativeModel,
+        num_blocks: int,
+        norm: tuple[NDArray[np.float32], float] | None = None,
+    ) -> None:
         self._model = model
         self._num_blocks = num_blocks
+        # weight and epsilon of the last norm, where hidden states are wanted
+        self._norm = norm
 
     @property
     def isa(self) -> str:
@@ -69,6 +76,23 @@ class NativeStep:
         return self._model.forward(
             token_ids, positions, starts, batch.block_tables, sampled, needs_logits=needs_logits
         )
+
+    def hidden(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        wanted: NDArray[np.int64],
+        kinds: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """See ``pooling.runner.HiddenModel``; decoders do not tell kinds of tokens apart."""
+        assert self._norm is not None, "loaded for its logits"
+        starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
+        np.cumsum(batch.counts, out=starts[1:])
+        x = self._model.hidden(token_ids, positions, starts, batch.block_tables, wanted)
+        weight, epsilon = self._norm
+        squares = np.square(x).mean(axis=-1, keepdims=True)
+        return np.asarray(x / np.sqrt(squares + epsilon) * weight, dtype=np.float32)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._model.copy_blocks(pairs)
@@ -96,6 +120,8 @@ class NativeLoader:
     # level of the kernels; None: the best that runs here
     isa: str | None = None
     screen_head: bool = False
+    # False: hidden states are wanted, and no logits
+    has_head: bool = True
 
     # memory is taken when it is written
     max_host_bytes = math.inf
@@ -108,7 +134,11 @@ class NativeLoader:
         return available_memory(), CPU_SHARE
 
     def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
-        config = self.checkpoint.config
+        config, norm = self.checkpoint.config, None
+        if not self.has_head:
+            weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
+            # of the sum as the library keeps it, see NativeModel
+            norm = weight, config.rms_norm_eps / config.residual_scale**2
         sliding = config.sliding_rope
         model = NativeModel(
             config,
@@ -134,7 +164,7 @@ class NativeLoader:
 
         swapped = min(num_blocks, num_host_blocks)
         return LoadedModel(
-            NativeStep(model, num_blocks),
+            NativeStep(model, num_blocks, norm),
             NativeSampler(model),
             partial(token_logprobs, model=model),
             swap_seconds(move, swapped),

@@ -11,7 +11,8 @@ import torch
 
 from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.steps import LoadedModel
-from paceline.backends.torch.attention import TorchAttention, block_bytes
+from paceline.backends.torch.attention import AttentionBackend, TorchAttention, block_bytes
+from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.machine import choose_dtype
 from paceline.backends.torch.model import Decoder
 from paceline.backends.torch.rope import RotaryTable
@@ -44,6 +45,9 @@ class TorchLoader:
 
     @property
     def block_bytes(self) -> int:
+        if self.checkpoint.config.bidirectional:
+            # keys and values are used where they are made
+            return 0
         dtype = choose_dtype(self.dtype, self.device)
         return block_bytes(self.checkpoint.config, self.block_size, dtype)
 
@@ -73,14 +77,26 @@ class TorchLoader:
             table = partial(RotaryTable, config, self.max_model_len, dtype=dtype, device=device)
             sliding = None if config.sliding_rope is None else table(rope=config.sliding_rope)
             decoder = Decoder(config, weights, table(), sliding)
-            attention = TorchAttention(
-                config,
-                num_blocks=num_blocks,
-                block_size=self.block_size,
-                dtype=dtype,
-                device=device,
-                num_host_blocks=num_host_blocks,
-            )
+            attention: AttentionBackend
+            if config.bidirectional:
+                attention = BidirectionalAttention(
+                    config.num_attention_heads,
+                    config.num_key_value_heads,
+                    config.head_dim,
+                    config.scale,
+                    sliding=frozenset(config.sliding_layers),
+                    window=config.sliding_window,
+                    device=device,
+                )
+            else:
+                attention = TorchAttention(
+                    config,
+                    num_blocks=num_blocks,
+                    block_size=self.block_size,
+                    dtype=dtype,
+                    device=device,
+                    num_host_blocks=num_host_blocks,
+                )
         step = TorchStep(decoder, attention, device)
 
         def move(count: int) -> None:

@@ -26,8 +26,6 @@ RENAMES: Final = {
 def gemma_knobs(fields: Fields) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common."""
     bias = fields.flag("attention_bias")
-    if fields.raw.get("use_bidirectional_attention"):
-        raise CheckpointError("use_bidirectional_attention is not supported")
     hidden, scalar = fields.whole("hidden_size"), fields.number(fields.raw, "query_pre_attn_scalar")
     if hidden < 1 or scalar <= 0:
         raise CheckpointError(

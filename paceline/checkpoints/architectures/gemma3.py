@@ -29,9 +29,15 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
         raise CheckpointError(f"sliding_window_pattern is {pattern}, must be at least 1")
     kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in fields.layers]
     rope, local = _rope_parameters(fields)
+    sliding = fields.sliding(kinds)
+    bidirectional = fields.flag("use_bidirectional_attention")
+    if bidirectional and sliding:
+        # the tokens on both sides together; ours counts one side, with the token itself
+        sliding["sliding_window"] = sliding["sliding_window"] // 2 + 1
     return {
         **gemma_knobs(fields),
-        **fields.sliding(kinds),
+        **sliding,
+        "bidirectional": bidirectional,
         "qk_norm": True,
         "rope": fields.rope({"rope_theta": _GLOBAL_THETA} | rope),
         "sliding_rope": fields.rope({"rope_theta": _LOCAL_THETA} | local),
@@ -89,6 +95,7 @@ ARCHITECTURE = Architecture(
             "attn_logit_softcapping",
             "final_logit_softcapping",
             "rope_local_base_freq",
+            "use_bidirectional_attention",
         }
     ),
     knobs=_knobs,

@@ -219,7 +219,8 @@ class RequestObserver:
         self.is_finished = False
         # it has ended, and met every target it had
         self.has_met_targets = False
-        self._max_tokens = request.sampling.max_tokens
+        # None: no tokens were asked for, but a vector
+        self._max_tokens = None if request.sampling.pooling else request.sampling.max_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -321,7 +322,8 @@ class RequestObserver:
             metrics.success.at("abort").value += aborted
         metrics.e2e_latency.observe(now - self._arrival)
         metrics.params_n.observe(len(self._tokens))
-        metrics.params_max_tokens.observe(self._max_tokens)
+        if self._max_tokens is not None:
+            metrics.params_max_tokens.observe(self._max_tokens)
         metrics.num_preemptions.observe(self._preemptions)
         if (chunks := self._chunks) is not None:
             metrics.num_chunks.observe(chunks)

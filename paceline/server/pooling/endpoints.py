@@ -176,7 +176,15 @@ async def _scores(
     info = _info(service)
     if info.task == CLASSIFY:
         prompts = await _pair_prompts(service, request, info)
-        vectors = await run_vectors(service, prompts, request.options, head, arrival)
+        vectors = await run_vectors(
+            service,
+            prompts,
+            request.options,
+            head,
+            arrival,
+            # what a template ends with decides, so of its prompts documents alone may be cut
+            cut_by="max_tokens_per_doc" if info.score_template else "truncate_prompt_tokens=-1",
+        )
         return [as_floats(vector)[0] for vector in vectors.values], vectors.num_prompt_tokens
     # each text once, however many pairs it is in
     texts = _prompted(request, info)
@@ -213,7 +221,6 @@ async def _pair_prompts(
         await _rendered(service, request, info, query, document)
         for query, document in request.pairs
     ]
-    # what the template ends with decides, so only documents may be cut, by max_tokens_per_doc
     return await service.prompts.texts(
         [(text, None) for text in rendered],
         add_special_tokens=False,

@@ -51,14 +51,19 @@ async def run_vectors(
     options: PoolingOptions,
     head: AnswerHead,
     arrival: float,
+    *,
+    cut_by: str = "truncate_prompt_tokens=-1",
 ) -> Vectors:
     """The vector of each prompt; all of them, or an error.
+
+    Args:
+        cut_by: what a caller may send to have an input cut that is too long.
 
     Raises:
         NeverFitsError: a prompt is longer than the model takes.
         And what ``Service.run`` raises.
     """
-    _check_lengths(prompts, service.rules.max_model_len)
+    _check_lengths(prompts, service.rules.max_model_len, cut_by)
     sampling = SamplingParams(max_tokens=1, pooling=options.params)
     requests = [
         GenerationRequest(
@@ -89,14 +94,13 @@ async def run_vectors(
     return Vectors(found, sum(len(prompt) for prompt, _ in prompts))
 
 
-def _check_lengths(prompts: Sequence[tuple[list[int], int | None]], most: int) -> None:
+def _check_lengths(prompts: Sequence[tuple[list[int], int | None]], most: int, cut_by: str) -> None:
     for number, (prompt, _) in enumerate(prompts):
         if not prompt:
             raise InvalidRequestError(f"input {number} is empty: it has 0 tokens", "input")
         if len(prompt) > most:
             raise NeverFitsError(
                 f"This model's maximum context length is {most} tokens, and input {number} has "
-                f"{len(prompt)}. Please shorten it; truncate_prompt_tokens=-1 cuts what is too "
-                "long.",
+                f"{len(prompt)}. Please shorten it; {cut_by} cuts what is too long.",
                 "input",
             )
