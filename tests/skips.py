@@ -23,7 +23,6 @@ EXPECTED: Final = (
     (r"this machine has no AVX2|this machine has no AVX-VNNI", "x86 instructions"),
     (r"no x86 (processor|kernels here)", "an x86 processor"),
     (r"needs avx512bw, avx512vl and avx512dq: .*", "x86 instructions"),
-    (r"many rows of 4-bit weights are products of an int8 copy on this level", "AVX2 alone"),
     (r"nothing is rounded on this processor", "a level whose formats were judged good enough"),
     (r"\w+ has (experts|soft-capped .*), which the native kernels do not have", "such kernels"),
     (r"needs a CUDA device", "an accelerator"),
@@ -51,6 +50,7 @@ EXPECTED: Final = (
     ),
     # parts that have a command of their own
     (r"make test-docs (runs them|builds the site first)", "make test-docs"),
+    (r"takes seconds; make test-ui runs it", "make test-ui"),
     (r"it draws as if it were greedy", "a backend that draws at random"),
     # files
     (r"the default model is not here: run `make model`", "the default model"),

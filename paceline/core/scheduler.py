@@ -208,15 +208,9 @@ class Scheduler:
         seconds = self.step_time.predict(shape)
         self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone)
         self._last.version += 1
-        self.note = StepNote(
-            limits.tokens,
-            limits.seconds,
-            seconds,
-            held_by,
-            self.valve.level,
-            self.kv.pool.num_free,
-            len(self._waiting) + len(self._forks),
-        )
+        waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
+        level, free = self.valve.level, self.kv.pool.num_free
+        self.note = StepNote(limits.tokens, limits.seconds, seconds, held_by, level, free, waiting)
         return plan
 
     # ------------------------------------------------------------------ results in

@@ -179,7 +179,9 @@ def test_it_has_every_flag_of_a_server_that_changes_what_is_decided(
     here = set().union(*flags_by_group(capsys, "simulate").values())
     assert served - here == {"--scheduling-policy"}, "several are compared with --policy"
     fields_set = {flag.field for flag in (*SCHEDULING, *ADMISSION)}
-    assert {field.name for field in fields(SchedulerConfig)} - fields_set == {"max_model_len"}
+    # the model's length, and whether its prompts may be cut, follow from its files
+    unflagged = {"max_model_len", "enable_chunked_prefill"}
+    assert {field.name for field in fields(SchedulerConfig)} - fields_set == unflagged
 
 
 def test_without_a_recording_it_is_what_serve_would_start() -> None:
