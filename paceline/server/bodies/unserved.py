@@ -35,10 +35,7 @@ _GUIDED: Final = "guided decoding by its older names; structured_outputs does it
 class UnservedFields(Body):
     """Of chat and completions both."""
 
-    guided_json = undone(_GUIDED)
-    guided_regex = undone(_GUIDED)
-    guided_choice = undone(_GUIDED)
-    guided_grammar = undone(_GUIDED)
+    guided_json = guided_regex = guided_choice = guided_grammar = undone(_GUIDED)
     guided_decoding_backend = undone(_GUIDED)
     use_beam_search = undone(_BEAMS)
     length_penalty = undone(_BEAMS, 1)
@@ -65,11 +62,5 @@ class UnservedFields(Body):
     samplers = undone("samplers in another order")
     n_probs = undone("n_probs; logprobs does it", 0)
     # these describe the caller, not the answer
-    metadata = ignored()
-    store = ignored()
-    prompt_cache_key = ignored()
-    prompt_cache_options = ignored()
-    prompt_cache_retention = ignored()
-    session_id = ignored()
-    verbosity = ignored()
-    prediction = ignored()
+    metadata = store = prompt_cache_key = prompt_cache_options = prompt_cache_retention = ignored()
+    session_id = verbosity = prediction = ignored()
