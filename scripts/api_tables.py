@@ -30,15 +30,15 @@ from paceline.server.openapi.requests import BODIES
 from paceline.server.other_apis.ollama_request import OllamaOptions
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
+# whose sections have tables
 PATHS: Final = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
-    "/inference/v1/generate", "/api/chat", "/api/generate", "/completion", "/tokenize",
-    "/detokenize",
+    "/inference/v1/generate", "/api/chat", "/api/generate", "/completion", "/v1/batches",
+    "/tokenize", "/detokenize",
 )  # fmt: skip
 # by title; several bodies are alternatives
 SECTIONS: Final[dict[str, tuple[type[Body], ...]]] = {
-    **{f"`{path}`": BODIES[path] for path in PATHS},
-    "`/v1/batches`": (BatchBody,),
+    **{f"`{path}`": (BODIES | {"/v1/batches": (BatchBody,)})[path] for path in PATHS},
     "Ollama's options": (OllamaOptions,),
 }
 _OTHER_NAMES: Final = "Other servers' names"

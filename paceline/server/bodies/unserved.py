@@ -62,5 +62,11 @@ class UnservedFields(Body):
     samplers = undone("samplers in another order")
     n_probs = undone("n_probs; logprobs does it", 0)
     # these describe the caller, not the answer
-    metadata = store = prompt_cache_key = prompt_cache_options = prompt_cache_retention = ignored()
-    session_id = verbosity = prediction = ignored()
+    metadata = ignored()
+    store = ignored()
+    prompt_cache_key = ignored()
+    prompt_cache_options = ignored()
+    prompt_cache_retention = ignored()
+    session_id = ignored()
+    verbosity = ignored()
+    prediction = ignored()

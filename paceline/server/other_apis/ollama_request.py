@@ -51,7 +51,8 @@ _ROLES: Final = ("system", "user", "assistant", "tool")
 
 
 def _undone(*harmless: Any) -> Field[None]:
-    return refused(f"={{value}} is not served: this server samples with {_SAMPLING}", harmless)
+    says = f"={{value}} is not served: this server samples with {_SAMPLING}"
+    return refused(says, harmless, note="other ways of sampling")
 
 
 _SAME_OPTIONS: Final = (
@@ -66,7 +67,9 @@ class OllamaOptions(
 ):
     """``options``; those that are passed on are looked at as fields of chat or completions."""
 
-    repeat_penalty = anything(CompletionBody.repetition_penalty.schema)
+    repeat_penalty = anything(
+        CompletionBody.repetition_penalty.schema, note="chat's `repetition_penalty`"
+    )
     num_predict = integer(
         -2,
         INT32,
@@ -83,7 +86,6 @@ class OllamaOptions(
     num_keep = num_batch = num_gpu = main_gpu = num_thread = numa = low_vram = f16_kv = ignored()
     vocab_only = use_mmap = use_mlock = repeat_last_n = penalize_newline = mirostat_eta = ignored()
     mirostat_tau = embedding_only = logits_all = ignored()
-    # other ways of sampling
     mirostat = _undone(0)
     tfs_z = typical_p = _undone(1)
 
