@@ -2,8 +2,8 @@
 
     python scripts/api_tables.py [--write]
 
-Without ``--write`` it says whether the page is as it would be written. A section whose title is a
-path has that body's table, "Other servers' names" the names that chat and completions translate.
+Without ``--write`` it says whether the page is as it would be written. The sections of ``SECTIONS``
+have the tables of bodies, "Other servers' names" the names that chat and completions translate.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from paceline.server.bodies.body import (
     IGNORED,
     REFUSED,
     SERVED,
+    Body,
     Field,
     fields_of,
     other_names_of,
 )
 from paceline.server.bodies.generation import ChatBody, CompletionBody
 from paceline.server.openapi.requests import BODIES
+from paceline.server.other_apis.ollama_request import OllamaOptions
 
-_CHAT: Final = "/v1/chat/completions"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
 # whose sections have tables
 PATHS: Final = (
@@ -35,32 +36,37 @@ PATHS: Final = (
     "/inference/v1/generate", "/api/chat", "/api/generate", "/completion", "/v1/batches",
     "/tokenize", "/detokenize", "/v1/embeddings", "/rerank", "/score", "/classify", "/pooling",
 )  # fmt: skip
-_AS_IN_CHAT: Final = "as in chat"
+# by title; several bodies are alternatives
+SECTIONS: Final[dict[str, tuple[type[Body], ...]]] = {
+    **{f"`{path}`": (BODIES | {"/v1/batches": (BatchBody,)})[path] for path in PATHS},
+    "Ollama's options": (OllamaOptions,),
+}
 _OTHER_NAMES: Final = "Other servers' names"
 _TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
-def fields_at(path: str) -> Mapping[str, Field[Any]]:
-    """What may be in a body there, served where any of the alternatives serves it."""
+def fields_in(title: str) -> Mapping[str, Field[Any]]:
+    """What may be in the body of a section, served where any of the alternatives serves it."""
     found: dict[str, Field[Any]] = {}
-    for body in (BODIES | {"/v1/batches": (BatchBody,)})[path]:
+    for body in SECTIONS[title]:
         for name, field in fields_of(body).items():
             if name not in found or found[name].status == REFUSED:
                 found[name] = field
     return found
 
 
-def table_of(path: str, fields: Mapping[str, Field[Any]]) -> str:
-    """The fields of a body, those with the same to be said of them in one line."""
-    chat = fields_of(ChatBody)
+def table_of(fields: Mapping[str, Field[Any]], *, of_chat: bool = False) -> str:
+    """The fields of a body, those with the same to be said of them in one line.
+
+    Args:
+        of_chat: it is chat's own, to which the others refer.
+    """
+    chat = {} if of_chat else fields_of(ChatBody)
 
     def note(name: str) -> str:
-        return _AS_IN_CHAT if _is_chats(name) else fields[name].note
-
-    def _is_chats(name: str) -> bool:
-        # also where it is passed on unread
+        # the schema is chat's also where a field is passed on unread
         same = name in chat and chat[name].schema is fields[name].schema
-        return same and path != _CHAT and fields[name].status != IGNORED
+        return "as in chat" if same and fields[name].status != IGNORED else fields[name].note
 
     lines: list[tuple[str, ...]] = []
     for status in (SERVED, IGNORED, REFUSED):
@@ -86,15 +92,17 @@ def other_names() -> str:
 
 def page_of(text: str) -> str:
     """The page with its tables made anew."""
-    for title, table in {
-        **{f"`{path}`": table_of(path, fields_at(path)) for path in PATHS},
-        _OTHER_NAMES: other_names(),
-    }.items():
-        head, heading, rest = text.partition(f"\n## {title}\n")
-        assert heading, f"{PAGE} has no section {title}"
-        old = _TABLE.search(rest)
-        assert old is not None, f"section {title} has no table"
-        text = head + heading + rest[: old.start()] + table + rest[old.end() :]
+    tables = {
+        title: table_of(fields_in(title), of_chat=ChatBody in bodies)
+        for title, bodies in SECTIONS.items()
+    }
+    for title, table in {**tables, _OTHER_NAMES: other_names()}.items():
+        before, heading, rest = text.partition(f"\n## {title}\n")
+        section, next_heading, after = rest.partition("\n## ")
+        old = _TABLE.search(section)
+        assert old is not None, f"{PAGE} has no section {title} with a table"
+        section = section[: old.start()] + table + section[old.end() :]
+        text = before + heading + section + next_heading + after
     return text
 
 

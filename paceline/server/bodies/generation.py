@@ -140,8 +140,7 @@ class GenerationBody(SamplingBody, UnservedFields):
         "and `scale` say nothing; the answer tells which it was",
     )
     # the tenant is made from them, see ``CALLER_FIELDS``
-    safety_identifier = _CALLER
-    user = _CALLER
+    safety_identifier = user = _CALLER
     speculation = nested(
         SpeculationOptions,
         note='`{"max_tokens": 0}`: no tokens of this request are guessed; a higher number: so many '
@@ -239,8 +238,7 @@ class ChatBody(TemplateBody, GenerationBody):
     functions = undone("calling by its older name; tools does it")
     function_call = undone("calling by its older name; tool_choice does it", "none")
     documents = undone("documents")
-    mm_processor_kwargs = undone("multimodal input")
-    media_io_kwargs = undone("multimodal input")
+    mm_processor_kwargs = media_io_kwargs = undone("multimodal input")
     audio = undone("audio output")
     modalities = undone("output other than text", ["text"])
     web_search_options = undone("web search", asks=lambda _: True)

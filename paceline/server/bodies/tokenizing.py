@@ -18,9 +18,7 @@ _WITH_CONTENT: Final = refused(
 
 class _Tokenize(Body, lenient=True):
     return_token_strs = boolean(note="not with `content`")
-    add_special = _WITH_CONTENT
-    parse_special = _WITH_CONTENT
-    with_pieces = _WITH_CONTENT
+    add_special = parse_special = with_pieces = _WITH_CONTENT
 
 
 class TokenizePromptBody(_Tokenize):

@@ -35,10 +35,7 @@ _GUIDED: Final = "guided decoding by its older names; structured_outputs does it
 class UnservedFields(Body):
     """Of chat and completions both."""
 
-    guided_json = undone(_GUIDED)
-    guided_regex = undone(_GUIDED)
-    guided_choice = undone(_GUIDED)
-    guided_grammar = undone(_GUIDED)
+    guided_json = guided_regex = guided_choice = guided_grammar = undone(_GUIDED)
     guided_decoding_backend = undone(_GUIDED)
     use_beam_search = undone(_BEAMS)
     length_penalty = undone(_BEAMS, 1)

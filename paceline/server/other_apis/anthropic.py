@@ -120,16 +120,8 @@ class CountTokensBody(
         note="`user_id` is the tenant, where neither a key nor a header says who asks",
         prefixed=False,
     )
-    service_tier = ignored()
-    inference_geo = ignored()
-    cache_control = ignored()
-    betas = ignored()
-    speed = ignored()
-    user_profile_id = ignored()
-    container = _UNSERVED
-    context_management = _UNSERVED
-    diagnostics = _UNSERVED
-    mcp_servers = _UNSERVED
+    service_tier = inference_geo = cache_control = betas = speed = user_profile_id = ignored()
+    container = context_management = diagnostics = mcp_servers = _UNSERVED
 
 
 class MessagesBody(CountTokensBody):

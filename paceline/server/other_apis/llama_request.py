@@ -229,8 +229,7 @@ class LlamaBody(
         "the answer is empty; more than the context has left is cut, and `truncated` says so",
     )
     max_tokens = anything({}, note="`n_predict`, where that is not given")
-    n = _CHOICES
-    n_cmpl = _CHOICES
+    n = n_cmpl = _CHOICES
     stop = described(_stop, {"anyOf": [_STOP_TEXT, schemas.array(_STOP_TEXT, 0, _MAX_FIELDS)]})
     seed = anything(schemas.INTEGER, note="-1 and 4294967295: a random one, which the answer tells")
     samplers = described(
@@ -274,9 +273,7 @@ class LlamaBody(
         note="ends an answer with a whole line after that time; `stop_type` is `limit`",
     )
     id_slot = _slots(-1)
-    n_keep = _slots(0)
-    n_discard = _slots(0)
-    n_cache_reuse = _slots(0)
+    n_keep = n_discard = n_cache_reuse = _slots(0)
     return_progress = _slots(False)
     sse_ping_interval = _slots()
     # of methods that are refused where they are asked for

@@ -35,6 +35,7 @@ __all__ = [
     "LINES",
     "OllamaChatBody",
     "OllamaGenerateBody",
+    "OllamaOptions",
     "OllamaRequest",
     "ShowBody",
     "parse_ollama_chat",
@@ -44,22 +45,21 @@ __all__ = [
 
 # the media type of streams
 LINES: Final = "application/x-ndjson"
-# of ``options``: those that a body of chat or completions has under another name
-_OTHERWISE: Final = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 _DEFAULT_TAG: Final = ":latest"
 _EFFORTS: Final = ("low", "medium", "high")
 _ROLES: Final = ("system", "user", "assistant", "tool")
 
 
 def _undone(*harmless: Any) -> Field[None]:
-    return refused(f"={{value}} is not served: this server samples with {_SAMPLING}", harmless)
+    says = f"={{value}} is not served: this server samples with {_SAMPLING}"
+    return refused(says, harmless, note="other ways of sampling")
 
 
 _SAME_OPTIONS: Final = (
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
-_SAMPLING: Final = ", ".join((*_SAME_OPTIONS, *_OTHERWISE))
+_SAMPLING: Final = ", ".join((*_SAME_OPTIONS, "repeat_penalty", "num_predict"))
 
 
 class OllamaOptions(
@@ -67,37 +67,27 @@ class OllamaOptions(
 ):
     """``options``; those that are passed on are looked at as fields of chat or completions."""
 
-    repeat_penalty = anything(CompletionBody.repetition_penalty.schema)
+    repeat_penalty = anything(
+        CompletionBody.repetition_penalty.schema, note="chat's `repetition_penalty`"
+    )
     num_predict = integer(
         -2,
         INT32,
         schema=lambda rules: schemas.integer(-2, max(1, rules.max_model_len - 1)),
         note="below 0: as many as the context has place for",
     )
-    # looked at, but it reserves nothing
-    num_ctx = integer(0, INT32, schema=lambda rules: schemas.integer(0, rules.max_model_len))
+    num_ctx = integer(
+        0,
+        INT32,
+        schema=lambda rules: schemas.integer(0, rules.max_model_len),
+        note="no more than the context here; it reserves nothing",
+    )
     # how a runner would be started, which runs already
-    num_keep = ignored()
-    num_batch = ignored()
-    num_gpu = ignored()
-    main_gpu = ignored()
-    num_thread = ignored()
-    numa = ignored()
-    low_vram = ignored()
-    f16_kv = ignored()
-    vocab_only = ignored()
-    use_mmap = ignored()
-    use_mlock = ignored()
-    repeat_last_n = ignored()
-    penalize_newline = ignored()
-    mirostat_eta = ignored()
-    mirostat_tau = ignored()
-    embedding_only = ignored()
-    logits_all = ignored()
-    # other ways of sampling
+    num_keep = num_batch = num_gpu = main_gpu = num_thread = numa = low_vram = f16_kv = ignored()
+    vocab_only = use_mmap = use_mlock = repeat_last_n = penalize_newline = mirostat_eta = ignored()
+    mirostat_tau = embedding_only = logits_all = ignored()
     mirostat = _undone(0)
-    tfs_z = _undone(1)
-    typical_p = _undone(1)
+    tfs_z = typical_p = _undone(1)
 
 
 def _read_options(value: Any, name: str, rules: RequestRules) -> OllamaOptions:
@@ -173,7 +163,9 @@ class OllamaBody(Body, passes=(ChatBody, ("slo", "priority", "cache_salt"))):
         _response_format, {"type": ["string", "object", "null"]}, note="`json` or a schema"
     )
     options = described(
-        _read_options, lambda rules: schema_of(OllamaOptions, rules), note="see below"
+        _read_options,
+        lambda rules: schema_of(OllamaOptions, rules),
+        note="see [Ollama's options](#ollamas-options)",
     )
     think = described(
         _think,
@@ -181,10 +173,8 @@ class OllamaBody(Body, passes=(ChatBody, ("slo", "priority", "cache_salt"))):
         note="where the model thinks",
     )
     keep_alive = ignored(note="the model is there as long as the server is")
-    logprobs = _UNSERVED
-    top_logprobs = _UNSERVED
-    truncate = _UNCUT
-    shift = _UNCUT
+    logprobs = top_logprobs = _UNSERVED
+    truncate = shift = _UNCUT
 
 
 class ShowBody(Body, lenient=True):
@@ -217,13 +207,7 @@ class OllamaGenerateBody(OllamaBody, refuses_unknown="{names}: not served in /ap
     prompt = string(note="as a chat of one message")
     system = string()
     raw = boolean(note="without the chat template")
-    suffix = _UNSERVED
-    images = _UNSERVED
-    template = _UNSERVED
-    context = _UNSERVED
-    width = _UNSERVED
-    height = _UNSERVED
-    steps = _UNSERVED
+    suffix = images = template = context = width = height = steps = _UNSERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

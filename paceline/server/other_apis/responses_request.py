@@ -116,16 +116,8 @@ class ResponsesBody(
         "them"
     )
     metadata = mapping()
-    stream_options = ignored()
-    prompt_cache_key = ignored()
-    prompt_cache_options = ignored()
-    prompt_cache_retention = ignored()
-    conversation = _UNSERVED
-    prompt = _UNSERVED
-    max_tool_calls = _UNSERVED
-    context_management = _UNSERVED
-    moderation = _UNSERVED
-    image = _UNSERVED
+    stream_options = prompt_cache_key = prompt_cache_options = prompt_cache_retention = ignored()
+    conversation = prompt = max_tool_calls = context_management = moderation = image = _UNSERVED
     access_programs = _UNSERVED
 
 

@@ -215,7 +215,7 @@ def test_one_line_adds_a_field() -> None:
         Longer.read({"messages": MESSAGES, "sentences": 100}, RULES)
     told = schema_of(Longer, RULES)["properties"]["sentences"]
     assert (told["minimum"], told["maximum"]) == (1, 99)
-    lines = api_tables.table_of("/v1/chat/completions", fields_of(Longer))
+    lines = api_tables.table_of(fields_of(Longer))
     assert "| `sentences` | served | the answer ends after so many |\n" in lines
 
 
