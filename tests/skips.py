@@ -51,6 +51,7 @@ EXPECTED: Final = (
     ),
     # parts that have a command of their own
     (r"make test-docs (runs them|builds the site first)", "make test-docs"),
+    (r"takes seconds; make test-ui runs it", "make test-ui"),
     (r"it draws as if it were greedy", "a backend that draws at random"),
     # files
     (r"the default model is not here: run `make model`", "the default model"),
