@@ -137,7 +137,7 @@ test-ui: $(READY) test-services
 	@PACELINE_UI_TESTS=require $(PYTEST) tests/ui tests/server/test_ui.py
 
 quick: $(READY) check
-	@$(PYTEST) -n $(WORKERS) -m "not slow" $(QUICK_TESTS)
+	@$(PYTEST) -n $(WORKERS) -m "not slow and not thorough" $(QUICK_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
