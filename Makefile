@@ -167,7 +167,7 @@ five-minutes:
 	@scripts/five-minutes
 
 quick: $(READY) check
-	@$(PYTEST) -n $(WORKERS) -m "not slow" $(QUICK_TESTS)
+	@$(PYTEST) -n $(WORKERS) -m "not slow and not thorough" $(QUICK_TESTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

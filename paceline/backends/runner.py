@@ -102,7 +102,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        # to look at
+        # others look at it, to see what computes
         self.model = loaded.model
         self._sampler = loaded.sampler
         self._score = loaded.score
