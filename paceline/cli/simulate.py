@@ -24,6 +24,7 @@ from paceline.cli.scheduling_options import (
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from paceline.engine.timeline.collect import Collector
     from paceline.sim.arrival import Arrival
     from paceline.sim.replica import ReplicaConfig
     from paceline.sim.report.metrics import Metrics, Summary
@@ -159,7 +160,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--timeline",
         type=Path,
         metavar="FILE",
-        help="every step, for Perfetto or chrome://tracing; of one simulation only",
+        help="every step, for Perfetto or chrome://tracing; of one simulation only. A name that "
+        "ends in .gz gets what 'paceline trace' saves of a server: requests by lane and counters "
+        "too, of one replica",
     )
     parser.set_defaults(run=run)
 
@@ -296,7 +299,7 @@ def _write_page(args: argparse.Namespace, results: list[_Result]) -> None:
 
 
 def _simulate(point: _Point) -> _Result:
-    from paceline.engine.timeline.chrome import TimelineWriter
+    from paceline.engine.timeline.chrome import TimelineWriter, write_trace
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.report.steps import StepWatcher
     from paceline.sim.simulator import Simulator
@@ -311,16 +314,24 @@ def _simulate(point: _Point) -> _Result:
         metrics = Metrics()
         stream = _Counted(_progress(speed_up(workload, point.speedup), point))
         with ExitStack() as stack:
-            timeline = None
-            if point.args.timeline is not None:
-                timeline = stack.enter_context(TimelineWriter(point.args.timeline))
+            timeline, collector, path = None, None, point.args.timeline
+            if path is not None and path.suffix == ".gz":
+                collector = _collector(pool)
+            elif path is not None:
+                timeline = stack.enter_context(TimelineWriter(path))
             watcher = None
             if point.args.itl or timeline is not None:
                 watcher = StepWatcher(metrics if point.args.itl else None, timeline)
             simulator = Simulator(
-                pool, metrics.add, prefix_block=workload.prefix_block, on_plan=watcher
+                pool,
+                metrics.add,
+                prefix_block=workload.prefix_block,
+                on_plan=watcher,
+                recorder=None if collector is None else lambda number, config: collector,
             )
             totals = simulator.run(stream)
+            if collector is not None:
+                write_trace(collector.trace(), path)
     finally:
         gc.enable()
     policy = point.policy or pool.replicas[0].config.scheduler.policy
@@ -337,6 +348,19 @@ def _simulate(point: _Point) -> _Result:
         "max_model_len": pool.replicas[0].config.scheduler.max_model_len,
     }
     return _Result(summary, entry, metrics)
+
+
+def _collector(pool: Pool) -> Collector:
+    """Raises ConfigError for several replicas, whose lanes would lie over one another."""
+    from paceline.engine.timeline.collect import Collector
+
+    if len(pool.replicas) != 1 or pool.disaggregation is not None:
+        raise ConfigError(
+            "--timeline FILE.gz shows the requests of one replica, and more are simulated: leave "
+            ".gz out for the steps of all of them"
+        )
+    config = pool.replicas[0].config
+    return Collector(config.scheduler, config.cache)
 
 
 class _Counted:

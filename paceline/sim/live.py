@@ -17,6 +17,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.process.loop import EngineLoop
 from paceline.engine.process.messages import Add, ClientMessage, EngineMessage, Outputs, Shutdown
+from paceline.engine.recorder import Recorder
 from paceline.engine.types import GenerationRequest
 from paceline.sim.arrival import Arrival
 from paceline.sim.decisions import DecisionLog
@@ -124,6 +125,7 @@ def run_live(
     step_times: StepTimes,
     *,
     prefix_block: int = 512,
+    recorder: Recorder | None = None,
 ) -> DecisionLog:
     """Serve a workload with the live engine; ``config.delays`` must be zero and
     ``config.max_tokens`` None. Returns its decisions."""
@@ -149,6 +151,7 @@ def run_live(
         pipeline_depth=config.pipeline_depth,
         clock=clock,
         drafter=drafter_maker(config.acceptance, _truth) if config.acceptance else None,
+        recorder=recorder,
     )
     inbox = _Inbox(clock, workload, config, prefix_block)
 

@@ -37,6 +37,7 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
+from paceline.engine.recorder import Recorder
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker
@@ -75,6 +76,7 @@ class Job:
 class _Step:
     plan: SchedulerOutput
     requests_end: tuple[tuple[int, ...], ...]
+    planned: float
     end: float
     # of its rows alone: what the scheduler learns from
     seconds: float
@@ -86,6 +88,7 @@ class Replica:
     Args:
         on_end: called with a job that ended here and "", or with one that was refused and why.
         on_plan: called with every plan, the time it was made, and when its step starts and ends.
+        recorder: told what a live engine's is.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Replica:
         prompts: PromptMaker,
         on_end: Callable[[Replica, Job, str, float], None],
         on_plan: Callable[[int, SchedulerOutput, float, float, float], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.index = index
         self.config = config
@@ -105,6 +109,7 @@ class Replica:
         self._prompts = prompts
         self._on_end = on_end
         self._on_plan = on_plan
+        self._recorder = recorder
         self._depth = config.pipeline_depth
         self._outbound = config.delays.outbound
         self._loop_seconds = config.delays.loop
@@ -188,6 +193,8 @@ class Replica:
             for expired in scheduler.take_expired():
                 job = self._jobs.pop(expired.request_id)
                 self._on_end(self, job, "waited too long", now)
+                if self._recorder is not None:
+                    self._recorder.ended((expired.request_id,), now)
 
     def _add(self, job: Job, now: float) -> None:
         arrival = job.arrival
@@ -215,6 +222,8 @@ class Replica:
             return
         job.request = request
         self._jobs[request_id] = job
+        if self._recorder is not None:
+            self._recorder.added(request, now)
         if job.received:
             self.scheduler.kv.land_prefix(request)
 
@@ -236,9 +245,11 @@ class Replica:
         start = begin + moving * len(plan.swaps)
         end = start + seconds
         self._backend_free = end
-        self._steps.append(_Step(plan, self._sample(plan), end, seconds))
+        self._steps.append(_Step(plan, self._sample(plan), now, end, seconds))
         self.busy_seconds += self._backend_free - begin
         self.num_steps += 1
+        if self._recorder is not None and self.scheduler.note is not None:
+            self._recorder.planned(plan, now, self.scheduler.note)
         if self._on_plan is not None:
             self._on_plan(self.index, plan, now, start, end)
 
@@ -285,7 +296,10 @@ class Replica:
         result = StepResult(
             step_id=step.plan.step_id, sampled=step.requests_end, elapsed=step.seconds
         )
-        for update in self.scheduler.update(step.plan, result, now, tell_all=False):
+        updates = self.scheduler.update(step.plan, result, now, tell_all=False)
+        if self._recorder is not None:
+            self._recorder.stepped(step.plan, step.planned, now, step.seconds, updates)
+        for update in updates:
             job = self._jobs.pop(update[0])
             job.last_token = now
             self._on_end(self, job, "", now)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.engine.recorder import Recorder
 from paceline.routing import (
     Demand,
     LeastOutstanding,
@@ -153,6 +154,8 @@ class Simulator:
         consume: called once for every arrival, in the order in which they end.
         prefix_block: tokens of one piece of ``Arrival.prefix``.
         on_plan: sees every plan; None costs nothing.
+        recorder: makes what is told everything that a live engine's recorder is, of a replica's
+            number and configuration.
     """
 
     def __init__(
@@ -162,12 +165,14 @@ class Simulator:
         *,
         prefix_block: int = 512,
         on_plan: PlanObserver | None = None,
+        recorder: Callable[[int, ReplicaConfig], Recorder] | None = None,
     ) -> None:
         if isinstance(pools, Pool):
             pools = {"": pools}
         self._consume = consume
         self._prefix_block = prefix_block
         self._on_plan = on_plan
+        self._recorder = recorder
         self._replicas: list[Replica] = []
         self._group_of: list[_Group] = []
         self._model_of: list[_Model] = []
@@ -253,6 +258,9 @@ class Simulator:
                 ),
                 self._ended,
                 self._on_plan,
+                None
+                if self._recorder is None
+                else self._recorder(len(self._replicas) + offset, spec.config),
             )
             for offset, spec in enumerate(specs)
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -327,6 +329,13 @@ def test_plots_and_timelines(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     (run,) = runs(capsys, *FIXED, "--timeline", str(path))
     events = json.loads(path.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == run["steps"]
+    # compressed, it has the requests too
+    (run,) = runs(capsys, *FIXED, "--timeline", str(tmp_path / "all.json.gz"))
+    trace = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))
+    kinds = Counter((event["ph"], event["pid"]) for event in trace["traceEvents"])
+    assert kinds["X", 1] == run["steps"] and kinds["X", 2] > 0 and kinds["C", 3] > 0
+    assert main([*FIXED, "--replicas", "2", "--timeline", str(tmp_path / "two.json.gz")]) == 2
+    assert "leave .gz out" in capsys.readouterr().err
     assert main([*FIXED, "--policy", "fcfs,sjf", "--timeline", str(path)]) == 2
     assert "--timeline shows one simulation, but 2 are asked for" in capsys.readouterr().err
 

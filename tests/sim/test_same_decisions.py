@@ -13,6 +13,8 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
+from paceline.engine.timeline.codec import Decoder
+from paceline.engine.timeline.collect import Collector
 from paceline.sim.decisions import DecisionLog
 from paceline.sim.live import run_live
 from paceline.sim.replica import ReplicaConfig
@@ -136,3 +138,24 @@ def test_the_digest_sees_a_difference() -> None:
     other, _ = simulated(config("sjf", 40))
     deeper, _ = simulated(config("fcfs", 40, depth=1))
     assert len({first.digest(), other.digest(), deeper.digest()}) == 3
+
+
+@pytest.mark.parametrize(("policy", "num_blocks"), [("fcfs", 400), ("deadline", 16), ("fair", 16)])
+def test_identical_timelines(policy: str, num_blocks: int) -> None:
+    """Byte by byte: so a page that shows one shows the other."""
+    settings = config(policy, num_blocks)
+    told = [Collector(settings.scheduler, settings.cache, keep_frames=True) for _ in range(2)]
+    run_live(bursty(COUNT), settings, TIMES, prefix_block=32, recorder=told[0])
+    Simulator(
+        Pool.single(settings, TIMES),
+        lambda _: None,
+        prefix_block=32,
+        recorder=lambda number, config: told[1],
+    ).run(bursty(COUNT))
+    for each in told:
+        each.close()
+        assert not each.model.requests and each.model.num_doubts == 0
+    live, simulated_ = (list(Decoder().feed(bytes(each.frames))) for each in told)
+    for one, other in zip(live, simulated_, strict=True):
+        assert repr(one) == repr(other)
+    assert len(told[0].trace()["traceEvents"]) > 1000

@@ -116,8 +116,9 @@ class TimelineTap:
         self._free: list[int] = []
         self._num_running = 0
         # those told to be in another mode than DECODE, and those whose targets were given up
-        self._odd: set[_Entry] = set()
-        self._relegated: set[_Entry] = set()
+        # (in the order in which they became so: the same run tells the same bytes)
+        self._odd: dict[_Entry, None] = {}
+        self._relegated: dict[_Entry, None] = {}
         self._buffer = bytearray()
         self._next_keyframe = 0.0
         self._next_flush = 0.0
@@ -142,6 +143,11 @@ class TimelineTap:
         }
         # told with the first news, when somebody is sure to listen
         self._start = encode(Told(FrameType.START, start))
+
+    @property
+    def num_bytes(self) -> int:
+        """Told and not taken."""
+        return len(self._buffer)
 
     def take(self, now: float, *, idle: bool = False) -> bytes:
         """What was told since the last time; b"" where it is not worth a message yet."""
@@ -281,7 +287,7 @@ class TimelineTap:
                 found = starts.get(request.request_id, request.num_computed_tokens - 1)
                 if found:
                     events += (entry.lane, _FOUND, 0, found)
-        for entry in self._relegated.copy() if self._relegated else ():
+        for entry in tuple(self._relegated) if self._relegated else ():
             if not entry.request.history.demoted:
                 events += (*self._relegate(entry)[:2], 0, 0)
         steps, tokens, narrow, _ = self._merged
@@ -314,7 +320,7 @@ class TimelineTap:
         """Tell who computes several tokens, who one again, and who none."""
         known, odd = self._known, self._odd
         drafts = {plan.rows[draft.row][0] for draft in plan.drafts} if plan.drafts else ()
-        before, self._odd = odd, set()
+        before, self._odd = odd, {}
         for row in wide:
             entry = known.get(row[0])
             if entry is None or entry.lane == NO_LANE:
@@ -323,7 +329,7 @@ class TimelineTap:
             events += (entry.lane, Kind.DRAFT if guessed else _CHUNK, 0, row[_WIDTH])
             entry.mode = State.DECODE if guessed else State.CHUNK
             if not guessed:
-                self._odd.add(entry)
+                self._odd[entry] = None
                 if entry.request.history.demoted != entry.relegated:
                     event = self._relegate(entry)
                     events += (event.lane, event.kind, 0, 0)
@@ -334,9 +340,9 @@ class TimelineTap:
                     if lane.mode is not State.SKIPPED:
                         lane.mode = State.SKIPPED
                         events += (lane.lane, Kind.SKIP, 0, 0)
-                    self._odd.add(lane)
-        for entry in before - self._odd:
-            if entry.lane != NO_LANE and entry.mode is not State.DECODE:
+                    self._odd[lane] = None
+        for entry in before:
+            if entry not in self._odd and entry.lane != NO_LANE and entry.mode is not State.DECODE:
                 entry.mode = State.DECODE
                 events += (entry.lane, _NARROW, 0, 0)
 
@@ -354,7 +360,7 @@ class TimelineTap:
             event = self._relegate(entry)
             events += (event.lane, event.kind, 0, 0)
         elif entry.relegated:
-            self._relegated.add(entry)
+            self._relegated[entry] = None
 
     def _preempt(self, entry: _Entry, now: float, events: list[int]) -> None:
         request = entry.request
@@ -387,13 +393,16 @@ class TimelineTap:
         heapq.heappush(self._free, entry.lane)
         entry.lane = NO_LANE
         self._num_running -= 1
-        self._odd.discard(entry)
-        self._relegated.discard(entry)
+        self._odd.pop(entry, None)
+        self._relegated.pop(entry, None)
 
     def _relegate(self, entry: _Entry) -> Event:
         """What became of a running request's targets."""
         entry.relegated = entry.request.history.demoted
-        (self._relegated.add if entry.relegated else self._relegated.discard)(entry)
+        if entry.relegated:
+            self._relegated[entry] = None
+        else:
+            self._relegated.pop(entry, None)
         return Event(entry.lane, Kind.RELEGATE if entry.relegated else Kind.PROMOTE)
 
     def _end(self, entry: _Entry, now: float) -> None:
@@ -477,7 +486,7 @@ class TimelineTap:
                 self._give_lane(entry)
                 entry.since = entry.request.first_scheduled_time or now
             entry.relegated = entry.request.history.demoted
-        self._relegated = {e for e in self._lanes if e is not None and e.relegated}
+        self._relegated = {e: None for e in self._lanes if e is not None and e.relegated}
         self._open.clear()
         self._next_keyframe, self._unsure = 0.0, True
 

@@ -45,8 +45,11 @@ export class Painter {
     this.width = this.height = 0;
     this.compact = false;
     this.rowHeight = 8;
+    this.scale = { tokens: "", took: "" };
     this.queueRows = 1;
     this.laneRows = 8;
+    /** @type {ImageData | null} */
+    this.image = null;
     this.frames = 0;
     this.milliseconds = 0;
   }
@@ -73,7 +76,8 @@ export class Painter {
     this.queueRows = compact ? 0 : queue;
     this.laneRows = compact ? 0 : lanes;
     const rows = this.queueRows + this.laneRows;
-    this.rowHeight = rows ? Math.max(2, Math.min(14, Math.floor(430 / rows))) : 0;
+    // whole pixels, unless there are so many rows that they would not fit
+    this.rowHeight = rows ? Math.min(14, rows > 215 ? Math.max(1, 430 / rows) : Math.floor(430 / rows)) : 0;
     const top = PARTS.held + PARTS.tokens + PARTS.took + PARTS.gap;
     this.y = {
       held: 2,
@@ -186,6 +190,7 @@ export class Painter {
       c.strokeRect(Math.round(x) - 0.5, 0.5, Math.round(w) + 1, this.y.axis - 1);
     }
     c.restore();
+    this.drawScales(c);
     this.frames++;
     this.milliseconds = 0.9 * this.milliseconds + 0.1 * (performance.now() - began);
   }
@@ -209,13 +214,24 @@ export class Painter {
     c.font = "11px system-ui, sans-serif";
     label("held up", y.held + 4);
     c.font = "12px system-ui, sans-serif";
-    label("tokens", y.tokens + PARTS.tokens / 2);
-    label("ms", y.took + PARTS.took / 2);
+    label("tokens", y.tokens + PARTS.tokens / 2 - 7);
+    label("time", y.took + PARTS.took / 2 - 7);
     label("KV", y.band + PARTS.band / 2);
     if (!this.compact) {
       label("waiting", y.queue + (this.queueRows * this.rowHeight) / 2);
       label("running", y.lanes + (this.laneRows * this.rowHeight) / 2);
     }
+  }
+
+  /** What the tallest bars stand for. @param {CanvasRenderingContext2D} c */
+  drawScales(c) {
+    const { y, scale } = this;
+    c.fillStyle = this.colours.text;
+    c.font = "12px system-ui, sans-serif";
+    c.textBaseline = "middle";
+    c.textAlign = "right";
+    c.fillText(scale.tokens, GUTTER - 8, y.tokens + PARTS.tokens / 2 + 8);
+    c.fillText(scale.took, GUTTER - 8, y.took + PARTS.took / 2 + 8);
   }
 
   /** @param {CanvasRenderingContext2D} c @param {any} place @param {any} view @param {any} shown */
@@ -224,12 +240,23 @@ export class Painter {
     const count = place.from || place.size < 1 ? place.room : place.last - place.first;
     const rows = queueRows + laneRows;
     if (count <= 0 || !rows) return;
-    const image = c.createImageData(count, rows);
+    let image = this.image;
+    if (image?.width !== count || image.height !== rows) this.image = image = c.createImageData(count, rows);
     const pixels = new Uint32Array(image.data.buffer);
     const matches = shown.matches;
+    const plain = !place.from && place.size >= 1 && !matches;
     const each = place.size < 1 ? 1 / place.size : 1;
     const left = view.end - place.room * each;
-    for (let i = 0; i < count; i++) {
+    if (plain) {
+      const { cell } = history;
+      for (let i = 0; i < count; i++) {
+        const base = ((place.first + i) % CAPACITY) * ROWS;
+        let to = i;
+        for (let row = 0; row < queueRows; row++, to += count) pixels[to] = palette[cell[base + row]];
+        for (let row = 0; row < laneRows; row++, to += count) pixels[to] = palette[cell[base + QUEUE + row]];
+      }
+    } else pixels.fill(0);
+    for (let i = 0; i < count && !plain; i++) {
       let from = place.first + i, to = from + 1;
       if (place.from) {
         from = place.from[i];
@@ -326,12 +353,7 @@ export class Painter {
     c.globalAlpha = 1;
     fill(colours.accent, paths.predicted);
     for (const [colour, path] of reasons) fill(colour, path);
-    c.fillStyle = colours.quiet;
-    c.textAlign = "left";
-    c.textBaseline = "top";
-    c.font = "11px system-ui, sans-serif";
-    c.fillText(`${Math.round(most)}`, GUTTER + 3, y.tokens + 2);
-    c.fillText(duration(1e3 * longest), GUTTER + 3, y.took + 2);
+    this.scale = { tokens: `${Math.round(most)}`, took: duration(1e3 * longest) };
   }
 
   /** @param {CanvasRenderingContext2D} c @param {any} place @param {any} view @param {number} blocks */
@@ -477,15 +499,16 @@ export class Painter {
     c.textAlign = "left";
     c.font = "11px system-ui, sans-serif";
     let free = -Infinity;
-    let last = "";
+    let last = NaN;
     for (let column = place.first; column < place.last; column++) {
-      const time = new Date(1e3 * (history.planned[column % CAPACITY] + unix));
-      const text = time.toLocaleTimeString([], { hour12: false });
-      if (text === last) continue;
-      const begins = last !== "";
-      last = text;
+      const second = Math.floor(history.planned[column % CAPACITY] + unix);
+      if (second === last) continue;
+      const begins = !Number.isNaN(last);
+      last = second;
       const x = this.x(place, view, column);
       if (!begins || x < free) continue;
+      // spelling a time out takes longer than all else that is drawn
+      const text = new Date(1e3 * second).toLocaleTimeString([], { hour12: false });
       c.fillRect(x, y.axis, 1, 4);
       c.fillText(text, x + 3, y.axis + 5);
       free = x + 78;
