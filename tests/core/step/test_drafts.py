@@ -169,6 +169,25 @@ def test_the_next_step_waits_for_tokens_while_guesses_come_true() -> None:
     assert not waits(_knowing(0))
 
 
+def test_a_new_request_waits_for_tokens_if_others_were_guessed() -> None:
+    def waits(*wrong: int) -> int:
+        """Of the first steps of the last request, those that the next plan waits for."""
+        driver = _driver(_knowing(*wrong))
+        for number in range(9):
+            driver.add(make_request(f"r{number}", (number, 1, 2), 40))
+            driver.run()
+        driver.add(make_request("last", PROMPT, 40))
+        count = 0
+        for _ in range(8):
+            driver.step()
+            count += driver.scheduler.awaits_tokens
+        return count
+
+    assert waits(0) == 0
+    # all but the prompt's
+    assert waits() == 7
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_guesses_end_where_the_answer_does(max_tokens: int) -> None:
     driver = _driver(_knowing(), max_model_len=len(PROMPT) + max_tokens)
