@@ -33,8 +33,6 @@ from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.speculation.settings import SpeculationSettings
-from paceline.core.speculation.tally import Tally
 from paceline.core.stats import ClassUse, SchedulerStats, take_census
 from paceline.core.step.admission import Admission
 from paceline.core.step.builder import StepBuilder
@@ -87,11 +85,7 @@ class Scheduler:
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # nothing that exists for guesses is called where there are none
-        self._speculation = SpeculationSettings.of(config.speculative_config)
-        self._tally = Tally()
-        self._drafts: Drafts | None = None
-        if self._speculation.guesses_alone:
-            self._drafts = Drafts(state, self._speculation, self._tally, drafter)
+        self._drafts = Drafts(state, drafter) if state.speculation.guesses_alone else None
         self._requests: dict[str, Request] = {}
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
@@ -122,9 +116,9 @@ class Scheduler:
         if (
             self._drafts is None
             and request.asked.prediction_token_ids
-            and self._speculation.predictions
+            and self.state.speculation.predictions
         ):
-            self._drafts = Drafts(self.state, self._speculation, self._tally)
+            self._drafts = Drafts(self.state)
         if request.asked.fork_of is None:
             if request.asked.resumed is None:
                 self._door.watch(request)
@@ -191,7 +185,7 @@ class Scheduler:
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        drafts = self._drafts.add(step) if self._drafts is not None else ()
+        drafts = self._drafts.add(step, now) if self._drafts is not None else ()
         plan = SchedulerOutput(
             self._num_steps,
             tuple(step.rows),
@@ -226,7 +220,7 @@ class Scheduler:
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
         if self._drafts is not None:
-            self._drafts.take_in(plan, requests, result)
+            self._drafts.take_in(plan, requests, result, now)
         updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
         if self._running.num_ended:
             self._running.prune()
@@ -284,7 +278,6 @@ class Scheduler:
             num_relegated=self._paced.feasibility.num_demoted,
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._door.refused.items()),
-            drafts=self._tally,
         )
 
     def census(self) -> tuple[ClassUse, ...]:

@@ -16,7 +16,7 @@ from paceline.core.backend import ModelBackend
 from paceline.core.grammar import Grammar
 from paceline.core.speculation.guess import GRAMMAR, Drafter, Guess
 from paceline.core.speculation.testing import ForeignDrafter, ScriptedDrafter
-from paceline.core.step import drafts
+from paceline.core.step import draft_choice
 from paceline.core.step.drafts import DrafterMaker
 from tests.contract.ascii import END
 from tests.contract.test_backends import GREEDY, SAMPLED, drive
@@ -98,8 +98,8 @@ def test_answers_are_the_same(
     if backend.info.name in ("null", "simulated") and sampling is SAMPLED:
         pytest.skip("it draws as if it were greedy")
     # all guesses are verified, however unlikely
-    monkeypatch.setattr(drafts, "_LIKELY", 0.0)
-    monkeypatch.setattr(drafts, "_UNLIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     driver = drive(backend)
     _add(driver, sampling)
     driver.run()
@@ -128,7 +128,7 @@ def test_answers_are_the_same(
 
 
 def test_choices_of_one_request(backend: ModelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     found = []
     for config in (None, AUTO):
         driver = drive(backend, speculative_config=config, depth=2)

@@ -13,7 +13,7 @@ from paceline.backends.load import load_backend
 from paceline.backends.native import unavailable_reason
 from paceline.backends.settings import BackendSettings
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import drafts
+from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
@@ -132,7 +132,7 @@ def test_answers_are_the_same(
     if compute == "native" and unavailable_reason() is not None:
         pytest.skip(str(unavailable_reason()))
     # a model without training repeats itself rarely: more wrong guesses are verified
-    monkeypatch.setattr(drafts, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     off = _answers(folder, compute, formats, size, blocks)
     on = _answers(folder, compute, formats, size, blocks, speculative_config=NGRAM)
     assert on.tokens == off.tokens

@@ -28,9 +28,10 @@ _MOST_TRIES: Final = 32.0
 _MOST_TRIES_OF_ALL: Final = 256.0
 # matches are told apart up to this length
 _MOST_MATCH: Final = 8
-# weight of the newest token in the share that was guessed
+# weight of the newest token in the share that was guessed, of one request and of all
 _NEWEST: Final = 1 / 16
-# a request's text is taken to be guessed so often until it is known
+_NEWEST_OF_ALL: Final = 1 / 128
+# so much of a text is taken to be guessed until any is known
 _FIRST_SHARE: Final = 0.5
 
 
@@ -41,11 +42,13 @@ class Acceptance:
         others: of all requests, for what is known before this one has seen much; None: this is it.
     """
 
-    __slots__ = ("_counts", "_most_tries", "_others")
+    __slots__ = ("_counts", "_most_tries", "_others", "share")
 
     def __init__(self, others: Acceptance | None = None) -> None:
         self._most_tries = _MOST_TRIES_OF_ALL if others is None else _MOST_TRIES
         self._others = others
+        # of late, this share of the places guessed for had a first guess that was right
+        self.share: float = _FIRST_SHARE if others is None else others.share
         # hits and tries by source and match length, of first guesses and of later ones
         self._counts: dict[tuple[str, int, bool], tuple[float, float]] = {}
 
@@ -63,6 +66,13 @@ class Acceptance:
         self._counts[kind] = (hits + right) * fade, (tries + 1.0) * fade
         if self._others is not None:
             self._others.note(source, match, first, right)
+
+    def note_place(self, hit: bool) -> None:
+        """A token has come; ``hit``: it was the first that was guessed for its place."""
+        newest = _NEWEST_OF_ALL if self._others is None else _NEWEST
+        self.share += (hit - self.share) * newest
+        if self._others is not None:
+            self._others.note_place(hit)
 
     def survivals(self, guess: Guess) -> list[float]:
         """How likely each of the guessed tokens is to be right, those before it too."""
@@ -82,7 +92,7 @@ class Guesser:
 
     __slots__ = (
         "_acceptance", "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses",
-        "_tokens", "share",
+        "_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -98,8 +108,11 @@ class Guesser:
         self._forced: Sequence[int] = ()
         self._forced_from = 0
         self._acceptance = Acceptance(others)
-        # of late, this share of the places guessed for had a first guess that was right
-        self.share = _FIRST_SHARE
+
+    @property
+    def share(self) -> float:
+        """See ``Acceptance.share``."""
+        return self._acceptance.share
 
     def force(self, start: int, token_ids: Sequence[int]) -> None:
         """The grammar allows nothing but these from position ``start`` on."""
@@ -148,5 +161,4 @@ class Guesser:
                 if not right:
                     break
         chosen = self._chosen.token_ids
-        hit = bool(chosen) and chosen[0] == known[0]
-        self.share += (hit - self.share) * _NEWEST
+        self._acceptance.note_place(bool(chosen) and chosen[0] == known[0])

@@ -63,6 +63,7 @@ class RowPrice:
     def _fit(self) -> tuple[float, int, float]:
         """The line with the least squares of relative errors, of those that do not fall."""
         best, found = float("inf"), (0.0, 1, 0.0)
+        enough = _BETTER * sum(weight for _, weight in self._seen.values())
         points = [(rows, mean, weight / mean**2) for rows, (mean, weight) in self._seen.items()]
         total = sum(w for _, _, w in points)
         middle = sum(w * y for _, y, w in points) / total
@@ -84,6 +85,6 @@ class RowPrice:
                 for x, (_, y, w) in zip(xs, points, strict=True)
             )
             # of about equals the lower knee: no row is taken for free without need
-            if error < best - _BETTER * total:
+            if error < best - enough:
                 best, found = error, (middle - slope * centre, knee, slope)
         return found

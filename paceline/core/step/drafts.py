@@ -10,21 +10,20 @@ This module does not know where guesses come from, or what becomes of their toke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.core.outputs import Draft, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.chunk import LATE_QUANTILE
+from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.speculation.guess import NO_GUESS, Drafter, Guess
 from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
 from paceline.core.speculation.row_price import RowPrice
-from paceline.core.speculation.settings import SpeculationSettings
-from paceline.core.speculation.tally import Tally
 from paceline.core.step.builder import StepBuilder
+from paceline.core.step.draft_choice import DraftChoice, StepCosts
 from paceline.core.step.state import SchedulerState
 
 __all__ = ["DrafterMaker", "Drafts"]
@@ -33,22 +32,16 @@ DrafterMaker = Callable[[Request], Drafter]
 
 # running requests beyond which none is given guesses
 _MOST_ROWS: Final = 8
-# a guess is verified from so likely on, while it is not known what it costs
-_LIKELY: Final = 0.3
-# a guess that is less likely is never verified: what little it brings may not cover what it costs
-# besides the step's time
-_UNLIKELY: Final = 0.1
-# where others run, what a guess brings must be so many times what its time would bring otherwise:
-# they pay for it, and some would be slower for little
-_MARGIN: Final = 1.25
 # one step in so many tries a guess that likely whatever it is thought to cost, or it would not be
 # known any more
 _TRY: Final = 32
 # steps with guesses before which it is not known what they cost: where one request runs, all others
 # have one row, and rows cannot be told from the fixed part of a step
 _UNPRICED: Final = 16
-# rows and guesses of such a step at most
-_MOST_UNPRICED: Final = 16
+# weight of the newest wait for tokens in their mean
+_NEWEST: Final = 0.1
+# of that mean is left after a step that waited for nothing
+_FORGETTING: Final = 0.99
 # share of tokens guessed from which on the next step is planned when the last one's are known: what
 # follows tokens that are not known cannot be guessed, and planning meanwhile saves less than that
 _WORTH_WAITING: Final = 0.1
@@ -58,19 +51,12 @@ class Drafts:
     """Adds guesses to steps, and counts what became of them.
 
     Args:
-        tally: of all guesses.
         make: a drafter for a request, which is the only one then; None: by the settings.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        settings: SpeculationSettings,
-        tally: Tally,
-        make: DrafterMaker | None = None,
-    ) -> None:
-        self._settings = settings
-        self._tally = tally
+    def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
+        self._settings = state.speculation
+        self._tally = state.tally
         self._make = make
         self._acceptance = Acceptance()
         self._row_price = RowPrice()
@@ -83,22 +69,20 @@ class Drafts:
         # requests of the last step had guesses that are worth verifying, or often have: the next
         # step is best planned when that one's tokens are known
         self.awaits_tokens = False
+        # seconds that pass between a step's tokens and the plan that waited for them, and when the
+        # last tokens came
+        self._bubble = 0.0
+        self._told_at = 0.0
 
-    def add(self, step: StepBuilder) -> tuple[Draft, ...]:
+    def add(self, step: StepBuilder, now: float) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
-        self.awaits_tokens = False
         requests = step.requests
-        if (
-            not requests
-            or len(self._running.requests) > _MOST_ROWS
-            or step.wide_tokens
-            or len(self._waiting)
-            or self._forks.by_parent
-            or any(request.best_effort for request in requests)
-        ):
+        self._note_bubble(requests, now)
+        self.awaits_tokens = False
+        if not self._has_room(step):
             return ()
         guesses = [self._guesses(request) for request in requests]
-        self.awaits_tokens = _share(requests) > _WORTH_WAITING
+        self.awaits_tokens = self._worth_waiting(step)
         counts = self._choose(step, guesses) if any(g.token_ids for g in guesses) else None
         if counts is None:
             return ()
@@ -116,6 +100,17 @@ class Drafts:
         self._num_lengthened += bool(drafts)
         return tuple(drafts)
 
+    def _has_room(self, step: StepBuilder) -> bool:
+        """Whether guesses take nothing that anybody else wants."""
+        return not (
+            not step.requests
+            or len(self._running.requests) > _MOST_ROWS
+            or step.wide_tokens
+            or len(self._waiting)
+            or self._forks.by_parent
+            or any(request.best_effort for request in step.requests)
+        )
+
     def forces(self, step: StepBuilder) -> tuple[int, ...]:
         """See ``SchedulerOutput.forces``: where guesses may be worth something in the next step."""
         if not self._settings.grammars or len(self._running.requests) > _MOST_ROWS:
@@ -128,13 +123,16 @@ class Drafts:
             and request.asked.max_draft_tokens
         )
 
-    def take_in(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> None:
+    def take_in(
+        self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
+    ) -> None:
         """A step is back, whose tokens no request has yet: count what was computed of wrong guesses
         as not computed, so that the next row overwrites it.
 
         Args:
             requests: of the rows of the step.
         """
+        self._told_at = now
         guessed = sum(len(draft.token_ids) for draft in plan.drafts)
         if plan.num_tokens == len(plan.rows) + guessed and result.elapsed > 0.0:
             self._row_price.observe(plan.num_tokens, result.elapsed)
@@ -192,87 +190,58 @@ class Drafts:
         return drafters
 
     def _choose(self, step: StepBuilder, guesses: list[Guess]) -> list[int] | None:
-        """How many guesses of each row are worth it; None: of none.
-
-        They are taken by falling likelihood, so first guesses of a row come before later ones, for
-        as long as one brings more tokens in its time than the step does without it. Requests for
-        whose pace a plain step takes too long come first, and get some until they keep it. Those
-        that keep theirs do not lose it to guesses: a row of several tokens may take several times
-        as long as one.
-        """
+        """How many guesses of each row are worth it; None: of none."""
         model, requests = self._step_time, step.requests
-        paces = self._paces(requests)
         if not model.ready and any(request.targets.aims for request in requests):
             return None
-        seconds = model.predict(step.shape) if model.ready else 0.0
-        behind = {index for index, pace in paces.items() if seconds > pace}
-        longest = self._longest(requests)
-        known = model.ready and self._num_lengthened >= _UNPRICED
         self._num_steps += 1
+        known = model.ready and self._num_lengthened >= _UNPRICED
+        costs = StepCosts(
+            seconds=model.predict(step.shape) if model.ready else 0.0,
+            late=max(1.0, model.quantile(LATE_QUANTILE)) if model.ready else 1.0,
+            price=self._price,
+            known=known,
+        )
         tries = self._num_steps % _TRY == 0
-        # of one request alone nobody else pays for what is gained
-        margin = _MARGIN if len(requests) > 1 else 1.0
-        counts, expected, tokens = [0] * len(requests), [1.0] * len(requests), float(len(requests))
-        most = step.budget if known else min(step.budget, _MOST_UNPRICED - len(requests))
-        closed: set[int] = set()
-        likely = _by_likelihood(requests, guesses)
-        likely.sort(key=lambda entry: entry[1] not in behind)
-        for survival, index in likely:
-            if index in closed or sum(counts) >= most:
-                continue
-            seconds_now, each_row = self._price(len(requests) + sum(counts), seconds)
-            worth = survival >= _LIKELY
-            if known:
-                worth = survival * seconds_now > tokens * each_row * margin
-            worth = worth or (index in behind and seconds > paces[index] * expected[index])
-            if not worth:
-                worth, tries = tries and survival >= _LIKELY, False
-            brought = expected[index] + survival
-            if (
-                not worth
-                or survival < _UNLIKELY
-                or seconds + each_row > longest
-                or any(
-                    seconds + each_row > pace * (brought if each == index else expected[each])
-                    for each, pace in paces.items()
-                    if each not in behind
-                )
-            ):
-                closed.add(index)
-                continue
-            seconds += each_row
-            expected[index] = brought
-            counts[index] += 1
-            tokens += survival
-        return counts if any(counts) else None
+        choice = DraftChoice(requests, costs, most=step.budget, tries=tries)
+        choice.take(_by_likelihood(requests, guesses))
+        gained, plain = choice.tokens - len(requests), self._price(len(requests))[0]
+        if known and not choice.behind and gained * plain <= len(requests) * self._bubble:
+            # waiting for the tokens that follow takes longer than all of them would
+            return None
+        return choice.counts if any(choice.counts) else None
 
-    def _price(self, num_rows: int, seconds: float) -> tuple[float, float]:
-        """Seconds of a step of so many rows, and those that one more adds.
+    def _note_bubble(self, requests: Sequence[Request], now: float) -> None:
+        """Learn from a plan that waited for tokens; what is not tried is forgotten, to be tried
+        again."""
+        if not self.awaits_tokens or not requests or requests[0].num_pending_tokens != 1:
+            self._bubble *= _FORGETTING
+            return
+        waited, step = now - self._told_at, self._price(len(requests))[0]
+        # longer than two steps: nobody was there
+        if waited < 2 * step:
+            self._bubble += _NEWEST * (waited - self._bubble)
 
-        Args:
-            seconds: of the step as it is, by the model of all steps; 0: it knows nothing yet.
-        """
+    def _worth_waiting(self, step: StepBuilder) -> bool:
+        """Whether guesses of the next step are likely to bring more than the next plan's waiting
+        for this step's tokens costs."""
+        share = _share(step.requests)
+        if share <= _WORTH_WAITING:
+            return False
+        count = len(step.requests)
+        seconds, each_row = self._price(count)
+        return not seconds or share * (seconds - count * each_row) > self._bubble
+
+    def _price(self, num_rows: int) -> tuple[float, float]:
+        """Seconds of a step of so many rows, and those that one more adds; 0 while nothing is
+        known."""
         found = self._row_price.of(num_rows)
-        return found or (seconds, self._step_time.row_seconds(0) if seconds else 0.0)
-
-    def _paces(self, requests: Sequence[Request]) -> dict[int, float]:
-        """Seconds for each token of the rows whose requests aim at a mean time between tokens."""
-        late = self._late()
-        return {
-            index: request.targets.tpot / late
-            for index, request in enumerate(requests)
-            if request.targets.tpot is not None
-        }
-
-    def _longest(self, requests: Sequence[Request]) -> float:
-        """Seconds of a step after which one of the requests has too long a gap."""
-        gaps = [r.targets.itl for r in requests if r.targets.itl is not None]
-        return min(gaps) / self._late() if gaps else math.inf
-
-    def _late(self) -> float:
-        """Nearly all steps take less than so many times what is predicted."""
-        ready = self._step_time.ready
-        return max(1.0, self._step_time.quantile(LATE_QUANTILE)) if ready else 1.0
+        if found is not None:
+            return found
+        model = self._step_time
+        if not model.ready:
+            return 0.0, 0.0
+        return model.predict(StepShape(narrow_rows=num_rows)), model.row_seconds(0)
 
     def _lengthen(self, step: StepBuilder, index: int, count: int) -> int:
         """Give a row blocks for up to ``count`` guesses, and return for how many. None makes

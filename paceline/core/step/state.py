@@ -23,6 +23,7 @@ from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Forecast, Request, RequestStatus
+from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.speculation.tally import Tally
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
@@ -69,6 +70,9 @@ class SchedulerState:
     # steps whose results are not in
     steps: StepsInFlight
     last: LastPlan
+    # who may guess tokens, and what became of guesses
+    speculation: SpeculationSettings
+    tally: Tally
 
 
 def make_state(
@@ -100,6 +104,8 @@ def make_state(
         running=RunningList(preemption, waiting, cache.block_size),
         steps=StepsInFlight(step_time, config.plan_lead_s),
         last=LastPlan(tokens),
+        speculation=SpeculationSettings.of(config.speculative_config),
+        tally=Tally(),
     )
 
 
@@ -110,9 +116,9 @@ def take_stats(
     num_relegated: int,
     num_discarded_tokens: int,
     refused: tuple[tuple[str, int], ...],
-    drafts: Tally,
 ) -> SchedulerStats:
     """A snapshot of the parts, with what others have counted."""
+    drafts = state.tally
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
         num_running=len(state.running.requests),

@@ -9,23 +9,29 @@ import pytest
 from paceline.core.speculation.row_price import RowPrice
 
 
-def learned(knee: int, price: float, rows: list[int], noise: float = 0.0) -> RowPrice:
+def learned(
+    knee: int, price: float, rows: list[int], noise: float = 0.0, unit: float = 1.0
+) -> RowPrice:
     found, chance = RowPrice(), random.Random(3)
     for turn in range(480):
         count = rows[turn % len(rows)]
         seconds = 5.0 + price * max(0, count - knee)
-        found.observe(count, seconds * chance.lognormvariate(0.0, noise))
+        found.observe(count, unit * seconds * chance.lognormvariate(0.0, noise))
     return found
 
 
 @pytest.mark.parametrize("knee", [1, 4, 7, 12])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_the_knee_and_the_price_behind_it(knee: int, noise: float) -> None:
-    price = learned(knee, 0.7, list(range(1, 25)), noise)
+@pytest.mark.parametrize("unit", [1.0, 1e-3])
+def test_the_knee_and_the_price_behind_it(knee: int, noise: float, unit: float) -> None:
+    price = learned(knee, 0.7, list(range(1, 25)), noise, unit)
     below, above = price.of(max(0, knee - 2)), price.of(knee + 3)
     assert below is not None and above is not None
-    assert below == (pytest.approx(5.0, rel=0.05), 0.0 if knee > 1 else below[1])
-    assert above == (pytest.approx(5.0 + 3 * 0.7, rel=0.05), pytest.approx(0.7, rel=0.15))
+    assert below == (pytest.approx(5.0 * unit, rel=0.05), 0.0 if knee > 1 else below[1])
+    assert above == (
+        pytest.approx((5.0 + 3 * 0.7) * unit, rel=0.05),
+        pytest.approx(0.7 * unit, rel=0.15),
+    )
 
 
 def test_no_row_is_free_without_need() -> None:

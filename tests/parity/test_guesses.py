@@ -1,0 +1,94 @@
+"""The default model says the same with guesses and without, in the format that it is served in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.speculation import GROUPS
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.llm import LLM
+from paceline.engine.types import GenerationRequest
+from paceline.server.bodies.structured import json_grammar
+from tests.parity.prompts import PROMPTS
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string", "maxLength": 20},
+        "delivery_address": {"type": "string", "maxLength": 20},
+        "number_of_items": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["customer_name", "delivery_address", "number_of_items"],
+    "additionalProperties": False,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "top_p": 0.95, "frequency_penalty": 0.2, "logprobs": 1},
+    "schema": {"temperature": 0.0, "grammar": json_grammar(SCHEMA, "response_format")},
+}
+
+
+def _answers(path: Path, threads: int | None, config: dict[str, str]) -> tuple[list[Any], Any]:
+    from paceline.cli.settings import EngineSettings
+    from paceline.cli.wiring import build_core, build_tokenizer
+
+    settings = EngineSettings.of(
+        model_name="m",
+        model_path=str(path),
+        dtype="int8",
+        max_model_len=512,
+        num_blocks=400,
+        threads=threads,
+        speculative_config=config,
+    )
+    core, _ = build_core(settings)
+    found: list[Any] = []
+    with LLM(core, build_tokenizer(settings)) as llm:
+        texts = [*PROMPTS, *(text for group in GROUPS.values() for text in group)]
+        for way, sampling in WAYS.items():
+            requests = []
+            for number, text in enumerate(texts):
+                chat = llm.tokenizer.render_chat([{"role": "user", "content": text}])
+                prompt = llm.tokenizer.encode(chat, add_special_tokens=False)
+                requests.append(
+                    GenerationRequest(
+                        request_id=f"{way} {number}",
+                        prompt_token_ids=prompt,
+                        sampling=SamplingParams(
+                            max_tokens=48,
+                            seed=number,
+                            eos_token_ids=llm.tokenizer.eos_token_ids,
+                            **sampling,
+                        ),
+                        arrival_time=0.0,
+                        # as if the caller expected the prompt itself
+                        prediction=tuple(prompt) if number % 2 else (),
+                    )
+                )
+            # alone, and a few at a time
+            for first in range(0, len(requests), 3):
+                for output in llm.generate(requests[first : first + 1 + 2 * (first % 2)]):
+                    choice = output.choices[0]
+                    found.append((choice.token_ids, choice.text, choice.finish_reason))
+        stats = core.stats()
+    return found, stats
+
+
+def test_answers_are_the_same(smollm2_path: Path, threads: int | None) -> None:
+    from paceline.backends.native import unavailable_reason
+
+    if unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    off, _ = _answers(smollm2_path, threads, {"method": "off"})
+    on, stats = _answers(smollm2_path, threads, {"method": "auto"})
+    assert on == off
+    for source, count in stats.drafted:
+        assert count > 20, source
+    assert {source for source, _ in stats.drafted} == {"ngram", "prediction", "grammar"}
+    accepted = dict(stats.accepted)
+    assert accepted["grammar"] == dict(stats.drafted)["grammar"]
