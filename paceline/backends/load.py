@@ -34,6 +34,7 @@ from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.encoder import ENCODERS, EncoderCheckpoint
+from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
@@ -76,10 +77,14 @@ def _load(
 ) -> tuple[Runner, BackendInfo]:
     """On the thread that will compute."""
     started = time.monotonic()
-    pooling = find_pooling(checkpoint_path, settings.runner, settings.convert)
+    checkpoint, metadata = None, None
+    if not checkpoint_path.is_dir():
+        checkpoint = open_checkpoint(checkpoint_path)
+        metadata = checkpoint.metadata if isinstance(checkpoint, GGUFCheckpoint) else None
+    pooling = find_pooling(checkpoint_path, settings.runner, settings.convert, metadata)
     if pooling is not None and pooling.encoder in ENCODERS:
         return _load_encoder(checkpoint_path, pooling, settings, max_num_seqs, own_process)
-    checkpoint = open_checkpoint(checkpoint_path)
+    checkpoint = checkpoint or open_checkpoint(checkpoint_path)
     opened = time.monotonic()
     config = checkpoint.config
     usual = None if pooling is None else pooling.max_seq_length

@@ -24,8 +24,6 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from paceline.checkpoints.gguf_format import read_gguf
-from paceline.checkpoints.gguf_parts import gguf_files
 from paceline.checkpoints.json_file import read_json_list, read_json_object
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.pooling import CLASSIFY, CONVERTS, EMBED, RUNNERS
@@ -90,10 +88,16 @@ class PoolingFiles:
     encoder: str | None = None
 
 
-def find_pooling(path: Path, runner: str = "auto", convert: str = "auto") -> PoolingFiles | None:
+def find_pooling(
+    path: Path,
+    runner: str = "auto",
+    convert: str = "auto",
+    metadata: Mapping[str, Any] | None = None,
+) -> PoolingFiles | None:
     """How a folder or GGUF file is pooled; None: it generates.
 
     Args:
+        metadata: of a GGUF file; None: it is a folder.
         runner: one of RUNNERS; "generate" and "pooling" say what "auto" leaves to the files.
         convert: one of CONVERTS; what a model becomes whose files do not say it.
 
@@ -110,7 +114,7 @@ def find_pooling(path: Path, runner: str = "auto", convert: str = "auto") -> Poo
             "generates: leave one out"
         )
     if not path.is_dir():
-        return _of_gguf(path, runner, convert)
+        return None if metadata is None else _of_gguf(path, runner, convert, metadata)
     return _of_folder(path, runner, convert)
 
 
@@ -136,11 +140,11 @@ def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
 # ---------------------------------------------------------------------- GGUF
 
 
-def _of_gguf(path: Path, runner: str, convert: str) -> PoolingFiles | None:
-    if runner == "generate" or not path.is_file():
-        # a missing file is the opener's to refuse
+def _of_gguf(
+    path: Path, runner: str, convert: str, metadata: Mapping[str, Any]
+) -> PoolingFiles | None:
+    if runner == "generate":
         return None
-    metadata = read_gguf(gguf_files(path)[0]).metadata
     key = f"{metadata.get('general.architecture')}.pooling_type"
     kind = metadata.get(key)
     mode = _GGUF_MODES.get(kind) if isinstance(kind, int) else None

@@ -119,6 +119,20 @@ class Service:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
 
+    def check_generates(self) -> None:
+        """Raises InvalidRequestError where the model is pooled, and answers with no tokens."""
+        pooling = self.client.info.pooling
+        if pooling is None:
+            return
+        served = "classifies: ask /classify, /score or /rerank"
+        if pooling.task == EMBED:
+            served = "gives embeddings: ask /v1/embeddings, /score or /rerank"
+        raise InvalidRequestError(
+            f"The model {self.model_name} does not generate text, it {served}. A model that can do "
+            "both generates with --runner generate.",
+            "model",
+        )
+
     def enter(self) -> None:
         self.in_flight += 1
         self.idle.clear()
@@ -147,7 +161,8 @@ class Service:
             EngineLostError: the engine is being replaced, and this cannot go on there.
             EngineDeadError: the engine is gone.
         """
-        self._check_task(requests)
+        if any(request.sampling.pooling is None for request in requests):
+            self.check_generates()
         if len(self.keys) and not self.config.share_prefix_cache:
             requests = [_salted(request) for request in requests]
         tally = Tally.of(len(requests))
@@ -176,19 +191,6 @@ class Service:
             outputs,
             tally,
         )
-
-    def _check_task(self, requests: Sequence[GenerationRequest]) -> None:
-        """Raises InvalidRequestError where tokens are asked of a model that is pooled."""
-        pooling = self.client.info.pooling
-        if pooling is not None and any(request.sampling.pooling is None for request in requests):
-            served = "classifies: ask /classify, /score or /rerank"
-            if pooling.task == EMBED:
-                served = "gives embeddings: ask /v1/embeddings, /score or /rerank"
-            raise InvalidRequestError(
-                f"The model {self.model_name} does not generate text, it {served}. A model that "
-                "can do both generates with --runner generate.",
-                "model",
-            )
 
     def _observers(
         self, request: GenerationRequest, tally: Tally, index: int

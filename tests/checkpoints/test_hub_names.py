@@ -91,6 +91,15 @@ def test_a_folder_is_what_a_checkpoint_needs() -> None:
     assert (found.kind, found.entry, sorted(found.files)) == ("hf", "sub", sorted(inside))
 
 
+def test_a_folder_that_is_pooled_comes_with_its_modules() -> None:
+    modules = ["modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+               "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+               "1_LogitScore/config.json"]  # fmt: skip
+    beside = ["2_Dense/pytorch_model.bin", "1_Pooling/notes.md", "onnx/1_Pooling/config.json"]
+    found = select(HubReference("o/r"), [*FOLDER, *modules, *beside])
+    assert sorted(found.files) == sorted([*FOLDER, *modules])
+
+
 @pytest.mark.parametrize(
     ("reference", "files", "expected"),
     [

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.pooling import find_pooling
 from paceline.cli.serve import ready_line
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.engine.fanout import add_to_core
-from tests.checkpoints.builders import llama_metadata, write_gguf
+from tests.checkpoints.builders import write_gguf
 from tests.pooling.models import (
     add_modules,
     assert_close,
@@ -117,16 +118,19 @@ def test_modules_that_are_not_supported(
 
 
 def test_gguf_says_how_it_is_pooled(tmp_path: Path) -> None:
-    plain = write_gguf(tmp_path / "plain.gguf")
-    assert find_pooling(plain) is None
+    path = write_gguf(tmp_path / "model.gguf")
+
+    def find(kind: int | None, *asked: str) -> Any:
+        metadata = dict(GGUFCheckpoint(path).metadata)
+        return find_pooling(path, *asked, metadata=metadata | {"llama.pooling_type": kind})
+
+    assert find(None) is None and find(0) is None and find(4) is None
     for kind, pooling in ((1, "mean"), (2, "cls"), (3, "last")):
-        path = write_gguf(tmp_path / f"{kind}.gguf", change={"llama.pooling_type": kind})
-        found = find_pooling(path)
-        assert found is not None and found.pooling == pooling
-        assert find_pooling(path, "generate") is None
+        assert (find(kind).task, find(kind).pooling) == ("embed", pooling)
+        assert find(kind, "generate") is None
         with pytest.raises(ConfigError, match="Hugging Face folder"):
-            find_pooling(path, convert="classify")
-    assert llama_metadata()
+            find(kind, "auto", "classify")
+    assert find(None, "pooling").pooling == "last"
 
 
 def core_of(folder: Path, **settings: Any) -> Any:

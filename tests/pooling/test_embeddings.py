@@ -160,10 +160,20 @@ async def test_bad_bodies(
 
 
 async def test_it_generates_no_text(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == "model" and "/v1/embeddings" in error["message"]
+    said = [{"role": "user", "content": "a"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+        ("/v1/completions", {"prompt": "a", "stream": True}),
+        ("/v1/chat/completions", {"messages": said}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": said, "max_tokens": 2}),
+        ("/api/generate", {"prompt": "a"}),
+        ("/completion", {"prompt": "a"}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 2}}),
+    ):
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 400, (path, answer.text)
+        assert "does not generate text" in answer.text and "/v1/embeddings" in answer.text
     for path in ("/classify",):
         answer = await http.post(path, json={"input": "a"})
         assert answer.status_code == 400 and "/v1/embeddings" in answer.text

@@ -7,18 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from numpy.typing import NDArray
 
 from paceline.backends.native import unavailable_reason
+from paceline.cli.settings import EngineSettings
+from paceline.cli.wiring import build_core
+from paceline.engine.fanout import add_to_core
+from tests.backends.gguf_files import write_gguf
 from tests.pooling.models import (
     add_modules,
     assert_close,
+    change_config,
     hidden_states,
     make_bert,
     make_decoder,
     make_roberta,
     open_llm,
     pool,
+    pooled_request,
 )
 
 PROMPTS = [
@@ -121,3 +129,37 @@ def test_an_embedding_gemma(tmp_path: Path) -> None:
             assert_close(pool(llm, [prompt])[0], vector)
         for found, vector in zip(pool(llm, PROMPTS), expected, strict=True):
             assert_close(found, vector)
+
+
+def test_files_as_qwen3_embedding_has_them(tmp_path: Path) -> None:
+    """Tensors are named as those of the class without a head, and the config names the other."""
+    folder = make_decoder(tmp_path / "model", tie_word_embeddings=True)
+    expected = [unit(hidden_states(folder, prompt)[-1]) for prompt in PROMPTS]
+    change_config(folder, architectures=["Qwen3ForCausalLM"])
+    add_modules(folder, "lasttoken")
+    with open_llm(folder) as llm:
+        for found, vector in zip(pool(llm, PROMPTS), expected, strict=True):
+            assert_close(found, vector)
+
+
+@pytest.mark.parametrize("compute", ["torch", "native"])
+def test_a_gguf_file(tmp_path: Path, compute: str) -> None:
+    if compute == "native" and (reason := unavailable_reason()):
+        pytest.skip(reason)
+    folder = make_decoder(tmp_path / "model", "Qwen3", "ForCausalLM")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    path = write_gguf(tmp_path / "model.gguf", "qwen3", model)
+    engine = EngineSettings.of(
+        model_name="tiny", model_path=str(path), runner="pooling", compute=compute,
+        dtype="float32", threads=1, num_blocks=64,
+    )  # fmt: skip
+    core, info = build_core(engine)
+    assert info.pooling is not None and info.pooling.pooling == "last"
+    for number, prompt in enumerate(PROMPTS):
+        add_to_core(core, pooled_request(str(number), prompt))
+    while core.has_work:
+        core.step()
+    found = {name: np.frombuffer(vector, dtype="<f4") for name, vector in core.pooled}
+    core.close()
+    for number, prompt in enumerate(PROMPTS):
+        assert_close(found[f"{number}/0"], unit(hidden_states(folder, prompt)[-1]))

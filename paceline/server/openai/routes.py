@@ -179,6 +179,7 @@ async def respond(
         failed: the last bytes of a stream that breaks.
         media_type: of a stream.
     """
+    service.check_generates()
     request_id = options.request_id or request_id_of(request)
     if not options.stream:
         whole = answer(service, parsed, request_id, arrival)

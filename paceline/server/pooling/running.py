@@ -29,8 +29,7 @@ class Vectors:
 async def encoded_inputs(
     service: Service, inputs: Sequence[Input], options: PoolingOptions
 ) -> list[tuple[list[int], int | None]]:
-    """Token ids of inputs; those that are given as ids are cut at their beginning, or not at
-    all."""
+    """Token ids of inputs; what is given as ids stays as it is, or is cut at its end."""
     lower = service.client.info.pooling is not None and service.client.info.pooling.lower_case
     texts = [(item.lower() if lower else item, None) for item in inputs if isinstance(item, str)]
     encoded = iter(
