@@ -210,8 +210,7 @@ class EngineLoop:
         self._send(Outputs(tuple(self._updates), stats, tuple(self._core.prompt_logprobs)))
         self._core.prompt_logprobs.clear()
         self._updates.clear()
-        if self._core.timeline is not None:
-            self._tell_timeline()
+        self._tell_timeline()
 
     def _tell_timeline(self, *, idle: bool = False) -> None:
         timeline = self._core.timeline
