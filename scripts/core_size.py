@@ -49,7 +49,7 @@ PARTS: Final[Mapping[str, Part]] = {
             "memory/preemption.py",
             "policies/fcfs.py",
         ),
-        ("step/drafts.py", "queues/fair_queue.py"),
+        ("step/drafts.py", "step/draft_choice.py", "queues/fair_queue.py"),
     ),
     # what the scheduler is given and gives
     "contracts": Part(
@@ -66,7 +66,7 @@ PARTS: Final[Mapping[str, Part]] = {
         ),
     ),
     "scheduler.py": Part(299, ("scheduler.py",)),
-    "core": Part(9200, ("",)),
+    "core": Part(9300, ("",)),
 }
 
 

@@ -317,7 +317,9 @@ def run(args: argparse.Namespace) -> int:
         if not api_keys:
             _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
-        settings = replace(settings, timeline=args.ui and args.timeline)
+        # told by no engine whose server does not show it
+        kept = args.ui and args.timeline and args.timeline_history > 0
+        settings = replace(settings, timeline=kept)
         if args.record is not None:
             settings = replace(settings, record=os.path.abspath(args.record))
         for message in ignored_flags(settings):

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "predict/chunk.py": "test_step_size.py; with targets pacing/test_budget.py",
     "request.py": "counters that the tests of all other parts move; its moves: test_tier.py",
     "speculation/guess.py": "a value and a protocol: tests/contract/test_guesses.py",
+    "step/draft_choice.py": "step/test_drafts.py",
     "speculation/guesser.py": "step/test_drafts.py",
     "speculation/ngram.py": "step/test_drafts.py",
     "speculation/prediction.py": "step/test_drafts.py",

@@ -214,8 +214,7 @@ class EngineLoop:
         self._core.prompt_logprobs.clear()
         self._core.pooled.clear()
         self._updates.clear()
-        if self._core.timeline is not None:
-            self._tell_timeline()
+        self._tell_timeline()
 
     def _tell_timeline(self, *, idle: bool = False) -> None:
         timeline = self._core.timeline
