@@ -392,7 +392,11 @@ class Exchange:
         if pick is None:
             return
         site, load = pick.site, pick.site.engine.load
-        headers, body = self._sending.headers(site), self._sending.body(site, resumed=False)
+        try:
+            headers, body = self._sending.headers(site), self._sending.body(site, resumed=False)
+        except RequestError:
+            # what cannot be said in the second engine's API is no trouble of the first one's
+            return
         self._attempts.num += 1
         self._note["hedged"] = True
         dispatch = load.dispatch(self._demand, pick.view, self.now())

@@ -225,3 +225,19 @@ async def test_slow_start(seconds: float, few: bool) -> None:
         for _ in range(40):
             await client.post(CHAT, json=chat())
         assert (len(one.bodies) < 12) == few and len(two.bodies) >= 10
+
+
+async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
+    odd = [{"role": "nobody", "content": "hi"}]
+    fields = {"e2": {"models": ("m",), "max_concurrent": 4}}
+    async with (
+        scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
+        scripted(OTHER) as two,
+        gateway_over(
+            configured(one, two, kinds={"e2": "anthropic"}, engine_fields=fields, **HEDGED)
+        ) as (gateway, client),
+    ):
+        _known(gateway)
+        answer = await client.post(CHAT, json=chat(stream=True, messages=odd))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        assert len(one.bodies) == 1 and not two.bodies
