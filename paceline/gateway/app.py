@@ -39,7 +39,7 @@ from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders
 from paceline.http.web import refuse_other_origins
-from paceline.routing import Demand, RetryBudget, prefix_chain
+from paceline.routing import Demand, HedgeBudget, RetryBudget, prefix_chain
 
 __all__ = ["Gateway"]
 
@@ -52,7 +52,7 @@ _FIXED: Final = frozenset(
     {
         "host", "port", "rate_limit_requests", "rate_limit_tokens", "max_concurrent_per_key",
         "rate_limit_storage", "retry_share", "retries_per_second", "salt_env", "spend_storage",
-        "prices", "keys", "currency",
+        "prices", "keys", "currency", "slow_start", "hedge_share",
     }
 )  # fmt: skip
 # tokens that an answer is expected to have before any has ended, as a share of what it may have
@@ -109,10 +109,11 @@ class Gateway:
         self.draining = False
         self.idle = asyncio.Event()
         self.in_flight = 0
-        self._picker = Picker(random.Random())
+        self._picker = Picker(random.Random(), config.slow_factor)
         self.turns = Turns(config, self._picker, now)
         self.engines.on_tick = self.turns.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
+        self._hedges = HedgeBudget(config.hedge_share)
         # by model, as callers know it: what the configuration and the engines name
         self._mean_output: dict[str, float] = {}
         self._limiter = _limiter(config, keys)
@@ -209,6 +210,7 @@ class Gateway:
             picker=self._picker,
             turns=self.turns,
             budget=self.budget,
+            hedges=self._hedges,
             counts=self.counts,
             now=self.now,
             path=call.path,
@@ -282,6 +284,7 @@ class Gateway:
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.engines.by_name)
         self.turns.change(config)
+        self._picker.slow_factor = config.slow_factor
         self.turns.pump()
         return told + fixed
 
@@ -322,6 +325,8 @@ class Gateway:
         if engine is None:
             known = ", ".join(sorted(self.engines.by_name))
             raise HttpError(404, f"there is no engine {name}; there are {known}")
+        if engine.draining and not drain:
+            engine.back_at = self.now()
         engine.draining = drain
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
         return as_json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})

@@ -97,6 +97,15 @@ class Attempts:
             return True
         return self._budget.left(now) >= 1.0 if peek else self._budget.take(now)
 
+    def may_hedge(self, now: float) -> bool:
+        """Whether one more engine may be asked while the first one has not answered; it then is."""
+        return (
+            self._allowed.hedge
+            and self.num < self._config.max_attempts
+            and not self._goes_on
+            and self._budget.take(now)
+        )
+
     def may_resume(self, now: float, last: Site, *, free: bool) -> bool:
         """Whether a stream that broke at ``last`` may go on elsewhere; it then does."""
         splice = self._splice

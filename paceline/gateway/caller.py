@@ -23,6 +23,7 @@ class Allowed:
     retry: bool = True
     fallback: bool = True
     resume: bool = True
+    hedge: bool = True
 
     @classmethod
     def parse(cls, value: str | None) -> Allowed:
@@ -30,7 +31,7 @@ class Allowed:
         if value is None:
             return cls()
         words = {word.strip().lower() for word in value.split(",")}
-        return cls(*(name in words for name in ("retry", "fallback", "resume")))
+        return cls(*(name in words for name in ("retry", "fallback", "resume", "hedge")))
 
 
 @dataclass(frozen=True, slots=True)

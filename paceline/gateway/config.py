@@ -173,6 +173,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     resume_by_text: bool = False
     retry_share: float = 0.2
     retries_per_second: float = 5.0
+    # share of the requests whose first token is asked of a second engine once it is late; 0: none
+    hedge_share: float = 0.0
+    # seconds before which none is late, and share of the engines' capacity above which none is sent
+    hedge_after: float = 0.2
+    hedge_below: float = 0.7
+    # times what is usual for it from which an engine is slow and gets a trickle; 0: never
+    slow_factor: float = 3.0
+    # until an engine that has come back has its whole share again
+    slow_start: float = 10.0
     # of requests that wait for a place (``max_concurrent``): the order, how many of a model, and
     # how long
     queue_policy: str = "deadline"
@@ -249,6 +258,11 @@ def check_config(config: GatewayConfig) -> None:
         ("drain_timeout", 0.0),
         ("retry_share", 0.0),
         ("retries_per_second", 0.0),
+        ("hedge_share", 0.0),
+        ("hedge_after", 0.0),
+        ("hedge_below", 0.0),
+        ("slow_factor", 0.0),
+        ("slow_start", 0.0),
         ("max_concurrent_per_key", 0),
         ("max_queued", 1),
         ("queue_timeout", 0.1),
@@ -260,6 +274,11 @@ def check_config(config: GatewayConfig) -> None:
         if not low <= value < float("inf"):
             raise ConfigError(f"{name} must be at least {low}, got {value}")
     check_spending(config)
+    if config.hedge_share > 0.5 or config.hedge_below > 1.0 or 0.0 < config.slow_factor < 1.5:
+        raise ConfigError(
+            "hedge_share may be at most 0.5, hedge_below at most 1, and slow_factor 0 or at least "
+            f"1.5; got {config.hedge_share}, {config.hedge_below} and {config.slow_factor}"
+        )
     key_limits(config)
     if config.rate_limit_storage:
         check_storage_url(config.rate_limit_storage)

@@ -80,6 +80,14 @@ class Counts:
             "gauge", f"{name}engine_pressed", "1 while the engine is short of memory.", "engine"
         )
 
+        self._hedges = registry.numbers(
+            "counter",
+            f"{name}hedges",
+            "Second engines that were asked for a late first token: won, lost (the first one was "
+            "sooner), failed.",
+            "engine",
+            "result",
+        )
         self._spend = registry.numbers(
             "gauge",
             f"{name}spend_today",
@@ -98,6 +106,9 @@ class Counts:
 
     def failed(self, site: Site, kind: str) -> None:
         self._failures.at(site.engine.name, kind).value += 1
+
+    def hedged(self, site: Site, result: str) -> None:
+        self._hedges.at(site.engine.name, result).value += 1
 
     def first_token(self, site: Site, seconds: float) -> None:
         self._first.at(site.engine.name).observe(seconds)

@@ -23,7 +23,7 @@ from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Sec
 from paceline.gateway.dialects import Dialect, dialect_of
 from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
 from paceline.http.upstream import ConnectError, Headers, Origin, Pool
-from paceline.routing import Breaker, EngineLoad
+from paceline.routing import Breaker, EngineLoad, SlowStart
 
 __all__ = ["Engine", "EngineModel", "Engines", "Running", "ask"]
 
@@ -66,7 +66,7 @@ class EngineModel:
 class Engine:
     """One engine."""
 
-    def __init__(self, config: EngineConfig, gateway: GatewayConfig) -> None:
+    def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
         self.config = config
         self.name = config.name
         self.kind: EngineKind = config.kind
@@ -78,6 +78,7 @@ class Engine:
             Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
         )
         self.load = EngineLoad(config.name)
+        self.load.sent_at = now
         self.breaker = Breaker()
         self.running: set[Running] = set()
         # None: the engine has not told yet
@@ -93,6 +94,9 @@ class Engine:
         # signals that it once gave and gives no longer
         self.lost_signals: frozenset[str] = frozenset()
         self._signals: frozenset[str] = frozenset()
+        # by the clock, when it came back from being gone or drained
+        self.back_at = -math.inf
+        self._slow_start = SlowStart(gateway.slow_start)
         # it asked for no requests before
         self._rests_until = 0.0
 
@@ -110,6 +114,11 @@ class Engine:
         return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
 
     @property
+    def places_in_all(self) -> float:
+        """Requests that it may have at once."""
+        return self.config.max_concurrent or math.inf
+
+    @property
     def places(self) -> float:
         """Requests that it may be sent beside those that run there."""
         most = self.config.max_concurrent
@@ -122,6 +131,12 @@ class Engine:
     def rests_for(self, now: float) -> float:
         """Seconds until it may be sent requests again."""
         return max(0.0, self._rests_until - now)
+
+    def share(self, now: float) -> float:
+        """Of the requests that would come to it, those that it is to get: 1, but for a while after
+        it came back."""
+        since = max(self.back_at, self.breaker.closed_at)
+        return self._slow_start.share(since, now)
 
     def usable(self, now: float) -> str:
         """Why it takes no requests; empty where it does, if perhaps not now."""
@@ -227,7 +242,7 @@ class Engines:
     def __init__(self, config: GatewayConfig, now: Callable[[], float]) -> None:
         self._config = config
         self._now = now
-        self.by_name = {each.name: Engine(each, config) for each in config.engines}
+        self.by_name = {each.name: Engine(each, config, now()) for each in config.engines}
         # by engine, what follows it
         self._tasks: dict[Engine | None, asyncio.Task[None]] = {}
         # no longer in the configuration, until nothing runs there
@@ -257,7 +272,8 @@ class Engines:
                 continue
             if before is not None:
                 self._retire(before)
-            self.by_name[name] = engine = Engine(each, config)
+            self.by_name[name] = engine = Engine(each, config, self._now())
+            engine.back_at = self._now()
             added.append(engine)
             told.append(f"engine {name} {'added' if before is None else 'replaced'}")
         for name in [name for name in self.by_name if name not in wanted]:
@@ -314,6 +330,7 @@ class Engines:
         engine.alive()
         if engine.num_misses > 4 and engine.trouble:
             _log.info("engine_back engine=%s", engine.name)
+            engine.back_at = self._now()
             engine.load.prefixes.clear()
         engine.num_misses = 0
         if status == 200:

@@ -31,6 +31,7 @@ from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
 from paceline.gateway.dialects import map_error, map_status
+from paceline.gateway.hedge import Hedge
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.outgoing import Outgoing
@@ -45,7 +46,7 @@ from paceline.gateway.usage import used_by
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
-from paceline.routing import Demand, Dispatch, RetryBudget
+from paceline.routing import Demand, Dispatch, HedgeBudget, RetryBudget
 
 __all__ = ["RELAYED", "Exchange"]
 
@@ -73,6 +74,7 @@ class Exchange:
         picker: Picker,
         turns: Turns,
         budget: RetryBudget,
+        hedges: HedgeBudget,
         counts: Counts,
         now: Callable[[], float],
         path: str,
@@ -115,18 +117,24 @@ class Exchange:
         self._used: Used | None = None
         self._retry_after: float | None = None
         if body.stream:
-            self.splice = make_splice(
-                path,
-                num_choices=body.num_choices,
-                model=asked,
-                hide_ids=not body.return_token_ids,
-                hide_usage=not body.include_usage,
-                note=self._note,
-                keep_text=config.resume_by_text and path == CHAT,
-            )
+            self.splice = self._new_splice()
         self._sending = Sending(path, body, caller, self.splice)
         self._attempts = Attempts(
             config, picker, budget, route, demand, caller.allowed, self._sending, self.splice
+        )
+        self._hedge = Hedge(config, hedges, picker, self._attempts, demand, body)
+        self._connecting: asyncio.Future[None] | None = None
+
+    def _new_splice(self) -> Splice:
+        body = self._body
+        return make_splice(
+            self._path,
+            num_choices=body.num_choices,
+            model=self._asked,
+            hide_ids=not body.return_token_ids,
+            hide_usage=not body.include_usage,
+            note=self._note,
+            keep_text=self.config.resume_by_text and self._path == CHAT,
         )
 
     @property
@@ -168,11 +176,32 @@ class Exchange:
             self._leg.connection.pause()
 
     def first_token(self, now: float) -> None:
+        self._hedge.disarm()
+        spare, self._hedge.spare = self._hedge.spare, None
+        if spare is not None:
+            self._counts.hedged(spare.site, "lost")
+            spare.abandon()
         if not self._attempts.num_resumes:
             self._counts.first_token(self._leg.site, now - self._arrived)
 
+    def spare_spoke(self, leg: Leg) -> None:
+        assert leg is self._hedge.spare, "the other one was dropped"
+        first = self._leg
+        self._take_spare(leg)
+        self._counts.hedged(leg.site, "won")
+        first.abandon()
+
+    def _take_spare(self, leg: Leg) -> None:
+        """The answer is the second engine's from here on."""
+        self._hedge.spare = None
+        self._leg = leg
+        self._note |= {"engine": leg.site.engine.name, "attempts": self._attempts.num}
+        leg.adopt()
+
     def tick(self, now: float) -> None:
         self.out.tick(now, self.config.sse_keep_alive)
+        if self._hedge.is_due(now):
+            self.wake.set()
 
     def again(self, leg: Leg) -> None:
         self._again = leg
@@ -227,15 +256,7 @@ class Exchange:
             if verdict.kind == "done":
                 await self._finish(leg)
                 return
-            engine = leg.site.engine
-            self._failures.append(f"{engine.name}: {verdict.why}")
-            _log.warning(
-                "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
-                self._caller.request_id, engine.name, self._attempts.num, verdict.why,
-                self.splice.emitted if self.splice else False,
-            )  # fmt: skip
-            self._counts.failed(leg.site, verdict.kind)
-            self._attempts.tried.add(engine.name)
+            self._note_failure(leg)
             if verdict.kind == "refused" and not await self._may_pass_on(leg):
                 return
             # an engine that dies leaves many requests at once, each through no fault of its own:
@@ -325,26 +346,38 @@ class Exchange:
         by_text = resumed and not self._sending.exactly(site)
         if self.splice is not None:
             self.splice.begin_leg(by_text=by_text)
+            if self._attempts.num == 1:
+                self._hedge.arm(pick, self.now())
         if by_text:
             self._note["exact"] = False
         try:
             await leg.send(self._path, headers, body)
             if leg.connection is not None:
                 engine.load.prefixes.add(self._demand.prefix)
-            await self._pump(leg)
+            await self._pump()
         finally:
-            leg.abandon()
+            self._hedge.disarm()
+            for each in (leg, self._leg, self._hedge.spare):
+                if each is not None:
+                    each.abandon()
+            self._hedge.spare = None
+            if self._connecting is not None:
+                self._connecting.cancel()
             self._turns.pump()
-        return leg
+        return self._leg
 
-    async def _pump(self, leg: Leg) -> None:
-        """Until the leg is over, and what it brought is with the caller."""
+    async def _pump(self) -> None:
+        """Until the answer is over, and what it brought is with the caller."""
         while True:
             if self.out.gone:
                 raise ClientDisconnectedError
             if self._again is not None:
                 again, self._again = self._again, None
                 await again.resend()
+            if self._hedge.is_due(self.now()):
+                self._ask_another()
+            self._look_after_spare()
+            leg = self._leg
             if self.out.num_waiting:
                 await self._flush(leg)
             elif leg.verdict is not None:
@@ -352,6 +385,49 @@ class Exchange:
             else:
                 await self.wake.wait()
                 self.wake.clear()
+
+    def _ask_another(self) -> None:
+        """A second engine, while the first one says nothing."""
+        pick = self._hedge.pick(self._leg.site, self.now())
+        if pick is None:
+            return
+        site, load = pick.site, pick.site.engine.load
+        try:
+            headers, body = self._sending.headers(site), self._sending.body(site, resumed=False)
+        except RequestError:
+            # what cannot be said in the second engine's API is no trouble of the first one's
+            return
+        self._attempts.num += 1
+        self._note["hedged"] = True
+        dispatch = load.dispatch(self._demand, pick.view, self.now())
+        spare = self._hedge.spare = Leg(self, site, dispatch, probe=self._new_splice())
+        self._counts.attempt(site, resumed=False, fallback=False)
+        self._connecting = asyncio.ensure_future(spare.send(self._path, headers, body))
+
+    def _look_after_spare(self) -> None:
+        """One of two engines has failed: the other one is all there is."""
+        spare, verdict = self._hedge.spare, self._leg.verdict
+        if spare is None:
+            return
+        if spare.verdict is not None:
+            self._hedge.spare = None
+            self._counts.hedged(spare.site, "failed")
+            self._note_failure(spare)
+        elif verdict is not None and (verdict.kind == "lost" or verdict.status in _RETRYABLE):
+            self._note_failure(self._leg)
+            self._take_spare(spare)
+
+    def _note_failure(self, leg: Leg) -> None:
+        assert leg.verdict is not None, "the leg is over"
+        engine = leg.site.engine
+        self._failures.append(f"{engine.name}: {leg.verdict.why}")
+        _log.warning(
+            "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
+            self._caller.request_id, engine.name, self._attempts.num, leg.verdict.why,
+            self.splice.emitted if self.splice else False,
+        )  # fmt: skip
+        self._counts.failed(leg.site, leg.verdict.kind)
+        self._attempts.tried.add(engine.name)
 
     async def _flush(self, leg: Leg | None) -> None:
         """What waits for the caller; ``leg``: what it comes from, None: comments alone."""
@@ -373,6 +449,8 @@ class Exchange:
             found.append((b"x-paceline-engine", engine.name.encode()))
             if ignored := engine.dialect.ignored(self._path, self._body):
                 found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
+            if "hedged" in self._note:
+                found.append((b"x-paceline-hedged", b"true"))
             if "fallback" in self._note:
                 name = self._leg.site.model.encode("ascii", "backslashreplace")
                 found.append((b"x-paceline-fallback", name))

@@ -41,6 +41,10 @@ class Owner(Protocol):
 
     def write(self, data: bytes) -> None: ...
     def first_token(self, now: float) -> None: ...
+    def spare_spoke(self, leg: Leg) -> None:
+        """A second engine has something to say."""
+        ...
+
     def tick(self, now: float) -> None: ...
 
     def again(self, leg: Leg) -> None:
@@ -58,9 +62,16 @@ class Verdict:
 
 
 class Leg:
-    """A request at one engine: the sink of its answer."""
+    """A request at one engine: the sink of its answer.
 
-    def __init__(self, request: Owner, site: Site, dispatch: Dispatch) -> None:
+    Args:
+        probe: of a second engine (``hedge``): what it says is kept, and fed to this splice to see
+            whether it says anything, until it is adopted.
+    """
+
+    def __init__(
+        self, request: Owner, site: Site, dispatch: Dispatch, probe: Splice | None = None
+    ) -> None:
         self.site = site
         self.status = 0
         self.headers: Headers = []
@@ -77,6 +88,8 @@ class Leg:
         self._request = b""
         self._path = ""
         self._translator: Translator | None = None
+        self._probe = probe
+        self._kept = bytearray()
 
     @property
     def streams(self) -> bool:
@@ -137,15 +150,36 @@ class Leg:
             if len(self.body) > _MAX_ANSWER_BYTES:
                 self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
             return
-        owner = self._owner
-        splice = owner.splice
-        assert splice is not None, "a stream was asked for"
         if self._translator is not None:
             try:
                 data = self._translator.feed(data)
             except (ValueError, msgspec.MsgspecError) as error:
                 self.give_up(f"the stream is not of its API: {str(error)[:100]}")
                 return
+        if self._probe is None:
+            self._relay(data)
+            return
+        self._kept += data
+        self._probe.feed(data)
+        self._heard_at = self._owner.now()
+        if self._probe.failed is not None:
+            self.give_up(self._probe.failed)
+        elif self._probe.emitted or self._probe.done:
+            self._owner.spare_spoke(self)
+
+    def adopt(self) -> None:
+        """From here on the answer is this engine's: what it said goes to the caller."""
+        assert self._owner.splice is not None, "a stream was asked for"
+        self._probe = None
+        self._owner.splice.begin_leg()
+        kept, self._kept = bytes(self._kept), bytearray()
+        if kept:
+            self._relay(kept)
+
+    def _relay(self, data: bytes) -> None:
+        owner = self._owner
+        splice = owner.splice
+        assert splice is not None, "a stream was asked for"
         out = splice.feed(data)
         if out:
             owner.write(out)
@@ -193,6 +227,9 @@ class Leg:
             self._end(Verdict("done"))
 
     def _finish_stream(self, why: str) -> None:
+        if self._probe is not None:
+            self._end(Verdict("lost", why))
+            return
         splice = self._owner.splice
         assert splice is not None, "a stream was asked for"
         out = splice.end_leg()
@@ -247,7 +284,11 @@ class Leg:
         self.verdict = verdict or Verdict("lost", "abandoned")
         engine.running.discard(self)
         splice = self._owner.splice
-        made = 0 if splice is None else splice.num_output_tokens - self._tokens_before
+        made = (
+            0
+            if splice is None or self._probe is not None
+            else splice.num_output_tokens - self._tokens_before
+        )
         self._dispatch.end(now, made)
         if verdict is None:
             engine.breaker.abandon()

@@ -10,12 +10,14 @@ from typing import Final
 
 from paceline.gateway.routes import Route, Site
 from paceline.http.errors import HttpError
-from paceline.routing import Demand, EngineView, choose
+from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
 
 __all__ = ["AllRestError", "Pick", "Picker"]
 
 # tokens are told from bytes: so many times the context are certainly too many
 _CERTAIN: Final = 1.5
+# seconds after which an engine that gets nothing gets one request
+_FORGOTTEN: Final = 15.0
 _Only = Callable[[Site], bool]
 
 
@@ -40,10 +42,12 @@ class Picker:
 
     Args:
         draw: among engines that are as good as each other.
+        slow_factor: times what is usual for it from which an engine is slow; 0: none is.
     """
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random, slow_factor: float = 0.0) -> None:
         self._draw = draw
+        self.slow_factor = slow_factor
 
     def pick(
         self,
@@ -161,8 +165,18 @@ class Picker:
         return fit
 
     def _choose(self, sites: Sequence[Site], demand: Demand, now: float) -> Pick:
-        views = [site.engine.load.view(demand, now) for site in sites]
-        index = choose(views, demand, self._draw)
+        slow = slow_ones(
+            {site.engine.name: site.engine.load.pace for site in sites}, self.slow_factor, now
+        )
+        views = [
+            site.engine.load.view(
+                demand, now, TRICKLE if site.engine.name in slow else site.engine.share(now)
+            )
+            for site in sites
+        ]
+        index = _forgotten(sites, views, demand, now)
+        if index is None:
+            index = choose(views, demand, self._draw)
         return Pick(sites[index], views[index])
 
     def _none(
@@ -184,6 +198,24 @@ class Picker:
             f"no engine can take a request for {route.model} now ({told or 'there is none'})",
             retry_after=max(1.0, min(waits)),
         )
+
+
+def _forgotten(
+    sites: Sequence[Site], views: Sequence[EngineView], demand: Demand, now: float
+) -> int | None:
+    """An idle engine that has been sent nothing for so long that what is known of it may no longer
+    hold; None: there is none, or the request has a target that is not to be risked on it."""
+    if len(sites) < 2 or demand.ttft is not None:
+        return None
+    found = [
+        (site.engine.load.sent_at, index)
+        for index, site in enumerate(sites)
+        if now - site.engine.load.sent_at > _FORGOTTEN
+        and not views[index].num_requests
+        and not views[index].pressed
+    ]
+    # where all were idle as long, nobody has anything to learn
+    return min(found)[1] if 0 < len(found) < len(sites) else None
 
 
 def _too_long(site: Site, demand: Demand) -> str:

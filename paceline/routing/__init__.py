@@ -7,6 +7,8 @@ errors alone; knows neither clocks nor sockets.
 from paceline.routing.breaker import Breaker, BreakerSettings
 from paceline.routing.choice import choose
 from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, EngineView, Pressure
+from paceline.routing.hedging import HedgeBudget, hedge_delay, is_worth_it, saturation
+from paceline.routing.pace import TRICKLE, Pace, SlowStart, slow_ones
 from paceline.routing.predicted import PredictedRouter
 from paceline.routing.prefixes import hash_chain, prefix_chain
 from paceline.routing.retry_budget import RetryBudget
@@ -21,21 +23,29 @@ from paceline.routing.routers import (
 
 __all__ = [
     "ROUTERS",
+    "TRICKLE",
     "Breaker",
     "BreakerSettings",
     "Demand",
     "Dispatch",
     "EngineLoad",
     "EngineView",
+    "HedgeBudget",
     "LeastOutstanding",
+    "Pace",
     "PredictedRouter",
     "PrefixAffinity",
     "Pressure",
     "RetryBudget",
     "RoundRobin",
     "Router",
+    "SlowStart",
     "choose",
     "hash_chain",
+    "hedge_delay",
+    "is_worth_it",
     "make_router",
     "prefix_chain",
+    "saturation",
+    "slow_ones",
 ]

@@ -16,6 +16,7 @@ Pure: seconds of any clock that does not go back are an argument.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -27,6 +28,7 @@ BreakerState = Literal["closed", "open", "half-open"]
 
 # slots of the sliding window
 _SLOTS: Final = 10
+_MINUTE: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,10 @@ class Breaker:
         self._next_open = self._settings.open_seconds
         # times it went from closed to open
         self.num_opened = 0
+        # when it last opened for what failed
+        self._fell_at = -math.inf
+        # when it last closed again
+        self.closed_at = -math.inf
 
     def state(self, now: float) -> BreakerState:
         if not self._opened:
@@ -111,6 +117,7 @@ class Breaker:
             self._successes += 1
             if self._successes >= self._settings.num_successes:
                 self._opened = False
+                self.closed_at = now
                 self._window.clear()
                 self._next_open = self._settings.open_seconds
 
@@ -134,7 +141,7 @@ class Breaker:
         ):
             self.num_opened += 1
             self._opened = True
-            self._open(now)
+            self._fail_open(now)
 
     def trip(self, now: float) -> None:
         """Open at once: the engine is known to be gone."""
@@ -143,6 +150,15 @@ class Breaker:
             self._opened = True
             self._successes = 0
             self._open(now)
+
+    def _fail_open(self, now: float) -> None:
+        """It has failed too often. The third time in a minute comes no sooner than the first is a
+        minute ago: an engine that fails now and then must not be sent to and fro."""
+        before = self._fell_at
+        self._fell_at = now
+        self._open(now)
+        if now - before < _MINUTE:
+            self._open_until = max(self._open_until, before + _MINUTE)
 
     def _open(self, now: float) -> None:
         self._probes = 0

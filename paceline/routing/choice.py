@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from paceline.routing.engine_load import Demand, EngineView
@@ -29,6 +30,9 @@ def predicted_seconds(view: EngineView, demand: Demand) -> float:
 
 def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> int:
     """An index into ``views``, of which there is at least one."""
+    let_in = [i for i, v in enumerate(views) if v.share >= 1.0 or draw.random() < v.share]
+    if 0 < len(let_in) < len(views):
+        return let_in[choose([replace(views[i], share=1.0) for i in let_in], demand, draw)]
     among = _best_group(views, demand)
     seconds = {i: predicted_seconds(views[i], demand) for i in among}
     best = min(seconds.values())

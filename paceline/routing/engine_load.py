@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from paceline.routing.latency import LatencyModel
+from paceline.routing.pace import Pace
 from paceline.routing.prefixes import PREFIX_BLOCK_BYTES, PrefixIndex
 
 __all__ = ["Demand", "Dispatch", "EngineLoad", "EngineView", "Pressure"]
@@ -23,6 +24,8 @@ STALE_SECONDS: Final = 5.0
 PRESSED: Final = 0.88
 RELIEVED: Final = 0.83
 FULL: Final = 0.95
+# of what is usual for an engine, that one first token moves
+_USUAL_STEP: Final = 0.02
 # of a Paceline engine's valve: from here on it makes room by force
 _PRESSED_LEVEL: Final = 3.0
 
@@ -81,6 +84,9 @@ class EngineView:
     staleness: float | None
     # short of memory
     pressed: bool = False
+    # of the requests that would come to it, those that it is to get: 1, or less for an engine that
+    # has become slow or has just come back
+    share: float = 1.0
 
 
 class Dispatch:
@@ -103,8 +109,7 @@ class Dispatch:
             load = self._load
             load.prefill_tokens -= self._prefill
             self._prefill = 0.0
-            view = self.view
-            load.latency.saw_first(view.prefill_tokens, view.num_requests, view.wait, now - self.at)
+            load.saw_first(self.view, now - self.at)
 
     def end(self, now: float, num_tokens: int = 0) -> None:
         """It is over, however it went; ``num_tokens`` were generated."""
@@ -126,8 +131,13 @@ class EngineLoad:
     def __init__(self, name: str, *, prefix_memory: int = 100_000) -> None:
         self.name = name
         self.latency = LatencyModel()
+        # what is usual, which follows slowly what ``latency`` follows fast
+        self._usual = LatencyModel(step=_USUAL_STEP)
+        self.pace = Pace()
         self.prefixes = PrefixIndex(prefix_memory)
         self.running: set[Dispatch] = set()
+        # when a request was last sent there; 0.0: never
+        self.sent_at = 0.0
         # of requests without a first token
         self.prefill_tokens = 0.0
         # prompt and expected output of all that run
@@ -142,6 +152,7 @@ class EngineLoad:
         """A request is sent there."""
         ticket = Dispatch(self, demand, view, now)
         self.running.add(ticket)
+        self.sent_at = now
         self.prefill_tokens += ticket._prefill
         self.resident_tokens += ticket._resident
         return ticket
@@ -152,7 +163,15 @@ class EngineLoad:
         self.pressed = _is_pressed(pressure, before, self.pressed)
         self._known_resident = self.resident_tokens
 
-    def view(self, demand: Demand, now: float) -> EngineView:
+    def saw_first(self, view: EngineView, seconds: float) -> None:
+        """A first token came; ``view``: as its request's choice saw this engine."""
+        ahead = (view.prefill_tokens, view.num_requests, view.wait)
+        self.pace.saw(seconds, self._usual.first_token(*ahead))
+        if self.pace.slow_since is None:
+            self._usual.saw_first(*ahead, seconds)
+        self.latency.saw_first(*ahead, seconds)
+
+    def view(self, demand: Demand, now: float, share: float = 1.0) -> EngineView:
         pressure = self.pressure
         age = None if pressure is None else now - pressure.at
         cached = min(
@@ -178,6 +197,7 @@ class EngineLoad:
             tpot=tpot,
             staleness=age,
             pressed=self.pressed and age is not None and age < STALE_SECONDS,
+            share=share,
         )
 
     def _memory(

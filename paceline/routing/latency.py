@@ -8,6 +8,7 @@ each has its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +22,10 @@ _FLOOR: Final = 0.1
 # that is just so far off: an answer that an engine's policy put last says little of the next one
 _FAR_SECONDS: Final = 0.25
 _FAR: Final = 2.0
+# first tokens that say what is late, the fewest of them, and which of them it is
+_FACTORS: Final = 64
+_LEAST_FACTORS: Final = 20
+_LATE: Final = 0.95
 
 
 class LinearModel:
@@ -33,10 +38,12 @@ class LinearModel:
 
     Args:
         weights: the first guess.
+        step: of the error, that a sample corrects once there were many.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float], step: float = _STEP) -> None:
         self._w = list(weights)
+        self._step = step
         self.num_samples = 0
 
     def predict(self, x: Sequence[float]) -> float:
@@ -47,20 +54,26 @@ class LinearModel:
         far = _FAR_SECONDS + _FAR * abs(predicted)
         error = min(far, max(-far, y - predicted))
         # the first samples say more than a guess does
-        step = max(_STEP, 1.0 / (2.0 + self.num_samples))
+        step = max(self._step, 1.0 / (2.0 + self.num_samples))
         gain = step * error / (_FLOOR + sum(value * value for value in x))
         self._w = [max(0.0, w + gain * value) for w, value in zip(self._w, x, strict=True)]
         self.num_samples += 1
 
 
 class LatencyModel:
-    """Of one engine."""
+    """Of one engine.
 
-    def __init__(self) -> None:
+    Args:
+        step: see ``LinearModel``.
+    """
+
+    def __init__(self, step: float = _STEP) -> None:
         # a twentieth of a second, half a second per 1,000 tokens, and where the KV cache has no
         # room the time in which that share of it comes free
-        self._first = LinearModel((0.05, 0.5, 0.0, 1.0))
-        self._next = LinearModel((0.03, 0.001))
+        self._first = LinearModel((0.05, 0.5, 0.0, 1.0), step)
+        self._next = LinearModel((0.03, 0.001), step)
+        # of the latest first tokens, how many times as long as predicted they took
+        self._factors: deque[float] = deque(maxlen=_FACTORS)
 
     @property
     def num_samples(self) -> int:
@@ -87,7 +100,16 @@ class LatencyModel:
     ) -> None:
         """A first token came; arguments as they were when its request was sent."""
         x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
+        self._factors.append(seconds / self.first_token(prefill_tokens, num_requests, wait))
         self._first.learn(x, seconds)
+
+    def late_factor(self) -> float | None:
+        """How many times as long as predicted one first token of twenty takes; None: too few were
+        seen."""
+        if len(self._factors) < _LEAST_FACTORS:
+            return None
+        ordered = sorted(self._factors)
+        return ordered[int(_LATE * (len(ordered) - 1))]
 
     def saw_next(self, num_requests: float, seconds: float) -> None:
         """An answer ended; ``seconds`` per token after its first."""

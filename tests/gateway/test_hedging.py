@@ -1,0 +1,243 @@
+"""A second engine for a late first token, and engines that are slow or have just come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.gateway import ModelConfig
+from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
+from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
+from tests.gateway.test_gateway import GOOD, WHOLE, WORDS, _until, pieces, refused
+
+pytestmark = pytest.mark.anyio
+
+LATE = replace(GOOD, delay=5.0)
+# its role comes at once, and its first word does not
+ROLE_ONLY = Step(parts=chat_chunks(WORDS)[:1], then="stall")
+HEDGED: dict[str, Any] = {"hedge_share": 0.5, "hedge_after": 0.2, "silence": 30.0}
+OTHER = Step(parts=chat_chunks(WORDS, created=2))
+
+
+def _known(gateway: Any, first: str = "e1") -> None:
+    """Both engines have answered often, in a moment; the first one is chosen."""
+    for engine in gateway.engines.by_name.values():
+        for _ in range(64):
+            engine.load.latency.saw_first(10.0, 0, 0.0, 0.02)
+    for name in gateway.engines.by_name:
+        if name != first:
+            # slower to its end, so it is the second choice
+            gateway.engines.by_name[name].load.latency._next._w[0] *= 2.0
+    gateway._hedges._saved = 5.0
+
+
+@pytest.mark.parametrize("first", [LATE, ROLE_ONLY], ids=["nothing", "a role"])
+async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None:
+    async with (
+        scripted(first, metrics=PACELINE_METRICS) as late,
+        scripted(OTHER, metrics=PACELINE_METRICS) as quick,
+        gateway_over(configured(late, quick, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        began = time.monotonic()
+        answer = await client.post(CHAT, json=chat(stream=True))
+        told = streamed(answer)
+        assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
+        assert 0.2 <= time.monotonic() - began < 3.0
+        # one head, one role, whoever sent them, and a word about it
+        assert len({chunk["id"] for chunk in told[:-1]}) == 1
+        assert answer.text.count('"role"') == 1
+        (note,) = [chunk["paceline"] for chunk in told[:-1] if "paceline" in chunk]
+        assert note == {"hedged": True, "engine": "e2", "attempts": 2}
+        if first is LATE:
+            assert answer.headers["x-paceline-hedged"] == "true"
+            assert answer.headers["x-paceline-engine"] == "e2"
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_hedges_total{engine="e2",result="won"} 1.0' in metrics
+        # the other one is told to stop, and is not blamed
+        state = gateway.engines.by_name["e1"]
+        await _until(lambda: not state.running and not state.load.running)
+        assert state.breaker.state(gateway.now()) == "closed"
+        assert len(late.bodies) == len(quick.bodies) == 1
+
+
+async def test_the_first_one_may_be_sooner_after_all() -> None:
+    async with (
+        scripted(replace(GOOD, delay=0.5), metrics=PACELINE_METRICS) as late,
+        scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as later,
+        gateway_over(configured(late, later, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        assert answer.headers["x-paceline-engine"] == "e1" and len(later.bodies) == 1
+        await _until(lambda: later.hung_up == 1)
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_hedges_total{engine="e2",result="lost"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("fails", ["first", "second"])
+async def test_one_of_both_may_fail(fails: str) -> None:
+    dies = replace(refused(503), delay=0.5)
+    good = replace(OTHER, delay=0.6)
+    async with (
+        scripted(
+            dies if fails == "first" else replace(GOOD, delay=0.9), metrics=PACELINE_METRICS
+        ) as one,
+        scripted(good if fails == "first" else refused(500), metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        wanted = "e2" if fails == "first" else "e1"
+        assert answer.headers["x-paceline-engine"] == wanted
+        assert (len(one.bodies), len(two.bodies)) == (1, 1)
+        assert all(not e.running for e in gateway.engines.by_name.values())
+
+
+FULL = PACELINE_METRICS.replace("usage_perc 0.1", "usage_perc 0.8")
+SILENT = "paceline:ready 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("why", "metrics", "fields", "asked"),
+    [
+        ("it is off", PACELINE_METRICS, {"hedge_share": 0.0}, {}),
+        ("the pool is full", FULL, {}, {}),
+        ("how full it is, it does not say", SILENT, {}, {}),
+        ("work that can wait", PACELINE_METRICS, {}, {"slo": "batch"}),
+        ("several choices", PACELINE_METRICS, {}, {"n": 2}),
+        ("a long prompt", PACELINE_METRICS, {}, {"user": "x" * 10, "messages": "long"}),
+        ("attempts are used up", PACELINE_METRICS, {"max_attempts": 1}, {}),
+        ("the budget is empty", PACELINE_METRICS, {"retry_share": 0, "retries_per_second": 0}, {}),
+        ("the caller forbids it", PACELINE_METRICS, {}, {"allow": "retry, fallback, resume"}),
+        ("it is above the share", PACELINE_METRICS, {"hedge_below": 0.05}, {}),
+    ],
+)
+async def test_when_none_is_sent(
+    why: str, metrics: str, fields: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    body = {key: value for key, value in asked.items() if key != "allow"}
+    if body.get("messages") == "long":
+        body["messages"] = [{"role": "user", "content": "word " * 5000}]
+    headers = {"x-paceline-allow": asked["allow"]} if "allow" in asked else {}
+    late = replace(GOOD, delay=0.6)
+    async with (
+        scripted(late, metrics=metrics) as one,
+        scripted(OTHER, metrics=metrics) as two,
+        gateway_over(configured(one, two, **{**HEDGED, **fields})) as (gateway, client),
+    ):
+        _known(gateway)
+        await client.post(CHAT, json=chat(stream=True, **body), headers=headers)
+        assert "gateway_hedges_total{" not in (await client.get("/metrics")).text, why
+
+
+async def test_hedges_are_a_share_of_the_requests() -> None:
+    async with (
+        scripted(replace(GOOD, delay=0.35), metrics=PACELINE_METRICS) as one,
+        scripted(replace(OTHER, delay=0.35), metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, **{**HEDGED, "hedge_share": 0.2})) as (gateway, client),
+    ):
+        _known(gateway)
+        gateway._hedges._saved = 0.0
+        for engine in gateway.engines.by_name.values():
+            engine.load.latency.late_factor = lambda: 1.0  # type: ignore[method-assign]
+        sent = [client.post(CHAT, json=chat(stream=True)) for _ in range(10)]
+        await asyncio.gather(*sent)
+        assert len(one.bodies) + len(two.bodies) <= 12
+
+
+async def test_a_hedge_stays_in_its_tier_and_in_the_house() -> None:
+    model = ModelConfig(name="m", tiers=(("e1:m",), ("e2:m",)))
+    async with (
+        scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
+        scripted(OTHER, metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, models=(model,), **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        await client.post(CHAT, json=chat(stream=True))
+        assert len(one.bodies) == 1 and not two.bodies
+
+
+async def test_after_a_hedge_has_won_its_stream_can_still_be_resumed() -> None:
+    rest = Step(parts=chat_chunks(WORDS[2:], first_id=2))
+    async with (
+        scripted(LATE, rest, metrics=PACELINE_METRICS) as late,
+        scripted(pieces(2), metrics=PACELINE_METRICS) as dies,
+        gateway_over(configured(late, dies, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        told = streamed(await client.post(CHAT, json=chat(stream=True)))
+        assert text_of(told) == "".join(WORDS)
+        assert len(dies.bodies) == 1
+        assert late.bodies[1]["resume_output_ids"] == [0, 1]
+        (note,) = [chunk["paceline"] for chunk in told[:-1] if "paceline" in chunk]
+        assert note["hedged"] and note["resumed"] == 1 and note["attempts"] == 3
+
+
+async def test_a_caller_who_hangs_up_ends_both() -> None:
+    async with (
+        scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as one,
+        scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
+        await _until(lambda: len(one.bodies) + len(two.bodies) == 2)
+        sent.cancel()
+        await _until(lambda: one.hung_up + two.hung_up == 2)
+        assert all(not e.load.running for e in gateway.engines.by_name.values())
+
+
+@pytest.mark.parametrize(("factor", "few"), [(3.0, True), (0.0, False)])
+async def test_slow_factor(factor: float, few: bool) -> None:
+    async with (
+        scripted(WHOLE, metrics=PACELINE_METRICS) as one,
+        scripted(WHOLE, metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, slow_factor=factor)) as (gateway, client),
+    ):
+        state = gateway.engines.by_name["e1"].load
+        for load in (state, gateway.engines.by_name["e2"].load):
+            for _ in range(60):
+                load.pace.saw(0.1, 0.1)
+        for _ in range(20):
+            state.pace.saw(1.0, 0.1)
+        # answers that are not streamed teach nothing, so both look alike but for that
+        for _ in range(40):
+            await client.post(CHAT, json=chat())
+        assert (len(one.bodies) < 12) == few and len(one.bodies) > 0
+
+
+@pytest.mark.parametrize(("seconds", "few"), [(60.0, True), (0.0, False)])
+async def test_slow_start(seconds: float, few: bool) -> None:
+    async with (
+        scripted(WHOLE, metrics=PACELINE_METRICS) as one,
+        scripted(WHOLE, metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, slow_start=seconds)) as (gateway, client),
+    ):
+        gateway._drain("e1", True)
+        gateway._drain("e1", False)
+        for _ in range(40):
+            await client.post(CHAT, json=chat())
+        assert (len(one.bodies) < 12) == few and len(two.bodies) >= 10
+
+
+async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
+    odd = [{"role": "nobody", "content": "hi"}]
+    fields = {"e2": {"models": ("m",), "max_concurrent": 4}}
+    async with (
+        scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
+        scripted(OTHER) as two,
+        gateway_over(
+            configured(one, two, kinds={"e2": "anthropic"}, engine_fields=fields, **HEDGED)
+        ) as (gateway, client),
+    ):
+        _known(gateway)
+        answer = await client.post(CHAT, json=chat(stream=True, messages=odd))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        assert len(one.bodies) == 1 and not two.bodies
