@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.backends.null import NullBackend
+from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
@@ -139,7 +140,7 @@ def main() -> None:
         "tap_share_of_schedule": round(share, 4),
         "bytes_per_step": round(told.bytes / told.steps, 1),
     }
-    print(json.dumps({"bench": "timeline_tap", "results": results}))
+    print(json.dumps({"bench": "timeline_tap", "machine": machine(), "results": results}))
 
 
 if __name__ == "__main__":

@@ -21,16 +21,15 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import RequestError
+from paceline.gateway.answers import note_headers, whole_answer
 from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
-from paceline.gateway.dialects import map_error, map_status
 from paceline.gateway.hedge import Hedge
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
@@ -439,22 +438,9 @@ class Exchange:
             leg.connection.resume()
 
     async def _start(self, status: int, headers: Headers, *more: tuple[bytes, bytes]) -> None:
-        await self.out.start(status, headers, [*more, *self._told()])
-
-    def _told(self) -> Headers:
-        """What callers may want to know, in headers."""
-        found = [(b"x-paceline-attempts", b"%d" % self._attempts.num)]
-        if self._attempts.num:
-            engine = self._leg.site.engine
-            found.append((b"x-paceline-engine", engine.name.encode()))
-            if ignored := engine.dialect.ignored(self._path, self._body):
-                found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
-            if "hedged" in self._note:
-                found.append((b"x-paceline-hedged", b"true"))
-            if "fallback" in self._note:
-                name = self._leg.site.model.encode("ascii", "backslashreplace")
-                found.append((b"x-paceline-fallback", name))
-        return found
+        leg = self._leg if self._attempts.num else None
+        notes = note_headers(leg, self._path, self._body, self._attempts.num, self._note)
+        await self.out.start(status, headers, [*more, *notes])
 
     # ---------------------------------------------------------------- ends
 
@@ -474,35 +460,13 @@ class Exchange:
 
     async def _whole(self, leg: Leg) -> None:
         """An answer that is no stream."""
-        body, status, headers = bytes(leg.body), leg.status, leg.headers
-        if leg.status == 200:
-            body = self._renamed(body, leg)
-        else:
-            body = told(self._path, leg.status, body, leg.site.engine.key)
-            body = map_error(self._path, leg.status, body)
-            status = map_status(self._path, leg.status)
-            headers = [header for header in headers if header[0] != b"content-type"]
-            headers.append((b"content-type", b"application/json"))
+        status, headers, body = whole_answer(leg, self._path, self._asked, self._note)
         if self.out.started:
             # comments went out while this was waited for
             await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
         await self._start(status, headers, (b"content-length", b"%d" % len(body)))
         await self.out.end(body)
-
-    def _renamed(self, body: bytes, leg: Leg) -> bytes:
-        """With the model's name as the caller knows it, and what was done."""
-        if leg.site.model == self._asked and not self._note:
-            return body
-        try:
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        except msgspec.MsgspecError:
-            return body
-        if "model" in fields:
-            fields["model"] = msgspec.Raw(msgspec.json.encode(self._asked))
-        if self._note:
-            fields["paceline"] = msgspec.Raw(msgspec.json.encode(self._note))
-        return msgspec.json.encode(fields)
 
     async def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine; otherwise the caller has the answer."""

@@ -569,7 +569,8 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
         assert (await client.get("/metrics")).text.count("\n") == series
         assert set(gateway._mean_output) <= {"m"} and not gateway.turns._queues
         gc.collect()
-        alive = [each for each in gc.get_objects() if isinstance(each, (Exchange, Leg))]
+        # by type: objects of other packages warn where they are asked for anything
+        alive = [each for each in gc.get_objects() if type(each) in (Exchange, Leg)]
         # httpx may hold on to the last one's connection
         assert len(alive) <= 4
 

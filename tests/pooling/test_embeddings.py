@@ -149,7 +149,7 @@ async def test_truncation_keeps_what_ends_a_text(http: httpx.AsyncClient, qwen3:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
         ({"input": "a", "endianness": "big"}, "endianness", "little-endian"),
-        ({"messages": []}, "messages", "/tokenize"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "/tokenize"),
     ],
 )
 async def test_bad_bodies(

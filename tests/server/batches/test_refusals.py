@@ -94,7 +94,7 @@ async def test_a_file_name_is_only_shown(tmp_path: Path) -> None:
         ({"input_file_id": None}, 400, "input_file_id is missing"),
         ({"input_file_id": "file-nobody"}, 404, "no file with id"),
         ({"input_file_id": "../../../etc/passwd"}, 404, "no file with id"),
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint must be one of"),
+        ({"endpoint": "/v1/images"}, 400, "endpoint must be one of"),
         ({"endpoint": None}, 400, "endpoint must be one of"),
         ({"completion_window": "0s"}, 400, "completion_window"),
         ({"completion_window": "31d"}, 400, "completion_window"),
