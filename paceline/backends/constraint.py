@@ -47,16 +47,22 @@ class OutputConstraint:
             return self._read(new_tokens).look_ahead(guesses)
 
     def forced(self, new_tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What must follow; see ``TokenMatcher.forced``. Fails with the next call of ``masks``.
+        """What must follow; see ``TokenMatcher.forced``; nothing where that fails. What the tokens
+        themselves do wrong fails with the next call of ``masks``.
 
         Args:
             new_tokens: the output from ``num_read`` on.
         """
         try:
             with self._failing_alone():
-                return self._read(new_tokens).forced(most)
+                matcher = self._read(new_tokens)
         except PacelineError as error:
             self._failure = error
+            return ()
+        try:
+            with self._failing_alone():
+                return matcher.forced(most)
+        except PacelineError:
             return ()
 
     def _read(self, new_tokens: Sequence[int]) -> TokenMatcher:

@@ -382,14 +382,13 @@ class ModelRunner:
             slot = slots[r]
             if slot.error is not None or r in settled:
                 continue
-            if not samples.finite[i]:
-                settled.add(r)
-                errors.append((rows[r].request_id, NAN_LOGITS))
-                continue
             token_id = samples.token_ids[i]
-            if token_id < 0:
+            if not samples.finite[i] or token_id < 0:
                 settled.add(r)
-                errors.append((rows[r].request_id, _NOTHING_LEFT))
+                # behind guesses that were right it is the next step's: those may have ended it
+                if not sampled[r]:
+                    why = _NOTHING_LEFT if samples.finite[i] else NAN_LOGITS
+                    errors.append((rows[r].request_id, why))
                 continue
             position = rows[r].start + rows[r].num_tokens + guess
             mask = masks.get(r, "")

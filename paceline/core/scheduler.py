@@ -85,7 +85,8 @@ class Scheduler:
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # nothing that exists for guesses is called where there are none
-        self._drafts = Drafts(state, drafter) if state.speculation.guesses_alone else None
+        guesses = drafter is not None or state.speculation.guesses_alone
+        self._drafts = Drafts(state, drafter) if guesses else None
         self._requests: dict[str, Request] = {}
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None

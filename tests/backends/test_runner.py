@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from paceline.backends.native import unavailable_reason
 from paceline.backends.worker import WorkerBackend
+from paceline.core.outputs import Draft
 from tests.backends.conftest import load
 from tests.backends.plans import Plans
 from tests.backends.torch.models import VOCAB, make_model
@@ -196,6 +198,23 @@ class TestFaultsOfOneRequest:
             plans.add("nan", [150] * 9)
             plans.step({"nan": 9})
             plans.release("nan")
+
+    def test_what_fails_behind_guesses_that_were_right_is_the_next_steps(
+        self, llama: WorkerBackend
+    ) -> None:
+        # nothing may follow token 150, which may have ended the answer
+        nothing = tuple((150, token) for token in range(VOCAB))
+        plans = Plans(llama)
+        plans.add("guessed", [1, 2, 4], logit_bias=((150, 100.0),), bad_words=nothing)
+        plans.step({"guessed": 2})
+        plan = plans.plan({"guessed": 1})
+        rows = (plan.rows[0]._replace(num_tokens=2),)
+        plan = replace(plan, rows=rows, num_tokens=2, drafts=(Draft(0, (150,), "ngram"),))
+        result = llama.execute(plan).result(60)
+        assert (result.sampled, result.errors) == (((150,),), ())
+        plans.take(plan, result)
+        plans.step({"guessed": 1})
+        assert set(plans.errors) == {"guessed"}
 
     @pytest.mark.parametrize("compute", ["torch", "native"])
     def test_tokens_outside_the_vocabulary(self, compute: str, llama_folder: Path) -> None:

@@ -13,6 +13,7 @@ This module does not know steps, prices, or where guesses come from.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Final
 
@@ -127,7 +128,7 @@ class Guesser:
         tokens = self._tokens
         new = output[len(tokens) - num_prompt :]
         tokens += new
-        if new:
+        if new and self._from:
             self._judge()
         if new or not self._chosen.token_ids:
             self._propose(count)
@@ -145,6 +146,8 @@ class Guesser:
         passed = len(tokens) - self._forced_from
         if 0 <= passed < len(self._forced):
             forced = self._forced[passed : passed + count]
+            # what the grammar forbids is no guess, however long it is
+            self._guesses = [guess for guess in self._guesses if _agree(guess.token_ids, forced)]
             self._guesses.append(Guess(forced, 0, GRAMMAR))
         self._chosen = max(
             self._guesses,
@@ -162,3 +165,8 @@ class Guesser:
                     break
         chosen = self._chosen.token_ids
         self._acceptance.note_place(bool(chosen) and chosen[0] == known[0])
+
+
+def _agree(guess: Sequence[int], forced: Sequence[int]) -> bool:
+    """Whether they are the same as far as both go."""
+    return all(map(operator.eq, guess, forced))

@@ -126,6 +126,33 @@ def test_the_source_is_taken_of_which_most_is_expected() -> None:
     assert guesser.survivals(guess) == [1.0] * 4
 
 
+def test_what_a_grammar_forbids_is_no_guess_however_long() -> None:
+    class Says:
+        def propose(self, tokens: Sequence[int], count: int) -> Guess:
+            return Guess([8] * count, 5)
+
+    guesser = Guesser([Says()], (1,), Acceptance())
+    guesser.force(2, (7,))
+    assert guesser.guess(1, [9], 8) == Guess((7,), 0, GRAMMAR)
+    # one that agrees and goes on is better
+    guesser.force(3, (8,))
+    assert list(guesser.guess(1, [9, 7], 8).token_ids) == [8] * 8
+
+
+def test_what_came_before_the_first_guess_is_no_miss() -> None:
+    others = Acceptance()
+    guesser = Guesser([_scripted(PROMPT)], PROMPT, others)
+    guesser.guess(len(PROMPT), expected_tokens(PROMPT, 4, VOCAB), 4)
+    assert guesser.share == Acceptance(others).share == Acceptance().share
+
+
+def test_a_drafter_that_is_given_guesses_whatever_is_configured() -> None:
+    driver = Driver(vocab_size=VOCAB, drafter=_knowing())
+    driver.add(make_request("a", PROMPT, 12))
+    driver.run()
+    assert driver.scheduler.stats().num_accepted_tokens > 0
+
+
 def test_later_guesses_and_longer_matches_are_told_apart() -> None:
     seen = Acceptance()
     for _ in range(20):
