@@ -186,9 +186,10 @@ class Exchange:
     def spare_spoke(self, leg: Leg) -> None:
         assert leg is self._hedge.spare, "the other one was dropped"
         first = self._leg
+        # before anything is told, or it would count as what the first one said
+        first.abandon()
         self._take_spare(leg)
         self._counts.hedged(leg.site, "won")
-        first.abandon()
 
     def _take_spare(self, leg: Leg) -> None:
         """The answer is the second engine's from here on."""
@@ -425,6 +426,11 @@ class Exchange:
             self._caller.request_id, engine.name, self._attempts.num, leg.verdict.why,
             self.splice.emitted if self.splice else False,
         )  # fmt: skip
+        if leg.verdict.kind == "refused":
+            wait = retry_after(leg.headers)
+            if wait is not None:
+                self._retry_after = min(wait, self._retry_after or wait)
+            engine.rest(self.now() + rest_of(leg.status, leg.headers))
         self._counts.failed(leg.site, leg.verdict.kind)
         self._attempts.tried.add(engine.name)
 
@@ -470,11 +476,7 @@ class Exchange:
 
     async def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine; otherwise the caller has the answer."""
-        engine, headers = leg.site.engine, leg.headers
-        wait = retry_after(headers)
-        if wait is not None:
-            self._retry_after = min(wait, self._retry_after or wait)
-        engine.rest(self.now() + rest_of(leg.status, headers))
+        headers = leg.headers
         if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
             self.now(), leg.site
         ):

@@ -2,7 +2,8 @@
 
 A gateway takes a hundredth of a budget ahead, and what it serves is counted against that lease in
 memory; Redis is asked when a lease is used up, and in the background before that. What is left at
-the end goes back. So at most a lease a gateway lies idle, and none is spent twice. It takes no
+the end goes back, and so does what requests leave of what they reserved, beyond two leases. So at
+most two leases a gateway lie idle, and none is spent twice. It takes no
 scripts: ``INCRBY`` alone, and back where the sum went beyond the budget.
 
 While Redis does not answer, each gateway counts alone from what it last saw, and asks again once a
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +30,7 @@ _log = logging.getLogger("paceline.gateway")
 # seconds for one operation
 _TIMEOUT: Final = 0.25
 _RETRY_SECONDS: Final = 1.0
-_TRIES: Final = 3
+_TRIES: Final = 4
 # of a budget, that one gateway takes ahead
 _LEASE_SHARE: Final = 0.01
 # seconds that a window's counter is kept after its last use
@@ -41,11 +43,15 @@ class _Lease:
 
     # taken and not used
     left: int = 0
+    # what is taken ahead
+    step: int = 0
     # the counter in Redis when it was last seen
     total: int = 0
     # used beyond the lease while Redis was away
     owed: int = 0
     refilling: bool = False
+    # what is on its way back to the counter, where it is counted as used until it is there
+    returning: asyncio.Task[None] | None = None
     # so much was refused a moment ago, and until then is not asked for again
     refused: int = 0
     refused_until: float = 0.0
@@ -79,10 +85,13 @@ class LeaseStore:
 
     async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
         lease = self._lease(key, begins)
-        step = max(1, int(most * _LEASE_SHARE))
+        lease.step = step = max(1, int(most * _LEASE_SHARE))
         for _ in range(_TRIES):
             if lease.left >= amount or not self._may_ask(lease, amount - lease.left):
                 break
+            if lease.returning is not None:
+                await asyncio.wait((lease.returning,))
+                continue
             # others may use it while Redis is asked
             await self._lend(key, begins, lease, amount - lease.left, step, most)
         if lease.left >= amount:
@@ -102,17 +111,30 @@ class LeaseStore:
 
     def give_back(self, key: str, begins: str, amount: int) -> None:
         lease = self._leases.get((key, begins))
-        if lease is not None:
+        if lease is None:
+            return
+        lease.left += amount
+        if lease.left > 2 * lease.step and lease.returning is None and not self._is_away():
+            excess = lease.left - lease.step
+            lease.left -= excess
+            lease.returning = self._spawn(self._return(key, begins, lease, excess))
+
+    async def _return(self, key: str, begins: str, lease: _Lease, amount: int) -> None:
+        """To the counter, for other gateways."""
+        total = await self._add(key, begins, -amount)
+        lease.returning = None
+        if total is None:
             lease.left += amount
+        else:
+            lease.total = total
 
     async def close(self) -> None:
         """Give back what was not used."""
+        # what is under way would take more
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for (key, begins), lease in self._leases.items():
             if lease.left or lease.owed:
                 await self._add(key, begins, lease.owed - lease.left)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.aclose()
 
     def _lease(self, key: str, begins: str) -> _Lease:
@@ -158,7 +180,9 @@ class LeaseStore:
         try:
             async with asyncio.timeout(_TIMEOUT):
                 total = int(await self._redis.incrby(name, amount))
-                await self._redis.expire(name, _KEEP_SECONDS)
+                if begins:
+                    # a budget for good has no window that ends
+                    await self._redis.expire(name, _KEEP_SECONDS)
         except Exception as error:
             # its text may quote the URL
             self.failures += 1
@@ -177,7 +201,8 @@ class LeaseStore:
     def _is_away(self) -> bool:
         return asyncio.get_running_loop().time() < self._away_until
 
-    def _spawn(self, what: Any) -> None:
+    def _spawn(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -46,6 +46,8 @@ _SUMS: Final = """
 SELECT key, CASE WHEN day >= ? THEN day ELSE '' END AS since, SUM(amount)
 FROM spend GROUP BY key, since
 """
+# what a column holds
+_MOST: Final = 2**62
 _EVERY_SECONDS: Final = 1.0
 # days that are kept apart in memory; what is older counts for budgets that never end alone
 _DAYS: Final = 62
@@ -144,11 +146,13 @@ class Ledger:
             return
         rows, self._unwritten = self._unwritten, {}
         values = [
-            (*row, s.requests, s.prompt, s.cached, s.output, s.amount) for row, s in rows.items()
+            (*row, *(min(getattr(s, name), _MOST) for name in Spent.__slots__))
+            for row, s in rows.items()
         ]
         try:
             await asyncio.shield(asyncio.to_thread(self._write, values))
-        except sqlite3.Error as error:
+        except Exception as error:
+            # whatever it is, the next try must have these rows too
             _log.error("spend_not_written rows=%d error=%r", len(rows), str(error)[:100])
             for row, spent in rows.items():
                 kept = self._unwritten.setdefault(row, Spent())

@@ -11,6 +11,9 @@ from paceline.gateway.money import Used
 __all__ = ["Usage", "used_by"]
 
 
+_MOST_TOKENS: Final = 10**9
+
+
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -35,7 +38,9 @@ class Usage(msgspec.Struct):
             # there what was cached is not in the count of the prompt
             cached = self.cache_read_input_tokens or 0
             prompt += cached + (self.cache_creation_input_tokens or 0)
-        return Used(prompt, cached, self.completion_tokens or self.output_tokens or 0)
+        output = self.completion_tokens or self.output_tokens or 0
+        # no engine's word makes a spend go down, or beyond what can be counted
+        return Used(*(min(max(count, 0), _MOST_TOKENS) for count in (prompt, cached, output)))
 
 
 class _Answer(msgspec.Struct):

@@ -26,6 +26,7 @@ from paceline.gateway.config import KeyConfig, PriceConfig, parse_config
 from paceline.gateway.leases import LeaseStore
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Budget, Price, Prices, Used, parse_amount, show_amount
+from paceline.gateway.usage import used_by
 from paceline.http.errors import HttpError
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
@@ -224,6 +225,7 @@ class CountingRedis:
     def __init__(self) -> None:
         self.numbers: dict[bytes, int] = {}
         self.num_operations = 0
+        self.commands: set[bytes] = set()
         self.down = False
         self.port = 0
         self.writers: list[asyncio.StreamWriter] = []
@@ -238,6 +240,7 @@ class CountingRedis:
                     words.append((await reader.readexactly(length + 2))[:-2])
                 if self.down:
                     continue
+                self.commands.add(words[0].upper())
                 if words[0].upper() == b"INCRBY":
                     self.num_operations += 1
                     self.numbers[words[1]] = self.numbers.get(words[1], 0) + int(words[2])
@@ -290,6 +293,32 @@ async def test_what_costs_less_goes_back_to_the_lease() -> None:
         assert not fits and before >= 100
         await store.close()
         assert redis.numbers == {b"paceline:budget:{ann}:": 100}
+
+
+async def test_what_one_gateway_reserved_and_did_not_use_is_there_for_another() -> None:
+    async with counting_redis() as redis:
+        one, other = (LeaseStore(f"redis://127.0.0.1:{redis.port}/0") for _ in range(2))
+        assert (await one.take("ann", "", 900, 1000))[0]
+        one.give_back("ann", "", 899)
+        await asyncio.gather(*one._tasks)
+        assert (await other.take("ann", "", 900, 1000))[0]
+        # nothing that a budget for good has spent is forgotten
+        assert b"EXPIRE" not in redis.commands
+        await one.close()
+        await other.close()
+        assert redis.numbers == {b"paceline:budget:{ann}:": 901}
+
+
+async def test_absurd_counts_lose_no_spend(tmp_path: Path) -> None:
+    told = b'{"usage": {"prompt_tokens": -5, "completion_tokens": 99999999999999}}'
+    assert used_by("/v1/chat/completions", told) == Used(0, 0, 10**9)
+    ledger = Ledger(tmp_path / "spend.sqlite")
+    ledger.add("bob", "2026-03-31", "e", "m", Used(1, 0, 1), 2**80)
+    ledger.add("ann", "2026-03-31", "e", "m", Used(1, 0, 1), 7)
+    ledger.start()
+    await ledger.close()
+    again = Ledger(tmp_path / "spend.sqlite")
+    assert (again.spent("ann", ""), again.spent("bob", "")) == (7, 2**62)
 
 
 async def test_without_redis_each_gateway_counts_from_what_it_saw() -> None:

@@ -168,6 +168,9 @@ async def test_logit_score_with_the_folders_template(tmp_path: Path, tied: bool)
         refused = await http.post("/rerank", json=body)
         assert refused.status_code == 400 and "max_tokens_per_doc cuts" in refused.text
         assert (await http.post("/rerank", json={**body, "max_tokens_per_doc": 9})).is_success
+        for name, value in (("truncate_prompt_tokens", -1), ("add_special_tokens", False)):
+            refused = await http.post("/rerank", json={**body, name: value})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
         cut = [f"Q: {QUERY} D: {document[:4]} A: " for document in DOCUMENTS]
         told = [yes_minus_no(folder, ids(t), 121, 110) for t in cut]
         check(await scores_of(http, max_tokens_per_doc=4), told)

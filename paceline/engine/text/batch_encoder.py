@@ -158,6 +158,13 @@ class BatchEncoder:
             for piece in batch:
                 piece.job.future.cancel()
             return
+        if (error := done.exception()) is not None:
+            # not of a text but of the library; who waits must not wait for ever
+            for piece in batch:
+                if not piece.job.future.done():
+                    piece.job.future.set_exception(error)
+            self._start(loop)
+            return
         for piece, result in zip(batch, done.result(), strict=True):
             job = piece.job
             if job.future.done():

@@ -6,6 +6,7 @@ This module does not know how a body is answered.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -263,7 +264,9 @@ _TEXTS: Final = described(
 
 
 class _Pairs(_Shared):
-    max_tokens_per_doc = integer(1, INT32, note="documents are cut to so many tokens")
+    max_tokens_per_doc = integer(
+        1, INT32, note="documents are cut to so many tokens; not of embeddings"
+    )
     instruction = string(note="where the model's template has a place for it (Qwen3-Reranker)")
 
 
@@ -337,7 +340,7 @@ def parse_score(
             "many as there are",
             "text_1",
         )
-    return _score(body, rules, tenant, info, list(zip(first, second, strict=True)))
+    return _score(values, body, rules, tenant, info, list(zip(first, second, strict=True)))
 
 
 def parse_rerank(
@@ -348,7 +351,9 @@ def parse_rerank(
     _check_scores(info)
     body = RerankBody.read(values, rules)
     return RerankRequest(
-        score=_score(body, rules, tenant, info, [(body.query, text) for text in body.documents]),
+        score=_score(
+            values, body, rules, tenant, info, [(body.query, text) for text in body.documents]
+        ),
         documents=body.documents,
         # none and zero: all of them
         top_n=min(body.top_n or len(body.documents), len(body.documents)),
@@ -421,12 +426,27 @@ def _vectors(
 
 
 def _score(
+    values: Mapping[str, Any],
     body: _Pairs,
     rules: RequestRules,
     tenant: str,
     info: PoolingInfo,
     pairs: list[tuple[str, str]],
 ) -> ScoreRequest:
+    if info.task == EMBED and body.max_tokens_per_doc is not None:
+        raise InvalidRequestError(
+            "max_tokens_per_doc is not served where scores come from embeddings: "
+            "truncate_prompt_tokens cuts each text",
+            "max_tokens_per_doc",
+        )
+    if info.score_template is not None:
+        for name in ("truncate_prompt_tokens", "add_special_tokens"):
+            if values.get(name) is not None:
+                raise InvalidRequestError(
+                    f"{name} has no place where a template writes the pair: max_tokens_per_doc "
+                    "cuts documents",
+                    name,
+                )
     if body.instruction is not None and info.score_template is None:
         raise InvalidRequestError(
             "this model's pairs have no place for an instruction: leave it out", "instruction"

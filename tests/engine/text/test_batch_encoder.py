@@ -169,3 +169,21 @@ async def test_callers_that_wait_when_it_is_closed_are_let_go() -> None:
     assert await under_way == ids_of("a"), "it was nearly done"
     with pytest.raises(RuntimeError, match="closed"):
         await encoder.encode(["c"], add_special_tokens=False)
+
+
+async def test_a_library_that_breaks_leaves_no_caller_waiting() -> None:
+    class Broken(ByteTokenizer):
+        def encode_batch(
+            self, texts: Sequence[str], *, add_special_tokens: bool = True
+        ) -> list[list[int]]:
+            if "breaks" in texts:
+                # as a panic of a library in Rust: no Exception
+                raise BaseException("panic")
+            return super().encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    encoder = BatchEncoder(Broken(), most_chars=6, threads=1)
+    broken, other = ask(encoder, "breaks"), ask(encoder, "other")
+    with pytest.raises(BaseException, match="panic"):
+        await asyncio.wait_for(broken, 5)
+    assert await asyncio.wait_for(other, 5) == ids_of("other")
+    encoder.close()
