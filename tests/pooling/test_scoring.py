@@ -205,6 +205,10 @@ async def test_embeddings_are_scored_by_their_angle(tmp_path: Path) -> None:
     cosines = [float(first @ s / np.linalg.norm(first) / np.linalg.norm(s)) for s in seconds]
     async with serving(folder) as http:
         check(await scores_of(http), cosines)
+        for name, value in (("max_tokens_per_doc", 4), ("softmax", False)):
+            body = {"query": QUERY, "documents": DOCUMENTS, name: value}
+            refused = await http.post("/rerank", json=body)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             body = {"query": QUERY, "documents": [{"text": text} for text in DOCUMENTS],
                     "return_documents": False}  # fmt: skip

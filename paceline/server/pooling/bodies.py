@@ -174,6 +174,7 @@ def _texts_schema(rules: RequestRules) -> Schema:
     return {"anyOf": [one, schemas.array(one, 1, max_inputs(rules))]}
 
 
+_ACTIVATIONS: Final = ("use_activation", "normalize", "activation", "softmax")
 _ACTIVATION: Final = (
     "`false`: without the last function (length 1, or probabilities); of several names the first "
     "counts"
@@ -433,12 +434,14 @@ def _score(
     info: PoolingInfo,
     pairs: list[tuple[str, str]],
 ) -> ScoreRequest:
-    if info.task == EMBED and body.max_tokens_per_doc is not None:
-        raise InvalidRequestError(
-            "max_tokens_per_doc is not served where scores come from embeddings: "
-            "truncate_prompt_tokens cuts each text",
-            "max_tokens_per_doc",
-        )
+    if info.task == EMBED:
+        for name in ("max_tokens_per_doc", *_ACTIVATIONS):
+            if values.get(name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is not served where scores are the cosines of embeddings: "
+                    "truncate_prompt_tokens cuts each text",
+                    name,
+                )
     if info.score_template is not None:
         for name in ("truncate_prompt_tokens", "add_special_tokens"):
             if values.get(name) is not None:
@@ -451,11 +454,9 @@ def _score(
         raise InvalidRequestError(
             "this model's pairs have no place for an instruction: leave it out", "instruction"
         )
-    # of vectors the angle alone counts
-    activates = None if info.task == EMBED else body.activates
     return ScoreRequest(
         pairs=pairs,
-        options=_options(body, rules, tenant, PoolingParams(use_activation=activates)),
+        options=_options(body, rules, tenant, PoolingParams(use_activation=body.activates)),
         max_second=body.max_tokens_per_doc,
         instruction=body.instruction,
     )
