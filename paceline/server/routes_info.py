@@ -21,8 +21,8 @@ from paceline.server.bodies.tokenizing import (
 )
 from paceline.server.exchange import read_object
 from paceline.server.metrics.exporter_process import CONTENT_TYPE
-from paceline.server.openai.routes import JSON_BODY
-from paceline.server.other_apis.llama_info import tokens_of_content
+from paceline.server.openai.routes import JSON_BODY, with_ignored
+from paceline.server.other_apis.llama_info import ContentBody, tokens_of_content
 from paceline.server.responding import answering, encoded
 from paceline.server.service import Service
 
@@ -151,7 +151,8 @@ def _tokenizer_info(service: Service) -> dict[str, Any]:
 async def _tokenize(service: Service, request: Request) -> Response:
     values = await read_object(request, service.config)
     if values.get("content") is not None:
-        return encoded(await tokens_of_content(service, values))
+        asked = ContentBody.read(values, service.rules)
+        return with_ignored(encoded(await tokens_of_content(service, asked)), asked)
     has_messages = values.get("messages") is not None
     if has_messages == (values.get("prompt") is not None):
         raise InvalidRequestError(
@@ -172,14 +173,13 @@ async def _tokenize(service: Service, request: Request) -> Response:
     if body.return_token_strs:
         spelt = service.client.tokenizer.vocabulary_token
         strings = [spelt(token) for token in tokens]
-    return encoded(
-        {
-            "count": len(tokens),
-            "max_model_len": service.rules.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-    )
+    answer = {
+        "count": len(tokens),
+        "max_model_len": service.rules.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
+    return with_ignored(encoded(answer), body)
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
@@ -187,4 +187,4 @@ async def _detokenize(service: Service, request: Request) -> Response:
     body = DetokenizeBody.read(values, service.rules)
     text = await service.prompts.decode(body.tokens)
     # vLLM's name for it, and llama-server's
-    return encoded({"prompt": text, "content": text})
+    return with_ignored(encoded({"prompt": text, "content": text}), body)

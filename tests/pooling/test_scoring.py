@@ -229,6 +229,14 @@ async def test_embeddings_are_scored_by_their_angle(tmp_path: Path) -> None:
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "2 texts"),
         ("/score", {"text_2": ["a"]}, "text_1", "missing"),
         ("/score", {"text_1": "a", "text_2": "a", "instruction": "b"}, "instruction", "no place"),
+        ("/score", {"text_1": "a", "data_1": "b", "text_2": "a"}, "data_1", "mean the same"),
+        ("/score", {"text_1": "a", "text_2": "a", "documents": "b"}, "documents", "mean the same"),
+        (
+            "/rerank",
+            {"query": "a", "documents": [{"text": "a", "type": "image_url"}]},
+            "documents",
+            "documents[0].type must be 'text'",
+        ),
     ],
 )
 async def test_bad_bodies(
@@ -239,3 +247,18 @@ async def test_bad_bodies(
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param, error
         assert said in error["message"], error
+
+
+async def test_names_that_agree_and_names_that_do_not(tmp_path: Path) -> None:
+    async with serving(
+        make_bert(tmp_path / "model", "ForSequenceClassification", num_labels=1)
+    ) as http:
+        plain = await scores_of(http, use_activation=False)
+        assert await scores_of(http, use_activation=False, softmax=False) == plain
+        body = {"query": QUERY, "documents": DOCUMENTS, "normalize": True, "softmax": False}
+        refused = await http.post("/rerank", json=body)
+        assert refused.status_code == 400
+        assert "normalize=True and softmax=False mean the same here" in refused.text
+        documents = [{"text": "a", "id": 7, "type": "text"}, "b"]
+        told = await http.post("/rerank", json={"query": QUERY, "documents": documents})
+        assert told.headers["x-paceline-ignored-fields"] == "documents[0].id"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
 
@@ -37,6 +37,7 @@ __all__ = [
     "Body",
     "Field",
     "OtherName",
+    "UnknownFieldsError",
     "fields_of",
     "other_names_of",
     "schema_of",
@@ -72,6 +73,8 @@ class Field(Generic[T]):
     status: str = SERVED
     # what is wrong with a body without it; "": nothing
     missing: str = ""
+    # of a value that passed, as it came: the paths inside that nothing reads, such as ``.name``
+    unread: Callable[[Any], Iterable[str]] | None = None
 
     @overload
     def __get__(self, body: None, owner: type) -> Field[T]: ...
@@ -102,6 +105,10 @@ class OtherName:
     note: str = ""
 
 
+class UnknownFieldsError(InvalidRequestError):
+    """Names that nothing reads, at a server that refuses them; told with the whole path."""
+
+
 class Body:
     """A body that was read: an attribute for each field. Made by ``read`` alone.
 
@@ -109,11 +116,13 @@ class Body:
         passes: a body and names of its fields, which are of the same kind here, but not looked at:
             ``passed()`` has them for who reads that body.
         refuses_unknown: what is said of unknown names, with ``{names}``. "": ``ignored_fields`` has
-            them, or a server with ``--strict-fields`` refuses them.
-        lenient: unknown names are nobody's business, only logged.
+            them, as it has names inside the fields, or a server with ``--strict-fields`` refuses
+            them.
+        partial: another body reads the rest of these values, and knows what is unknown.
     """
 
-    # names without effect: of known fields, and those that nothing reads, shortened, 16 at most
+    # names without effect: of known fields, and those that nothing reads, shortened, 16 at most; of
+    # an object inside as ``stream_options.name``
     ignored_fields: tuple[str, ...]
 
     _fields: ClassVar[Mapping[str, Field[Any]]] = {}
@@ -123,14 +132,14 @@ class Body:
     _others: ClassVar[Mapping[str, OtherName]] = {}
     _passes: ClassVar[tuple[str, ...]] = ()
     _refuses_unknown: ClassVar[str] = ""
-    _lenient: ClassVar[bool] = False
+    _partial: ClassVar[bool] = False
 
     def __init_subclass__(
         cls,
         *,
         passes: tuple[type[Body], tuple[str, ...]] | None = None,
         refuses_unknown: str | None = None,
-        lenient: bool | None = None,
+        partial: bool = False,
     ) -> None:
         fields: dict[str, Field[Any]] = {}
         others: dict[str, OtherName] = {}
@@ -153,13 +162,16 @@ class Body:
         cls._missing = {name: field.missing for name, field in fields.items() if field.missing}
         if refuses_unknown is not None:
             cls._refuses_unknown = refuses_unknown
-        if lenient is not None:
-            cls._lenient = lenient
+        cls._partial = partial
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], rules: RequestRules) -> Self:
+    def read(cls, values: Mapping[str, Any], rules: RequestRules, within: str = "") -> Self:
         """Raises InvalidRequestError that names the field and shows the value, or
-        UnknownModelError."""
+        UnknownModelError.
+
+        Args:
+            within: goes before the names of unknown fields; ``stream_options.``, for instance.
+        """
         if not cls._others.keys().isdisjoint(values):
             values = _translated(values, cls._others)
         fields = cls._fields
@@ -173,16 +185,25 @@ class Body:
             unknown = [name for name in values if name not in fields]
             known = fields.keys() & values.keys()
         for name in sorted(known, key=cls._order.__getitem__):
-            value = values[name]
-            if value is not None:
-                found[name] = value = fields[name].check(value, name, rules)
+            given = values[name]
+            if given is not None:
+                field = fields[name]
+                found[name] = value = field.check(given, name, rules)
                 if value is UNHEEDED:
                     unheeded.append(name)
+                elif isinstance(value, Body):
+                    unheeded += value.ignored_fields
+                elif field.unread is not None:
+                    inside = [f"{within}{name}{path}" for path in field.unread(given)]
+                    if inside:
+                        unheeded += cls._noted(inside, rules)
         for name, says in cls._missing.items():
             if found[name] is None:
                 raise InvalidRequestError(f"{name} {says}", name)
-        noted = cls._noted(unknown, rules) if unknown else ()
-        found["ignored_fields"] = (*unheeded, *noted) if unheeded else noted
+        noted: tuple[str, ...] = ()
+        if unknown:
+            noted = cls._noted([within + name for name in unknown], rules, cls._refuses_unknown)
+        found["ignored_fields"] = (*unheeded, *noted)[:_MAX_UNKNOWN] if unheeded else noted
         return body
 
     def passed(self) -> dict[str, Any]:
@@ -191,23 +212,27 @@ class Body:
         return {name: found[name] for name in self._passes if found[name] is not None}
 
     @classmethod
-    def _noted(cls, names: list[str], rules: RequestRules) -> tuple[str, ...]:
+    def _noted(cls, names: list[str], rules: RequestRules, refused: str = "") -> tuple[str, ...]:
         """Unknown names, shortened. Raises InvalidRequestError where they are refused."""
         shown = tuple(show(name) for name in names[:_MAX_UNKNOWN])
         # a misspelt field looks like this
         _log.debug("unknown_fields names=%s", ",".join(shown))
-        says = cls._refuses_unknown.replace("{names}", ", ".join(shown))
-        if not says and rules.strict_fields and not cls._lenient:
-            told = ", ".join(f"{name}{cls._meant(name)}" for name in shown)
-            says = f"unknown fields: {told}; this server was started with --strict-fields"
-        if says:
+        if refused:
+            says = refused.replace("{names}", ", ".join(shown))
             raise InvalidRequestError(says, shown[0].strip("'"))
+        if rules.strict_fields and not cls._partial:
+            told = ", ".join(f"{name}{cls._meant(name)}" for name in shown)
+            raise UnknownFieldsError(
+                f"unknown fields: {told}; this server was started with --strict-fields",
+                shown[0].strip("'"),
+            )
         return shown
 
     @classmethod
     def _meant(cls, name: str) -> str:
-        close = difflib.get_close_matches(name.strip("'"), cls._fields, 1)
-        return f" (did you mean {close[0]!r}?)" if close else ""
+        outside, dot, inside = name.strip("'").rpartition(".")
+        close = difflib.get_close_matches(inside, cls._fields, 1)
+        return f" (did you mean {outside + dot + close[0]!r}?)" if close else ""
 
 
 def schema_of(body: type[Body], rules: RequestRules) -> Schema:

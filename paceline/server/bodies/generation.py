@@ -87,12 +87,12 @@ def _resumable(rules: RequestRules) -> Schema:
     return {"anyOf": [ids, each]}
 
 
-class StreamOptions(Body, lenient=True):
+class StreamOptions(Body):
     include_usage = boolean()
     continuous_usage_stats = boolean()
 
 
-class SpeculationOptions(Body, lenient=True):
+class SpeculationOptions(Body):
     max_tokens = integer(0, MOST_TOKENS, MOST_TOKENS)
 
 

@@ -7,7 +7,7 @@ Every function makes a ``Field``; ``note`` is what docs/api.md and the schema te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast, overload
 
@@ -24,7 +24,15 @@ from paceline.http.fields import (
     show,
 )
 from paceline.server.bodies import schemas
-from paceline.server.bodies.body import IGNORED, REFUSED, UNHEEDED, Body, Field, schema_of
+from paceline.server.bodies.body import (
+    IGNORED,
+    REFUSED,
+    UNHEEDED,
+    Body,
+    Field,
+    UnknownFieldsError,
+    schema_of,
+)
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 
@@ -51,6 +59,7 @@ __all__ = [
     "token_ids",
     "token_schema",
     "unheeded",
+    "unread",
     "whole",
 ]
 
@@ -169,9 +178,25 @@ def choice(*values: str, default: str | None = None, note: str = "") -> Field[An
     return Field(check, lambda _: schemas.string(*values), default, note)
 
 
-def mapping(schema: Shape = schemas.OBJECT, *, note: str = "") -> Field[dict[str, Any] | None]:
-    """An object, whatever is in it."""
-    return described(lambda value, name, _: check_object(value, name), schema, note=note)
+def mapping(
+    schema: Shape = schemas.OBJECT, *, note: str = "", names: Collection[str] | None = None
+) -> Field[dict[str, Any] | None]:
+    """An object, whatever is in it.
+
+    Args:
+        names: what is read of it; others are treated as unknown names are.
+    """
+    made = described(lambda value, name, _: check_object(value, name), schema, note=note)
+    return made if names is None else replace(made, unread=lambda value: unread(value, names))
+
+
+def unread(values: Mapping[str, Any], names: Collection[str], where: str = "") -> list[str]:
+    """Paths of what is there under other names; values that ask for nothing are no matter."""
+    return [
+        f"{where}.{name}"
+        for name, value in values.items()
+        if name not in names and value is not None and value not in NOTHING
+    ]
 
 
 def array(schema: Shape, *, note: str = "") -> Field[list[Any] | None]:
@@ -210,7 +235,9 @@ def nested(
     def check(value: Any, name: str, rules: RequestRules) -> _B:
         values = check_object(value, name)
         try:
-            return body.read(values, rules)
+            return body.read(values, rules, f"{name}.")
+        except UnknownFieldsError:
+            raise
         except InvalidRequestError as error:
             if not prefixed:
                 raise

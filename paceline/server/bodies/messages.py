@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from paceline.core.errors import InvalidRequestError
 from paceline.http.fields import check_array, show
-from paceline.server.bodies.kinds import described
+from paceline.server.bodies.kinds import described, unread
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import (
     NULL,
@@ -46,6 +48,11 @@ _OTHER_PARTS: Final = {
     "video_url": "video",
     "file": "files",
 }
+# what is read of a message, and of a part of its content
+_NAMES: Final = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+)
+_PART_NAMES: Final = frozenset({"type", *_TEXT_PARTS.values()})
 
 
 def message_schemas() -> dict[str, Schema]:
@@ -74,7 +81,18 @@ def _checked(value: Any, name: str, _: RequestRules) -> list[dict[str, Any]]:
     return parse_messages(check_array(value, name))
 
 
-MESSAGES: Final = described(_checked, array(ref("Message"), 1))
+def _unread(values: list[dict[str, Any]]) -> Iterator[str]:
+    for index, value in enumerate(values):
+        if not value.keys() <= _NAMES:
+            yield from unread(value, _NAMES, f"[{index}]")
+        parts = value.get("content")
+        if type(parts) is list:
+            for place, part in enumerate(parts):
+                if type(part) is dict and not part.keys() <= _PART_NAMES:
+                    yield from unread(part, _PART_NAMES, f"[{index}].content[{place}]")
+
+
+MESSAGES: Final = replace(described(_checked, array(ref("Message"), 1)), unread=_unread)
 
 
 def parse_messages(values: list[Any]) -> list[dict[str, Any]]:

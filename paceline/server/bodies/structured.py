@@ -11,6 +11,7 @@ Both name the same thing, so a request may use one of them. Meanings are vLLM's.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
@@ -26,6 +27,7 @@ from paceline.server.bodies.kinds import (
     mapping,
     nested,
     string,
+    unread,
 )
 from paceline.server.bodies.schemas import Schema
 from paceline.server.json_schema.check import check_schema
@@ -50,8 +52,20 @@ STRUCTURED_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 _WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _NO_WHITESPACE: Final = {"whitespace_flexible": False}
 _OBJECT: Final = {"type": "object"}
-RESPONSE_FORMAT: Final = mapping(
-    schemas.ref("ResponseFormat"), note="see [structured output](#structured-output)"
+_FORMAT_NAMES: Final = frozenset({"type", "json_schema"})
+# the name and the description of a schema are for the caller; it is always kept strictly
+_SPEC_NAMES: Final = frozenset({"schema", "name", "description", "strict"})
+
+
+def _unread_format(value: dict[str, Any]) -> list[str]:
+    spec = value.get("json_schema")
+    inside = unread(spec, _SPEC_NAMES, ".json_schema") if type(spec) is dict else []
+    return unread(value, _FORMAT_NAMES) + inside
+
+
+RESPONSE_FORMAT: Final = replace(
+    mapping(schemas.ref("ResponseFormat"), note="see [structured output](#structured-output)"),
+    unread=_unread_format,
 )
 
 
@@ -66,7 +80,7 @@ def format_schema() -> Schema:
     }
 
 
-class StructuredOutputs(Body, lenient=True):
+class StructuredOutputs(Body):
     """The object of that name; ``parse_structured`` refuses what it does not know."""
 
     json = anything({"type": ["object", "string", "boolean"]})
@@ -142,8 +156,9 @@ def _response_format(value: dict[str, Any] | None) -> Grammar | None:
 
 def _structured_outputs(options: StructuredOutputs) -> Grammar | None:
     if options.ignored_fields:
+        unknown = (name.replace("structured_outputs.", "", 1) for name in options.ignored_fields)
         raise InvalidRequestError(
-            f"structured_outputs has {', '.join(options.ignored_fields)}, which is not served; it "
+            f"structured_outputs has {', '.join(unknown)}, which is not served; it "
             f"may hold one of {', '.join(STRUCTURED_KINDS)}, and disable_any_whitespace",
             "structured_outputs",
         )

@@ -16,7 +16,7 @@ _WITH_CONTENT: Final = refused(
 )
 
 
-class _Tokenize(Body, lenient=True):
+class _Tokenize(Body):
     return_token_strs = boolean(note="not with `content`")
     add_special = parse_special = with_pieces = _WITH_CONTENT
 
@@ -33,6 +33,6 @@ class TokenizeMessagesBody(TemplateBody, _Tokenize):
     add_special_tokens = boolean(note="not with `content`; with `messages` false by default")
 
 
-class DetokenizeBody(Body, lenient=True):
+class DetokenizeBody(Body):
     model = MODEL
     tokens = needed(token_ids())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
@@ -24,6 +24,7 @@ from paceline.server.bodies.kinds import (
     nested,
     refused,
     string,
+    unread,
 )
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
 from paceline.server.bodies.tool_calls import TOOL_NAME
@@ -81,9 +82,29 @@ _FORMAT: Final = schemas.record(
 _UNSERVED: Final = refused(" is not served in /v1/messages", ())
 
 
-class Metadata(Body, lenient=True):
+_MESSAGE_NAMES: Final = frozenset({"role", "content"})
+# of blocks; thoughts of earlier turns are not shown again, and prefixes are always cached
+_BLOCK_NAMES: Final = frozenset(
+    {"type", "text", "id", "name", "input", "tool_use_id", "content", "cache_control"}
+    | {"thinking", "signature", "data"}
+)
+
+
+class Metadata(Body):
     # the tenant was made from it
     user_id = string()
+
+
+def _unread_messages(values: list[Any]) -> Iterator[str]:
+    for place, value in enumerate(values):
+        if type(value) is not dict:
+            continue
+        yield from unread(value, _MESSAGE_NAMES, f"[{place}]")
+        content = value.get("content")
+        if type(content) is list:
+            for index, block in enumerate(content):
+                if type(block) is dict:
+                    yield from unread(block, _BLOCK_NAMES, f"[{place}].content[{index}]")
 
 
 class CountTokensBody(
@@ -99,19 +120,25 @@ class CountTokensBody(
 ):  # fmt: skip
     """``/v1/messages/count_tokens``."""
 
-    messages = needed(
-        array(_MESSAGES),
-        note="text, tool_use and tool_result blocks; a last assistant message is continued",
+    messages = replace(
+        needed(
+            array(_MESSAGES),
+            note="text, tool_use and tool_result blocks; a last assistant message is continued",
+        ),
+        unread=_unread_messages,
     )
     system = anything(_TEXTS)
     stop_sequences = anything(schemas.array(schemas.string(low=1, high=1024), 0, 16))
     tools = array(schemas.array(_TOOL, 0, 128), note="the caller's own")
     tool_choice = mapping(_CHOICE)
     output_config = mapping(
-        schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`"
+        schemas.record({}, {"format": schemas.nullable(_FORMAT)}),
+        note="`format`",
+        names=("format",),
     )
     thinking = mapping(
         schemas.record({"type": schemas.string(*_THINKING)}, {"budget_tokens": schemas.ANYTHING}),
+        names=("type",),
         note="where the model thinks; absent: `disabled`. The header `x-paceline-ignored-fields` "
         "names `thinking.budget_tokens`: thoughts count against `max_tokens` alone",
     )
@@ -135,17 +162,15 @@ class MessagesBody(CountTokensBody):
 def parse_messages_api(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
     """Raises InvalidRequestError or UnknownModelError."""
     asked = MessagesBody.read(body, rules)
-    chat, ignored_fields = _chat_body(asked, rules)
+    chat = _chat_body(asked, rules)
     chat["max_tokens"] = asked.max_tokens
     # clients send the most that a model could say, whatever the conversation's length
     request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
-    return replace(request, options=replace(request.options, ignored_fields=ignored_fields))
+    return replace(request, options=replace(request.options, ignored_fields=asked.ignored_fields))
 
 
-def _chat_body(
-    asked: CountTokensBody, rules: RequestRules
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A chat body, but for ``max_tokens``, and the names of what has no effect."""
+def _chat_body(asked: CountTokensBody, rules: RequestRules) -> dict[str, Any]:
+    """A chat body, but for ``max_tokens``."""
     chat = asked.passed()
     messages: list[dict[str, Any]] = []
     if asked.system is not None:
@@ -172,15 +197,14 @@ def _chat_body(
             "type": "json_schema",
             "json_schema": {"schema": wanted.get("schema")},
         }
-    return chat, _thinking(asked.thinking or {"type": "disabled"}, chat, rules)
+    _think(asked.thinking or {"type": "disabled"}, chat, rules)
+    return chat
 
 
-def _thinking(
-    thinking: dict[str, Any], chat: dict[str, Any], rules: RequestRules
-) -> tuple[str, ...]:
+def _think(thinking: dict[str, Any], chat: dict[str, Any], rules: RequestRules) -> None:
     """Turns the chat template's thinking on or off; off where nothing is said, as Anthropic has it.
 
-    Returns the names of what has no effect. Raises InvalidRequestError where the model cannot.
+    Raises InvalidRequestError where the model cannot.
     """
     kind = thinking.get("type")
     if kind not in _THINKING:
@@ -195,8 +219,6 @@ def _thinking(
             "thinking; it may be 'disabled'",
             "thinking",
         )
-    # thoughts count against max_tokens alone
-    return ("thinking.budget_tokens",) if "budget_tokens" in thinking else ()
 
 
 def _texts(value: Any, where: str) -> str:
@@ -283,10 +305,9 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-async def count_tokens(service: Service, body: dict[str, Any]) -> bytes:
+async def count_tokens(service: Service, asked: CountTokensBody) -> bytes:
     """The answer to ``/v1/messages/count_tokens``."""
-    chat, _ = _chat_body(CountTokensBody.read(body, service.rules), service.rules)
-    request = parse_chat(chat, service.rules)
+    request = parse_chat(_chat_body(asked, service.rules), service.rules)
     prompt = await service.prompts.chat(
         request.template, add_special_tokens=request.options.add_special_tokens
     )

@@ -91,7 +91,7 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
     return None
 
 
-class InfillBody(Body, lenient=True):
+class InfillBody(Body, partial=True):
     """What ``/infill`` takes beyond the fields of ``/completion``."""
 
     input_prefix = needed(string())
@@ -212,9 +212,8 @@ def _slot(entry: Entry, length: int) -> dict[str, Any]:
     }
 
 
-async def template_applied(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+async def template_applied(service: Service, asked: TemplateBody) -> dict[str, Any]:
     """The answer to ``/apply-template``."""
-    asked = TemplateBody.read(body, service.rules)
     template = parse_template_options(asked, service.rules)
     return {"prompt": await service.prompts.render(template)}
 
@@ -224,7 +223,7 @@ def _content_schema(rules: RequestRules) -> Schema:
     return {"anyOf": [schemas.STRING, schemas.array(part)]}
 
 
-class ContentBody(Body, lenient=True):
+class ContentBody(Body):
     """``/tokenize`` as llama-server has it."""
 
     model = MODEL
@@ -234,9 +233,8 @@ class ContentBody(Body, lenient=True):
     with_pieces = boolean(note="with `content`")
 
 
-async def tokens_of_content(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+async def tokens_of_content(service: Service, asked: ContentBody) -> dict[str, Any]:
     """The answer to ``/tokenize`` with ``content``."""
-    asked = ContentBody.read(body, service.rules)
     parts = asked.content
     (tokens,) = await service.prompts.mixed([parts], add_special_tokens=asked.add_special)
     tokenizer = service.client.tokenizer

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from paceline.http.errors import HttpError, Reply, error_response
 from paceline.http.sse import event
+from paceline.server.bodies.generation import TemplateBody
 from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_headers
 from paceline.server.errors import llama_error_body
 from paceline.server.exchange import read_object, tenant_of
@@ -76,7 +77,9 @@ def llama_router(service: Service) -> APIRouter:
         return await run(request, replace(asked, options=options), arrival)
 
     async def apply_template(request: Request) -> Response:
-        return encoded(await template_applied(service, await read_object(request, service.config)))
+        body = await read_object(request, service.config)
+        asked = TemplateBody.read(body, service.rules)
+        return with_ignored(encoded(await template_applied(service, asked)), asked)
 
     async def props(_request: Request) -> Response:
         return encoded(properties(service))

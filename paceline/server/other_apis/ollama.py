@@ -216,9 +216,8 @@ def running_models(service: Service) -> dict[str, Any]:
     return {"models": [model]}
 
 
-def shown_model(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+def shown_model(service: Service, asked: ShowBody) -> dict[str, Any]:
     """The answer to ``/api/show``. Raises InvalidRequestError or UnknownModelError."""
-    asked = ShowBody.read(body, service.rules)
     name = asked.model or asked.name or service.model_name
     check_model(served_name(name, service.rules), service.rules)
     info = service.client.info

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
@@ -21,6 +22,7 @@ from paceline.server.bodies.kinds import (
     integer,
     refused,
     string,
+    unread,
 )
 from paceline.server.bodies.protocol import (
     ChatRequest,
@@ -48,6 +50,9 @@ LINES: Final = "application/x-ndjson"
 _DEFAULT_TAG: Final = ":latest"
 _EFFORTS: Final = ("low", "medium", "high")
 _ROLES: Final = ("system", "user", "assistant", "tool")
+_MESSAGE_NAMES: Final = frozenset(
+    {"role", "content", "thinking", "images", "tool_calls", "tool_name", "name", "tool_call_id"}
+)
 
 
 def _undone(*harmless: Any) -> Field[None]:
@@ -177,26 +182,35 @@ class OllamaBody(Body, passes=(ChatBody, ("slo", "priority", "cache_salt"))):
     truncate = shift = _UNCUT
 
 
-class ShowBody(Body, lenient=True):
+class ShowBody(Body):
     """``/api/show``."""
 
     model = described(_text, _models)
     # its older name
     name = described(_text, _models)
-    verbose = boolean()
+    verbose = ignored(unless=(False,), note="tokens and tensors are not told")
+
+
+def _unread_messages(values: list[Any]) -> Iterator[str]:
+    for place, value in enumerate(values):
+        if type(value) is dict:
+            yield from unread(value, _MESSAGE_NAMES, f"[{place}]")
 
 
 class OllamaChatBody(OllamaBody, refuses_unknown="{names}: not served in /api/chat"):
     """``/api/chat``."""
 
-    messages = array(
-        schemas.array(
-            schemas.record(
-                {"role": schemas.string(*_ROLES)}, {"content": schemas.nullable(schemas.STRING)}
-            )
+    messages = replace(
+        array(
+            schemas.array(
+                schemas.record(
+                    {"role": schemas.string(*_ROLES)}, {"content": schemas.nullable(schemas.STRING)}
+                )
+            ),
+            note="none: nothing is loaded or unloaded, and the answer says `load` or `unload` as "
+            "Ollama's does",
         ),
-        note="none: nothing is loaded or unloaded, and the answer says `load` or `unload` as "
-        "Ollama's does",
+        unread=_unread_messages,
     )
     tools = array(ChatBody.tools.schema)
 
@@ -225,6 +239,7 @@ class OllamaRequest:
     nothing: str = ""
     # Ollama's bodies have none
     request_id: None = None
+    ignored_fields: tuple[str, ...] = ()
 
 
 def served_name(name: str, rules: RequestRules) -> str:
@@ -317,6 +332,8 @@ def _messages(values: list[Any]) -> list[dict[str, Any]]:
             named = value.get("tool_name") or value.get("name")
             latest = next(reversed(ids.values()), "call")
             message["tool_call_id"] = ids.get(named, latest) if type(named) is str else latest
+        if value.get("thinking") is not None:
+            message["reasoning"] = value["thinking"]
         messages.append(message)
     return messages
 
@@ -346,4 +363,5 @@ def _request(
         is_chat=is_chat,
         stream=body.stream,
         nothing="" if asked is not None else "unload" if unloads else "load",
+        ignored_fields=body.ignored_fields,
     )

@@ -16,7 +16,7 @@ from paceline.server.bodies.protocol import RequestRules
 from paceline.server.bodies.targets import with_headers
 from paceline.server.errors import ollama_error_body
 from paceline.server.exchange import read_object, tenant_of
-from paceline.server.openai.routes import JSON_BODY, respond
+from paceline.server.openai.routes import JSON_BODY, respond, with_ignored
 from paceline.server.other_apis.ollama import (
     ollama_answer,
     ollama_lines,
@@ -27,6 +27,7 @@ from paceline.server.other_apis.ollama import (
 from paceline.server.other_apis.ollama_request import (
     LINES,
     OllamaRequest,
+    ShowBody,
     parse_ollama_chat,
     parse_ollama_generate,
 )
@@ -63,9 +64,10 @@ def ollama_router(service: Service) -> APIRouter:
         service.refuse_if_draining()
         body = with_headers(await read_object(request, service.config), request.headers)
         parsed = parse(body, service.rules, tenant_of(request, ""))
-        return await respond(
+        answer = await respond(
             service, request, parsed, parsed, arrival, ollama_lines, ollama_answer, failed, LINES
         )
+        return with_ignored(answer, parsed)
 
     async def ollama_chat(request: Request) -> Response:
         return await run(request, parse_ollama_chat)
@@ -74,7 +76,8 @@ def ollama_router(service: Service) -> APIRouter:
         return await run(request, parse_ollama_generate)
 
     async def ollama_show(request: Request) -> Response:
-        return encoded(shown_model(service, await read_object(request, service.config)))
+        asked = ShowBody.read(await read_object(request, service.config), service.rules)
+        return with_ignored(encoded(shown_model(service, asked)), asked)
 
     async def ollama_tags(_request: Request) -> Response:
         return encoded(served_models(service))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
@@ -24,6 +24,7 @@ from paceline.server.bodies.kinds import (
     needed,
     refused,
     string,
+    unread,
 )
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
 
@@ -37,6 +38,8 @@ _FROM: Final = {
     "response_format": "text",
     "response_format.json_schema.schema": "text",
 }
+# a schema's name and description are for the caller; it is always kept strictly
+_FORMAT_NAMES: Final = ("type", "schema", "name", "description", "strict")
 _INCLUDES: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _ITEM: Final = schemas.record(
     {}, {"type": schemas.string("message", "function_call", "function_call_output", "reasoning")}
@@ -65,6 +68,12 @@ def _includes(value: Any, name: str, _: RequestRules) -> list[Any]:
         if item not in _INCLUDES:
             raise InvalidRequestError(f"{name} holds {show(item)}, which is not served", name)
     return list(value)
+
+
+def _unread_text(value: dict[str, Any]) -> list[str]:
+    spec = value.get("format")
+    inside = unread(spec, _FORMAT_NAMES, ".format") if type(spec) is dict else []
+    return unread(value, ("format",)) + inside
 
 
 class ResponsesBody(
@@ -99,9 +108,13 @@ class ResponsesBody(
     background = boolean()
     tools = array(schemas.array(_TOOL, 0, 128), note="functions")
     tool_choice = anything(schemas.ANYTHING, note="none, auto, required or {type: function, name}")
-    text = mapping(schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`")
+    text = replace(
+        mapping(schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`"),
+        unread=_unread_text,
+    )
     reasoning = mapping(
         lambda rules: schemas.record({}, {"effort": ChatBody.reasoning_effort.described(rules)}),
+        names=("effort",),
         note="`effort` goes to the chat template, `none` also as `enable_thinking`",
     )
     top_logprobs = integer(0, MAX_LOGPROBS)
@@ -189,6 +202,8 @@ def parse_responses(
         request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
     except InvalidRequestError as error:
         raise _renamed(error) from None
+    unread_fields = (*asked.ignored_fields, *request.options.ignored_fields)
+    request = replace(request, options=replace(request.options, ignored_fields=unread_fields))
     sampling = request.options.sampling
     shown = {
         "background": asked.background,

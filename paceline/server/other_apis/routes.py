@@ -18,6 +18,7 @@ from paceline.server.errors import anthropic_error_body
 from paceline.server.exchange import principal_of, read_object, request_id_of, tenant_of
 from paceline.server.openai.routes import JSON_BODY, Events, generate, respond, with_ignored
 from paceline.server.other_apis.anthropic import (
+    CountTokensBody,
     count_tokens,
     messages_answer,
     messages_events,
@@ -95,7 +96,8 @@ def other_apis_router(service: Service) -> APIRouter:
         return with_ignored(response, parsed.options)
 
     async def messages_count_tokens(request: Request) -> Response:
-        return json_response(await count_tokens(service, await body_of(request)))
+        asked = CountTokensBody.read(await body_of(request), service.rules)
+        return with_ignored(json_response(await count_tokens(service, asked)), asked)
 
     def responses_request(request: Request, body: dict[str, Any]) -> ResponsesRequest:
         owner = principal_of(request)
@@ -107,16 +109,18 @@ def other_apis_router(service: Service) -> APIRouter:
     async def responses(request: Request) -> Response:
         arrival = time.monotonic()
         parsed = responses_request(request, await body_of(request))
-        return await respond(
+        options = parsed.chat.options
+        answer = await respond(
             service,
             request,
             parsed,
-            parsed.chat.options,
+            options,
             arrival,
             _usual(response_events),
             response_answer,
             failed_event,
         )
+        return with_ignored(answer, options)
 
     async def response_get(request: Request) -> Response:
         found = service.responses.get(request.path_params["response_id"], principal_of(request))
@@ -131,7 +135,8 @@ def other_apis_router(service: Service) -> APIRouter:
         prompt = await service.prompts.chat(
             parsed.chat.template, add_special_tokens=parsed.chat.options.add_special_tokens
         )
-        return encoded({"object": "response.input_tokens", "input_tokens": len(prompt)})
+        answer = encoded({"object": "response.input_tokens", "input_tokens": len(prompt)})
+        return with_ignored(answer, parsed.chat.options)
 
     async def response_delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]

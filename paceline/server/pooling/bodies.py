@@ -6,7 +6,7 @@ This module does not know how a body is answered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -30,6 +30,7 @@ from paceline.server.bodies.kinds import (
     refused,
     string,
     token_schema,
+    unread,
 )
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
@@ -59,6 +60,7 @@ Input: TypeAlias = str | list[int]
 
 # as at OpenAI
 _MAX_INPUTS: Final = 2048
+_TEXT_NAMES: Final = frozenset({"text", "type"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +161,27 @@ def _texts(value: Any, name: str, rules: RequestRules) -> list[str]:
     if not values:
         raise InvalidRequestError(f"{name} is empty", name)
     _check_count(len(values), rules, name)
-    texts = [
-        item["text"]
-        if type(item) is dict and set(item) <= {"text", "type", "id"} and "text" in item
-        else item
-        for item in values
-    ]
-    return [check_string(item, f"{name}[{i}]", 1, None) for i, item in enumerate(texts)]
+    found = []
+    for place, item in enumerate(values):
+        where = f"{name}[{place}]"
+        text = item
+        if type(item) is dict:
+            text = item.get("text")
+            if item.get("type", "text") != "text":
+                raise InvalidRequestError(
+                    f"{where}.type must be 'text', got {show(item['type'])}", name
+                )
+        found.append(check_string(text, where, 1, None))
+    return found
+
+
+def _unread_texts(value: Any) -> Iterator[str]:
+    if type(value) is dict:
+        yield from unread(value, _TEXT_NAMES)
+    elif type(value) is list:
+        for place, item in enumerate(value):
+            if type(item) is dict:
+                yield from unread(item, _TEXT_NAMES, f"[{place}]")
 
 
 def _texts_schema(rules: RequestRules) -> Schema:
@@ -176,8 +192,8 @@ def _texts_schema(rules: RequestRules) -> Schema:
 
 _ACTIVATIONS: Final = ("use_activation", "normalize", "activation", "softmax")
 _ACTIVATION: Final = (
-    "`false`: without the last function (length 1, or probabilities); of several names the first "
-    "counts"
+    "`false`: without the last function (length 1, or probabilities); several names may only say "
+    "the same"
 )
 
 
@@ -194,7 +210,11 @@ class _Shared(Body):
     priority = GenerationBody.priority
     cache_salt = GenerationBody.cache_salt
     slo = GenerationBody.slo
-    service_tier = GenerationBody.service_tier
+    service_tier = replace(
+        GenerationBody.service_tier,
+        note="`flex` is the class `batch`, `priority` the class `interactive`; `auto`, `default` "
+        "and `scale` say nothing",
+    )
     safety_identifier = GenerationBody.safety_identifier
     user = GenerationBody.user
     use_activation = boolean(None, note=_ACTIVATION)
@@ -203,13 +223,13 @@ class _Shared(Body):
     softmax = boolean(None, note=_ACTIVATION)
     request_id = ignored(note="`X-Request-Id` does it")
 
-    @property
     def activates(self) -> bool | None:
-        """The newest name that is given counts."""
-        for value in (self.use_activation, self.normalize, self.activation, self.softmax):
-            if value is not None:
-                return value
-        return None
+        """Raises InvalidRequestError where its names say different things."""
+        given = [(name, v) for name in _ACTIVATIONS if (v := getattr(self, name)) is not None]
+        for name, value in given[1:]:
+            if value != given[0][1]:
+                raise _contradiction(given[0], (name, value))
+        return given[0][1] if given else None
 
 
 class ClassifyBody(_Shared):
@@ -259,8 +279,13 @@ class PoolingBody(EmbeddingsBody):
     task = string(note="`embed` or `classify`, which is what the model does")
 
 
-_TEXTS: Final = described(
-    _texts, _texts_schema, note="texts, or objects with `text`; of several names the first counts"
+_TEXTS: Final = replace(
+    described(
+        _texts,
+        _texts_schema,
+        note="texts, or objects with `text`; of several names one may be given",
+    ),
+    unread=_unread_texts,
 )
 
 
@@ -319,7 +344,7 @@ def parse_classify(
     """``/classify``. Raises like ``parse_embeddings``."""
     _pooled(values, rules, info, CLASSIFY, "classes")
     body = ClassifyBody.read(values, rules)
-    params = PoolingParams(use_activation=body.activates)
+    params = PoolingParams(use_activation=body.activates())
     return VectorRequest(inputs=body.input, options=_options(body, rules, tenant, params))
 
 
@@ -331,8 +356,8 @@ def parse_score(
     info = _pooled(values, rules, info, None, "scores")
     _check_scores(info)
     body = ScoreBody.read(values, rules)
-    first = _given("text_1", body.text_1, body.queries, body.data_1)
-    second = _given("text_2", body.text_2, body.documents, body.data_2)
+    first = _given(body, "text_1", "queries", "data_1")
+    second = _given(body, "text_2", "documents", "data_2")
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
@@ -404,12 +429,25 @@ def _check_scores(info: PoolingInfo) -> None:
         )
 
 
-def _given(name: str, *values: list[str] | None) -> list[str]:
-    """The first that is there."""
-    for value in values:
-        if value is not None:
-            return value
-    raise InvalidRequestError(f"{name} is missing", name)
+def _contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidRequestError:
+    (one, value), (other, another) = first, second
+    return InvalidRequestError(
+        f"{one}={show(value)} and {other}={show(another)} mean the same here: give one of them",
+        other,
+    )
+
+
+def _given(body: ScoreBody, *names: str) -> list[str]:
+    """The texts under whichever of the names; raises InvalidRequestError for none and for several
+    that differ."""
+    given = [(name, found) for name in names if (found := getattr(body, name)) is not None]
+    if not given:
+        raise InvalidRequestError(f"{names[0]} is missing", names[0])
+    texts: list[str] = given[0][1]
+    for name, others in given[1:]:
+        if others != texts:
+            raise _contradiction(given[0], (name, others))
+    return texts
 
 
 def _vectors(
@@ -418,7 +456,7 @@ def _vectors(
     prompt = _prompt(body.prompt_name, info)
     if body.dimensions is not None and body.dimensions != info.size:
         _check_dimensions(body.dimensions, info)
-    params = PoolingParams(dimensions=body.dimensions, use_activation=body.activates)
+    params = PoolingParams(dimensions=body.dimensions, use_activation=body.activates())
     return VectorRequest(
         inputs=[prompt + item if isinstance(item, str) else item for item in body.input],
         options=_options(body, rules, tenant, params),
@@ -456,7 +494,7 @@ def _score(
         )
     return ScoreRequest(
         pairs=pairs,
-        options=_options(body, rules, tenant, PoolingParams(use_activation=body.activates)),
+        options=_options(body, rules, tenant, PoolingParams(use_activation=body.activates())),
         max_second=body.max_tokens_per_doc,
         instruction=body.instruction,
     )

@@ -26,6 +26,7 @@ from paceline.server.bodies.kinds import (
     choice,
     ignored,
     integer,
+    mapping,
     needed,
     nested,
     number,
@@ -57,7 +58,7 @@ STRICT = RequestRules(
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-class Sizes(Body, lenient=True):
+class Sizes(Body):
     width = integer(1, 9, 3)
 
 
@@ -71,6 +72,7 @@ class Everything(Body):
     shown = boolean()
     ids = token_ids(0, 2)
     sizes = nested(Sizes)
+    loose = mapping(names=("kind",))
     beams = refused("={value} is not served", (False, 1))
     store = ignored()
     count = OtherName("n", nothing=-1)
@@ -146,9 +148,28 @@ def test_unknown_names_are_told_refused_or_left_alone_by_the_class() -> None:
     with pytest.raises(InvalidRequestError, match=r"'shwn' \(did you mean 'shown'\?\)") as told:
         read(STRICT, shwn=True)
     assert told.value.param == "shwn"
-    # an object of a body may be open
-    sizes = read(STRICT, sizes={"odd": 1}).sizes
-    assert sizes is not None and sizes.ignored_fields == ("'odd'",)
+    # those inside an object are told with their path
+    assert read(sizes={"odd": 1}, b=2).ignored_fields == ("'sizes.odd'", "'b'")
+    with pytest.raises(InvalidRequestError, match=r"'sizes.wdth' \(did you mean 'sizes.width'\?"):
+        read(STRICT, sizes={"wdth": 1})
+    # of a mapping, what it says that it reads; a value that asks for nothing is no matter
+    loose = {"kind": 1, "odd": 1, "empty": [], "null": None}
+    assert read(loose=loose).ignored_fields == ("'loose.odd'",)
+    with pytest.raises(InvalidRequestError, match=r"^unknown fields: 'loose.odd'; this server"):
+        read(STRICT, loose=loose)
+    assert (
+        len(
+            read(
+                loose={f"a{i}": 1 for i in range(9)}, sizes={f"b{i}": 1 for i in range(9)}
+            ).ignored_fields
+        )
+        == 16
+    )
+
+    class Part(Body, partial=True):
+        prompt = string()
+
+    assert Part.read({"prompt": "x", "n": 1}, STRICT).prompt == "x"
 
     class Closed(Everything, refuses_unknown="{names}: not served here"):
         pass

@@ -37,6 +37,74 @@ async def test_what_nothing_reads_is_named(http: httpx.AsyncClient, url: str, st
     assert len(many.headers[IGNORED].split(", ")) == 16
 
 
+NOTHING_SAID: dict[str, Any] = {"annotations": [], "refusal": None, "audio": None}
+# url, fields and what the header names of them
+INSIDE: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"stream": True, "stream_options": {"include_usages": True}},
+     "stream_options.include_usages"),
+    (CHAT, {"speculation": {"max_tokens": 0, "tokens": 3}}, "speculation.tokens"),
+    (COMPLETIONS, {"speculation": {"k": 3}, "odd": 1}, "speculation.k, odd"),
+    (CHAT, {"response_format": {"type": "text", "strict": True}}, "response_format.strict"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {
+            "schema": {"type": "boolean"}, "name": "n", "strict": True, "shape": 1}}},
+        "response_format.json_schema.shape",
+    ),
+    (
+        CHAT,
+        {"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a", "weight": 2}]},
+            {"role": "assistant", "content": "b", "wieght": 2} | NOTHING_SAID,
+            {"role": "user", "content": "c"},
+        ]},
+        "messages[0].content[0].weight, messages[1].wieght",
+    ),
+    ("/v1/responses", {"input": "a", "store": False, "text": {"verbosity": "low"},
+                       "reasoning": {"summary": "auto"}}, "text.verbosity, reasoning.summary"),
+    (
+        "/v1/messages",
+        {"max_tokens": 2, "metadata": {"user_id": "u", "odd": 1}, "messages": [
+            {"role": "user", "content": [
+                {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "odd": 1}]}]},
+        "messages[0].content[0].odd, metadata.odd",
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a", "odd": 1}]},
+     "messages[0].odd"),
+    ("/api/chat", {"messages": [{"role": "user", "content": "a", "odd": 1}], "stream": False},
+     "messages[0].odd"),
+    ("/api/show", {"odd": 1, "verbose": True}, "verbose, odd"),
+    ("/tokenize", {"prompt": "a", "odd": 1}, "odd"),
+    ("/tokenize", {"content": "a", "odd": 1}, "odd"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "odd": 1}, "odd"),
+    ("/detokenize", {"tokens": [65], "odd": 1}, "odd"),
+    ("/apply-template", {"messages": [{"role": "user", "content": "a"}], "odd": 1}, "odd"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("url", "fields", "named"), INSIDE)
+async def test_what_nothing_reads_is_named_inside_objects_and_everywhere(
+    http: httpx.AsyncClient, url: str, fields: dict[str, Any], named: str
+) -> None:
+    body = BODIES.get(url, {}) | fields
+    if url in BODIES:
+        body |= {"max_tokens": 2}
+    answer = await http.post(url, json=body)
+    assert (answer.status_code, answer.headers.get(IGNORED)) == (200, named), answer.text
+
+
+@pytest.mark.parametrize(("url", "fields", "named"), INSIDE)
+async def test_a_strict_server_refuses_that_too(
+    url: str, fields: dict[str, Any], named: str
+) -> None:
+    client = null_client(NullBackend(vocab_size=VOCAB))
+    async with connect(create_app(client, ServerConfig(strict_fields=True))) as http:
+        answer = await http.post(url, json=BODIES.get(url, {}) | fields)
+    assert answer.status_code == 400
+    assert any(name in answer.text for name in named.split(", "))
+    assert "--strict-fields" in answer.text
+
+
 async def test_a_strict_server_refuses_it() -> None:
     client = null_client(NullBackend(vocab_size=VOCAB))
     async with connect(create_app(client, ServerConfig(strict_fields=True))) as http:

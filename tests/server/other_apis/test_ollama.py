@@ -10,15 +10,19 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
+from paceline.core.errors import InvalidRequestError
 from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
+from paceline.server.bodies.protocol import ChatRequest
 from paceline.server.bodies.tool_calls import Call
 from paceline.server.openai.answers import UsageCount
 from paceline.server.openai.chat_pieces import ChatPiece
 from paceline.server.other_apis import ollama
+from paceline.server.other_apis.ollama_request import parse_ollama_chat
 from paceline.server.other_apis.ollama_routes import REFUSED_ROUTES
 from tests.server.helpers import VOCAB, chat_prompt, connect, expected_text
+from tests.server.test_api_doc import RULES
 
 pytestmark = pytest.mark.anyio
 
@@ -79,6 +83,16 @@ async def test_tools_come_whole_and_go_back_without_ids(http: httpx.AsyncClient)
     answer = await http.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
     assert lines(answer.text)[-1]["done"] is True
+
+
+def test_thoughts_of_earlier_turns_reach_the_template() -> None:
+    said = {"role": "assistant", "content": "b", "thinking": "c"}
+    parsed = parse_ollama_chat({"messages": [*MESSAGES, said, *MESSAGES]}, RULES)
+    assert isinstance(parsed.asked, ChatRequest)
+    kept = parsed.asked.template.messages[len(MESSAGES)]
+    assert (kept["content"], kept["reasoning"]) == ("b", "c")
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\].reasoning must be a string"):
+        parse_ollama_chat({"messages": [*MESSAGES, said | {"thinking": 3}]}, RULES)
 
 
 async def test_calls_come_at_the_end_as_objects(
