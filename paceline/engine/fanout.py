@@ -8,12 +8,16 @@ another engine made of them are no forks: they have nothing in common any more b
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.core.request import Request, RequestSpec, ResumedOutput
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.core import EngineCore
 from paceline.engine.types import GenerationRequest, ResumedChoice
+
+if TYPE_CHECKING:
+    # the API process names choices, and has no scheduler to import
+    from paceline.engine.core import EngineCore
 
 __all__ = ["add_to_core", "choice_id", "choice_ids", "open_choices", "request_of"]
 

@@ -12,7 +12,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -26,7 +27,6 @@ from paceline.server.config import ServerConfig
 from paceline.server.errors import refusal
 from paceline.server.exchange import ExchangeMiddleware
 from paceline.server.openai.routes import generate_router
-from paceline.server.openapi import openapi_document
 from paceline.server.other_apis.llama_routes import llama_router
 from paceline.server.other_apis.ollama_routes import ollama_router
 from paceline.server.other_apis.routes import other_apis_router
@@ -65,7 +65,15 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(info_router(service))
     if config.ui:
         app.include_router(ui_router(service))
-    app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]
+
+    @cache
+    def document() -> dict[str, Any]:
+        # only here: a server starts sooner without it, and few are ever asked
+        from paceline.server.openapi import openapi_document
+
+        return openapi_document(app, service.rules)
+
+    app.openapi = document  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
     add_web_middleware(

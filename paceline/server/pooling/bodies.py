@@ -111,6 +111,10 @@ class RerankRequest:
     top_n: int
     return_documents: bool
 
+    @property
+    def options(self) -> PoolingOptions:
+        return self.score.options
+
 
 def max_inputs(rules: RequestRules) -> int:
     """Inputs, or pairs, of one request at most."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from operator import mul
-from typing import Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 from paceline.core.pooling import CLASSIFY, PoolingInfo
-from paceline.server.bodies.protocol import TemplateOptions
+from paceline.server.bodies.protocol import RequestRules, TemplateOptions
 from paceline.server.bodies.wire import encode
 from paceline.server.openai.answers import AnswerHead
 from paceline.server.pooling.answers import (
@@ -26,17 +26,26 @@ from paceline.server.pooling.answers import (
     as_base64,
     as_floats,
 )
-from paceline.server.pooling.bodies import RerankRequest, ScoreRequest, VectorRequest
+from paceline.server.pooling.bodies import (
+    RerankRequest,
+    ScoreRequest,
+    VectorRequest,
+    parse_classify,
+    parse_embeddings,
+    parse_pooling,
+    parse_rerank,
+    parse_score,
+)
 from paceline.server.pooling.running import Vectors, encoded_inputs, run_vectors
 from paceline.server.service import Service
 
-__all__ = [
-    "classify_answer",
-    "embeddings_answer",
-    "pooling_answer",
-    "rerank_answer",
-    "score_answer",
-]
+__all__ = ["ENDPOINTS"]
+
+_P = TypeVar("_P")
+# values, rules, tenant, how the model is pooled
+Parse: TypeAlias = Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
+# service, request, request id, arrival -> JSON
+Answer: TypeAlias = Callable[[Service, _P, str, float], Awaitable[bytes]]
 
 # Qwen3-Reranker's prompt, as its model card has it
 _QWEN3: Final = (
@@ -152,6 +161,16 @@ async def rerank_answer(
             ],
         )
     )
+
+
+# how a body of each is parsed, and how it is answered
+ENDPOINTS: Final[Mapping[str, tuple[Parse[Any], Answer[Any]]]] = {
+    "classify": (parse_classify, classify_answer),
+    "embeddings": (parse_embeddings, embeddings_answer),
+    "pooling": (parse_pooling, pooling_answer),
+    "rerank": (parse_rerank, rerank_answer),
+    "score": (parse_score, score_answer),
+}
 
 
 def _info(service: Service) -> PoolingInfo:
