@@ -5,6 +5,7 @@
     ExchangeMiddleware            request id, HTTP metrics, what is in flight
       router -> answering()       every exception becomes an answer
         routes_generate           parse -> prompt ids -> engine -> events or one body
+        vector_routes             embeddings, scores, classes
         batches/routes            files and batches, answered in the background
         routes_info               models, health, metrics, tokenizer
         ui/routes                 the page's files
@@ -12,7 +13,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -26,15 +28,14 @@ from paceline.server.config import ServerConfig
 from paceline.server.errors import refusal
 from paceline.server.exchange import ExchangeMiddleware
 from paceline.server.openai.routes import generate_router
-from paceline.server.openapi import openapi_document
 from paceline.server.other_apis.llama_routes import llama_router
 from paceline.server.other_apis.ollama_routes import ollama_router
 from paceline.server.other_apis.routes import other_apis_router
-from paceline.server.pooling.routes import pooling_router
 from paceline.server.responding import http_exception
 from paceline.server.routes_info import info_router
 from paceline.server.service import Service, make_service
 from paceline.server.ui.routes import ui_router
+from paceline.server.vector_routes import vector_router
 
 __all__ = ["batches_of", "create_app", "service_of"]
 
@@ -60,12 +61,20 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(other_apis_router(service))
     app.include_router(ollama_router(service))
     app.include_router(llama_router(service))
-    app.include_router(pooling_router(service))
+    app.include_router(vector_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
     if config.ui:
         app.include_router(ui_router(service))
-    app.openapi = lru_cache(partial(openapi_document, app, service.rules))  # type: ignore[method-assign]
+
+    @lru_cache
+    def document() -> dict[str, Any]:
+        # it knows the bodies of every endpoint, and a server that nobody asks starts without it
+        from paceline.server.openapi import openapi_document
+
+        return openapi_document(app, service.rules)
+
+    app.openapi = document  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, http_exception)
     app.add_middleware(ExchangeMiddleware, service=service)
     add_web_middleware(

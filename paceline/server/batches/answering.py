@@ -10,10 +10,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from paceline.core.errors import EngineDeadError, EngineDrainingError
-from paceline.core.pooling import PoolingInfo
 from paceline.http.errors import Reply, error_body, reply_to
 from paceline.server.batches.lines import Answer, BatchLine
 from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
@@ -22,9 +21,8 @@ from paceline.server.openai.completions import completion_answer
 from paceline.server.other_apis.responses import response_answer
 from paceline.server.other_apis.responses_request import parse_responses, previous_id
 from paceline.server.other_apis.token_generate import parse_token_generate, token_answer
-from paceline.server.pooling.bodies import parse_embeddings, parse_rerank, parse_score
-from paceline.server.pooling.endpoints import embeddings_answer, rerank_answer, score_answer
 from paceline.server.service import Service
+from paceline.server.vector_routes import vector_kind
 
 __all__ = ["URLS", "answer_line", "backoff"]
 
@@ -35,10 +33,6 @@ _SHORTEST_WAIT: Final = 0.25
 _Endpoint: TypeAlias = Callable[
     [Service, RequestRules, dict[str, Any], str, str, float], Awaitable[bytes]
 ]
-
-_P = TypeVar("_P")
-_Parse: TypeAlias = Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
-_Answer: TypeAlias = Callable[[Service, _P, str, float], Awaitable[bytes]]
 
 
 def _chat(
@@ -70,11 +64,13 @@ def _response(
     return response_answer(service, parsed, id_, at)
 
 
-def _vectors(parse: _Parse[_P], answer: _Answer[_P]) -> _Endpoint:
+def _vectors(name: str) -> _Endpoint:
     def endpoint(
         service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
     ) -> Awaitable[bytes]:
-        return answer(service, parse(body, rules, owner, service.client.info.pooling), id_, at)
+        kind = vector_kind(name)
+        parsed = kind.parse(body, rules, owner, service.client.info.pooling)
+        return kind.answer(service, parsed, id_, at)
 
     return endpoint
 
@@ -84,9 +80,9 @@ _ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
     "/v1/completions": _completion,
     "/v1/responses": _response,
     "/inference/v1/generate": _tokens,
-    "/v1/embeddings": _vectors(parse_embeddings, embeddings_answer),
-    "/v1/rerank": _vectors(parse_rerank, rerank_answer),
-    "/v1/score": _vectors(parse_score, score_answer),
+    "/v1/embeddings": _vectors("embeddings"),
+    "/v1/rerank": _vectors("rerank"),
+    "/v1/score": _vectors("score"),
 }
 # what a line may ask
 URLS: Final = tuple(_ENDPOINTS)

@@ -7,12 +7,11 @@ This module does not know how a body is answered.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from dataclasses import replace
+from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.pooling import CLASSIFY, EMBED, PoolingInfo, PoolingParams
-from paceline.core.slo import Slo
 from paceline.http.fields import check_string, check_token_ids, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body
@@ -34,18 +33,20 @@ from paceline.server.bodies.kinds import (
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 from paceline.server.bodies.targets import parse_slo
+from paceline.server.pooling.requests import (
+    Input,
+    PoolingOptions,
+    RerankRequest,
+    ScoreRequest,
+    VectorRequest,
+)
 
 __all__ = [
     "ClassifyBody",
     "EmbeddingsBody",
-    "Input",
     "PoolingBody",
-    "PoolingOptions",
     "RerankBody",
-    "RerankRequest",
     "ScoreBody",
-    "ScoreRequest",
-    "VectorRequest",
     "max_inputs",
     "parse_classify",
     "parse_embeddings",
@@ -54,60 +55,8 @@ __all__ = [
     "parse_score",
 ]
 
-# a text, or token ids that are taken as they are
-Input: TypeAlias = str | list[int]
-
 # as at OpenAI
 _MAX_INPUTS: Final = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingOptions:
-    """What all of these endpoints have in common."""
-
-    params: PoolingParams
-    add_special_tokens: bool
-    # keep this many tokens of each input; None: one that is too long is refused
-    max_tokens: int | None
-    priority: int
-    cache_salt: str | None
-    slo: Slo
-    # who asks; "" when nothing said so
-    tenant: str
-    # fields that nothing has read, as they are shown
-    ignored_fields: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorRequest:
-    """Inputs that get a vector each."""
-
-    inputs: list[Input]
-    options: PoolingOptions
-    # numbers as base64 of little-endian float32
-    base64: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
-    """Pairs that get a score each."""
-
-    pairs: list[tuple[str, str]]
-    options: PoolingOptions
-    # of the second text
-    max_second: int | None = None
-    instruction: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RerankRequest:
-    """Documents that are put in order by their score for a query."""
-
-    score: ScoreRequest
-    documents: list[str]
-    # of the best
-    top_n: int
-    return_documents: bool
 
 
 def max_inputs(rules: RequestRules) -> int:
@@ -333,6 +282,7 @@ def parse_score(
     body = ScoreBody.read(values, rules)
     first = _given("text_1", body.text_1, body.queries, body.data_1)
     second = _given("text_2", body.text_2, body.documents, body.data_2)
+    names = _names(values, len(first), len(second))
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
@@ -341,7 +291,8 @@ def parse_score(
             "many as there are",
             "text_1",
         )
-    return _score(values, body, rules, tenant, info, list(zip(first, second, strict=True)))
+    pairs = list(zip(first, second, strict=True))
+    return _score(values, body, rules, tenant, info, pairs, names)
 
 
 def parse_rerank(
@@ -351,10 +302,9 @@ def parse_rerank(
     info = _pooled(values, rules, info, None, "ranks")
     _check_scores(info)
     body = RerankBody.read(values, rules)
+    pairs = [(body.query, text) for text in body.documents]
     return RerankRequest(
-        score=_score(
-            values, body, rules, tenant, info, [(body.query, text) for text in body.documents]
-        ),
+        score=_score(values, body, rules, tenant, info, pairs, ("query", "documents[{}]")),
         documents=body.documents,
         # none and zero: all of them
         top_n=min(body.top_n or len(body.documents), len(body.documents)),
@@ -412,6 +362,16 @@ def _given(name: str, *values: list[str] | None) -> list[str]:
     raise InvalidRequestError(f"{name} is missing", name)
 
 
+def _names(values: Mapping[str, Any], *counts: int) -> tuple[str, str]:
+    """What the caller calls the first and second texts, with a place where there are several."""
+    kinds = (("text_1", "queries", "data_1"), ("text_2", "documents", "data_2"))
+    first, second = (
+        next(name for name in names if values.get(name) is not None) + ("[{}]" if count > 1 else "")
+        for names, count in zip(kinds, counts, strict=True)
+    )
+    return first, second
+
+
 def _vectors(
     body: EmbeddingsBody, rules: RequestRules, tenant: str, info: PoolingInfo
 ) -> VectorRequest:
@@ -433,6 +393,7 @@ def _score(
     tenant: str,
     info: PoolingInfo,
     pairs: list[tuple[str, str]],
+    names: tuple[str, str],
 ) -> ScoreRequest:
     if info.task == EMBED:
         for name in ("max_tokens_per_doc", *_ACTIVATIONS):
@@ -456,6 +417,7 @@ def _score(
         )
     return ScoreRequest(
         pairs=pairs,
+        names=names,
         options=_options(body, rules, tenant, PoolingParams(use_activation=body.activates)),
         max_second=body.max_tokens_per_doc,
         instruction=body.instruction,
