@@ -70,19 +70,19 @@ class Tokenizer(Protocol):
 
     def encode_texts(
         self,
-        first: str,
-        second: str | None = None,
+        texts: Sequence[tuple[str, str | None]],
         *,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
         max_second: int | None = None,
-    ) -> tuple[list[int], int | None]:
-        """Ids of a text, or of a pair as the model was trained on pairs, and where the second
-        text's kind of token begins; None: nowhere.
+    ) -> list[tuple[list[int], int | None]]:
+        """Of each text, or pair as the model was trained on pairs, the ids, and where the second
+        text's kind of token begins; None: nowhere. Other threads go on as with ``encode_batch``.
 
         Args:
-            max_tokens: in all. The longer text is cut at its end, and special tokens stay.
-            max_second: of the second text.
+            max_tokens: of each in all. The longer text of a pair is cut at its end, and special
+                tokens stay.
+            max_second: of each second text.
         """
         ...
 

@@ -79,18 +79,20 @@ class ByteTokenizer:
 
     def encode_texts(
         self,
-        first: str,
-        second: str | None = None,
+        texts: Sequence[tuple[str, str | None]],
         *,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
         max_second: int | None = None,
-    ) -> tuple[list[int], int | None]:
+    ) -> list[tuple[list[int], int | None]]:
         """A pair is one text behind the other; neither has a kind."""
-        ids = self.encode(first, add_special_tokens=add_special_tokens)
-        if second is not None:
-            ids += self.encode(second, add_special_tokens=False)[:max_second]
-        return ids[:max_tokens], None
+        found: list[tuple[list[int], int | None]] = []
+        for first, second in texts:
+            ids = self.encode(first, add_special_tokens=add_special_tokens)
+            if second is not None:
+                ids += self.encode(second, add_special_tokens=False)[:max_second]
+            found.append((ids[:max_tokens], None))
+        return found
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skip = self.special_token_ids if skip_special_tokens else frozenset()

@@ -5,6 +5,7 @@
     ExchangeMiddleware            request id, HTTP metrics, what is in flight
       router -> answering()       every exception becomes an answer
         routes_generate           parse -> prompt ids -> engine -> events or one body
+        vector_routes             embeddings, scores, classes
         batches/routes            files and batches, answered in the background
         routes_info               models, health, metrics, tokenizer
         ui/routes                 the page's files
@@ -12,7 +13,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,11 +31,11 @@ from paceline.server.openai.routes import generate_router
 from paceline.server.other_apis.llama_routes import llama_router
 from paceline.server.other_apis.ollama_routes import ollama_router
 from paceline.server.other_apis.routes import other_apis_router
-from paceline.server.pooling.routes import pooling_router
 from paceline.server.responding import http_exception
 from paceline.server.routes_info import info_router
 from paceline.server.service import Service, make_service
 from paceline.server.ui.routes import ui_router
+from paceline.server.vector_routes import vector_router
 
 __all__ = ["batches_of", "create_app", "service_of"]
 
@@ -60,15 +61,15 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(other_apis_router(service))
     app.include_router(ollama_router(service))
     app.include_router(llama_router(service))
-    app.include_router(pooling_router(service))
+    app.include_router(vector_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
     if config.ui:
         app.include_router(ui_router(service))
 
-    @cache
+    @lru_cache
     def document() -> dict[str, Any]:
-        # only here: a server starts sooner without it, and few are ever asked
+        # it knows the bodies of every endpoint, and a server that nobody asks starts without it
         from paceline.server.openapi import openapi_document
 
         return openapi_document(app, service.rules)

@@ -11,9 +11,10 @@ its own, wait apart from plain ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from paceline.core.errors import InvalidRequestError, NeverFitsError
@@ -24,7 +25,7 @@ from paceline.server.bodies.messages import USUAL_ROLES
 from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
 from paceline.server.bodies.tool_calls import with_tools
 
-__all__ = ["PromptMaker", "sampling_for", "truncated"]
+__all__ = ["PromptMaker", "sampling_for", "slices", "truncated"]
 
 _T = TypeVar("_T")
 
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 _INLINE_CHARS: Final = 4096
 # and how many of them take as long as one call of the tokenizer
 _CALL_CHARS: Final = 64
+# characters that are encoded for vectors at a time; about 12 ms of one processor
+_SLICE_CHARS: Final = 1 << 16
 _THREADS: Final = 2
 # tokens of a prediction beyond what fits into the answer, which may leave some of it out
 _PREDICTION_SLACK: Final = 256
@@ -123,25 +126,62 @@ class PromptMaker:
         texts: Sequence[tuple[str, str | None]],
         *,
         add_special_tokens: bool,
-        max_tokens: int | None,
-        max_second: int | None,
+        max_tokens: int | None = None,
+        max_second: int | None = None,
+        check: Callable[[int, int], None] = lambda _place, _num_tokens: None,
     ) -> list[tuple[list[int], int | None]]:
-        """The ids of texts and of pairs of texts; see ``Tokenizer.encode_texts``."""
+        """The ids of texts and of pairs of texts; see ``Tokenizer.encode_texts``.
 
-        def encode() -> list[tuple[list[int], int | None]]:
+        Args:
+            check: is told the length of each by its place, in order; what it raises ends the work,
+                so that what comes behind a text that is too long is not encoded.
+        """
+        encode = partial(
+            self._tokenizer.encode_texts,
+            add_special_tokens=add_special_tokens,
+            max_tokens=max_tokens,
+            max_second=max_second,
+        )
+        sizes = [_CALL_CHARS + len(first) + len(second or "") for first, second in texts]
+        found: list[tuple[list[int], int | None]] = []
+        for start, stop in slices(sizes, _SLICE_CHARS):
+            part = texts[start:stop]
+            found += await self._run(partial(encode, part), sum(sizes[start:stop]))
+            for place in range(start, stop):
+                check(place, len(found[place][0]))
+        return found
+
+    async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The beginning of each text, of so many tokens."""
+
+        def beginnings(part: Sequence[str]) -> list[str]:
+            encoded = self._tokenizer.encode_batch(part, add_special_tokens=False)
             return [
-                self._tokenizer.encode_texts(
-                    first,
-                    second,
-                    add_special_tokens=add_special_tokens,
-                    max_tokens=max_tokens,
-                    max_second=max_second,
-                )
-                for first, second in texts
+                self._tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
+                if len(ids) > max_tokens
+                else text
+                for text, ids in zip(part, encoded, strict=True)
             ]
 
-        # a short text takes as long as many characters of a long one
-        return await self._run(encode, sum(64 + len(a) + len(b or "") for a, b in texts))
+        sizes = [_CALL_CHARS + len(text) for text in texts]
+        found: list[str] = []
+        for start, stop in slices(sizes, _SLICE_CHARS):
+            work = partial(beginnings, texts[start:stop])
+            found += await self._run(work, sum(sizes[start:stop]))
+        return found
+
+    async def render_all(self, templates: Sequence[TemplateOptions]) -> list[str]:
+        """The text of each conversation, as of ``render``, with other work between them."""
+        found: list[str] = []
+        since = 0
+        for template in templates:
+            found.append(await self.render(template))
+            # a quick one is rendered on the spot
+            since += _CALL_CHARS + _size(template)
+            if since > _INLINE_CHARS:
+                since = 0
+                await asyncio.sleep(0)
+        return found
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to keep from being completed: each word at the start of a line and
@@ -215,6 +255,18 @@ def _size(template: TemplateOptions) -> int:
         # of all that a template may print: reasoning and names too
         size += sum(len(text) for text in message.values() if type(text) is str)
     return size
+
+
+def slices(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Where runs of items begin and end whose sizes sum up to ``most``; one alone may be larger."""
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > most:
+            yield start, place
+            start, total = place, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)
 
 
 def truncated(prompt: list[int], options: GenerationOptions, max_model_len: int) -> list[int]:

@@ -262,3 +262,33 @@ async def test_names_that_agree_and_names_that_do_not(tmp_path: Path) -> None:
         documents = [{"text": "a", "id": 7, "type": "text"}, "b"]
         told = await http.post("/rerank", json={"query": QUERY, "documents": documents})
         assert told.headers["x-paceline-ignored-fields"] == "documents[0].id"
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+async def test_what_is_too_long_is_named_as_the_caller_named_it(
+    tmp_path: Path, embeds: bool
+) -> None:
+    folder = (
+        make_bert(tmp_path / "model")
+        if embeds
+        else make_bert(tmp_path / "model", "ForSequenceClassification", num_labels=1)
+    )
+    long = " ".join(["fox"] * 80)
+    beside = "" if embeds else " with {}"
+    async with serving(folder) as http:
+        for path, body, param, first in (
+            ("/rerank", {"query": "a", "documents": ["a", long]}, "documents[1]", "query"),
+            ("/score", {"text_1": "a", "text_2": ["a", "the", long]}, "text_2[2]", "text_1"),
+            ("/score", {"queries": ["a", "the"], "documents": ["a", long]}, "documents[1]",
+             "queries[1]"),
+            ("/score", {"data_1": "a", "data_2": long}, "data_2", "data_1"),
+        ):  # fmt: skip
+            answer = await http.post(path, json=body)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == param, error
+            assert f"{param}{beside.format(first)} has 8" in error["message"], error
+        if embeds:
+            answer = await http.post("/rerank", json={"query": long, "documents": ["a"]})
+            assert answer.json()["error"]["param"] == "query"
+            answer = await http.post("/v1/embeddings", json={"input": ["a", [1] * 99]})
+            assert answer.json()["error"]["param"] == "input[1]"

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from paceline.checkpoints.gguf_format import read_gguf
 from paceline.checkpoints.gguf_parts import gguf_files
@@ -120,34 +120,61 @@ class HFTokenizer:
 
     def encode_texts(
         self,
-        first: str,
-        second: str | None = None,
+        texts: Sequence[tuple[str, str | None]],
         *,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
         max_second: int | None = None,
-    ) -> tuple[list[int], int | None]:
+    ) -> list[tuple[list[int], int | None]]:
         """See ``protocol.Tokenizer``. Raises InvalidRequestError like ``encode``."""
-        backend = self._backend
+        cuts = max_tokens is not None or max_second is not None
+        # what is cut is cut before the special tokens are put around it
+        inputs: list[Any] = (
+            [text for pair in texts for text in pair if text is not None]
+            if cuts
+            else [first if second is None else (first, second) for first, second in texts]
+        )
         try:
-            texts = [
-                backend.encode(text, add_special_tokens=False)
-                for text in (first, second)
-                if text is not None
-            ]
+            encoded = self._backend.encode_batch_fast(
+                inputs, add_special_tokens=add_special_tokens and not cuts
+            )
         except (UnicodeEncodeError, TypeError) as error:
             raise _no_unicode(error) from None
+        if cuts:
+            parts = iter(encoded)
+            encoded = [
+                self._joined(
+                    next(parts),
+                    None if second is None else next(parts),
+                    add_special_tokens,
+                    max_tokens,
+                    max_second,
+                )
+                for _, second in texts
+            ]
+        return [
+            (found.ids, None if second is None else _second_kind(found))
+            for found, (_, second) in zip(encoded, texts, strict=True)
+        ]
+
+    def _joined(
+        self,
+        first: Encoding,
+        second: Encoding | None,
+        special: bool,
+        max_tokens: int | None,
+        max_second: int | None,
+    ) -> Encoding:
+        """Texts without special tokens, cut and put together; it changes them."""
         if max_second is not None and second is not None:
-            texts[1].truncate(max_second)
+            second.truncate(max_second)
         if max_tokens is not None:
-            special = backend.num_special_tokens_to_add(second is not None)
-            room = max(0, max_tokens - special * add_special_tokens)
-            for text, keep in zip(texts, _shares([len(t.ids) for t in texts], room), strict=True):
-                text.truncate(keep)
-        pair = texts[1] if second is not None else None
-        joined = backend.post_process(texts[0], pair, add_special_tokens)
-        kinds = joined.type_ids
-        return list(joined.ids), kinds.index(1) if second is not None and 1 in kinds else None
+            count = self._backend.num_special_tokens_to_add(second is not None)
+            parts = [first] if second is None else [first, second]
+            shares = _shares([len(p) for p in parts], max(0, max_tokens - count * special))
+            for part, keep in zip(parts, shares, strict=True):
+                part.truncate(keep)
+        return self._backend.post_process(first, second, special)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; incomplete characters become U+FFFD, unknown ids nothing."""
@@ -226,6 +253,11 @@ class HFTokenizer:
 
 def _no_unicode(error: Exception) -> InvalidRequestError:
     return InvalidRequestError(f"the text is not valid Unicode: {error!s:.200}")
+
+
+def _second_kind(pair: Encoding) -> int | None:
+    kinds = pair.type_ids
+    return kinds.index(1) if 1 in kinds else None
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:

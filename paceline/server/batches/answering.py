@@ -22,6 +22,7 @@ from paceline.server.other_apis.responses import response_answer
 from paceline.server.other_apis.responses_request import parse_responses, previous_id
 from paceline.server.other_apis.token_generate import parse_token_generate, token_answer
 from paceline.server.service import Service
+from paceline.server.vector_routes import vector_kind
 
 __all__ = ["URLS", "answer_line", "backoff"]
 
@@ -67,11 +68,9 @@ def _vectors(name: str) -> _Endpoint:
     def endpoint(
         service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
     ) -> Awaitable[bytes]:
-        # only here: see ``pooling.routes``
-        from paceline.server.pooling.endpoints import ENDPOINTS
-
-        parse, answer = ENDPOINTS[name]
-        return answer(service, parse(body, rules, owner, service.client.info.pooling), id_, at)
+        kind = vector_kind(name)
+        parsed = kind.parse(body, rules, owner, service.client.info.pooling)
+        return kind.answer(service, parsed, id_, at)
 
     return endpoint
 

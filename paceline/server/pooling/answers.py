@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import base64
 from array import array
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 __all__ = [
     "ClassAnswer", "ClassData", "Embedding", "EmbeddingAnswer", "PooledData", "PoolingAnswer",
-    "RankedDocument", "RerankAnswer", "ScoreAnswer", "ScoreData", "VectorUsage", "as_base64",
-    "as_floats",
+    "RankedDocument", "RerankAnswer", "ScoreAnswer", "ScoreData", "VectorAnswer", "VectorUsage",
+    "as_base64", "as_floats",
 ]  # fmt: skip
+
+_T = TypeVar("_T")
 
 
 def as_floats(vector: bytes) -> list[float]:
@@ -41,6 +43,17 @@ class VectorUsage(msgspec.Struct, frozen=True, kw_only=True):
         return cls(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
+class VectorAnswer(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
+    """Something for each input."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[_T]
+    usage: VectorUsage
+
+
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     object: str = "embedding"
@@ -48,13 +61,8 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: VectorUsage
+class EmbeddingAnswer(VectorAnswer[Embedding], frozen=True, kw_only=True):
+    """Of ``/v1/embeddings``."""
 
 
 class PooledData(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +71,8 @@ class PooledData(msgspec.Struct, frozen=True, kw_only=True):
     data: list[float] | str
 
 
-class PoolingAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[PooledData]
-    usage: VectorUsage
+class PoolingAnswer(VectorAnswer[PooledData], frozen=True, kw_only=True):
+    """Of ``/pooling``."""
 
 
 class ClassData(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,13 +83,8 @@ class ClassData(msgspec.Struct, frozen=True, kw_only=True):
     num_classes: int
 
 
-class ClassAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[ClassData]
-    usage: VectorUsage
+class ClassAnswer(VectorAnswer[ClassData], frozen=True, kw_only=True):
+    """Of ``/classify``."""
 
 
 class ScoreData(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,13 +93,8 @@ class ScoreData(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[ScoreData]
-    usage: VectorUsage
+class ScoreAnswer(VectorAnswer[ScoreData], frozen=True, kw_only=True):
+    """Of ``/score``."""
 
 
 class RankedDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

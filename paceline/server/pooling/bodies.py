@@ -7,12 +7,11 @@ This module does not know how a body is answered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from dataclasses import replace
+from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.pooling import CLASSIFY, EMBED, PoolingInfo, PoolingParams
-from paceline.core.slo import Slo
 from paceline.http.fields import check_string, check_token_ids, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body
@@ -35,18 +34,20 @@ from paceline.server.bodies.kinds import (
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 from paceline.server.bodies.targets import parse_slo
+from paceline.server.pooling.requests import (
+    Input,
+    PoolingOptions,
+    RerankRequest,
+    ScoreRequest,
+    VectorRequest,
+)
 
 __all__ = [
     "ClassifyBody",
     "EmbeddingsBody",
-    "Input",
     "PoolingBody",
-    "PoolingOptions",
     "RerankBody",
-    "RerankRequest",
     "ScoreBody",
-    "ScoreRequest",
-    "VectorRequest",
     "max_inputs",
     "parse_classify",
     "parse_embeddings",
@@ -55,65 +56,9 @@ __all__ = [
     "parse_score",
 ]
 
-# a text, or token ids that are taken as they are
-Input: TypeAlias = str | list[int]
-
 # as at OpenAI
 _MAX_INPUTS: Final = 2048
 _TEXT_NAMES: Final = frozenset({"text", "type"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingOptions:
-    """What all of these endpoints have in common."""
-
-    params: PoolingParams
-    add_special_tokens: bool
-    # keep this many tokens of each input; None: one that is too long is refused
-    max_tokens: int | None
-    priority: int
-    cache_salt: str | None
-    slo: Slo
-    # who asks; "" when nothing said so
-    tenant: str
-    # fields that nothing has read, as they are shown
-    ignored_fields: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorRequest:
-    """Inputs that get a vector each."""
-
-    inputs: list[Input]
-    options: PoolingOptions
-    # numbers as base64 of little-endian float32
-    base64: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
-    """Pairs that get a score each."""
-
-    pairs: list[tuple[str, str]]
-    options: PoolingOptions
-    # of the second text
-    max_second: int | None = None
-    instruction: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RerankRequest:
-    """Documents that are put in order by their score for a query."""
-
-    score: ScoreRequest
-    documents: list[str]
-    # of the best
-    top_n: int
-    return_documents: bool
-
-    @property
-    def options(self) -> PoolingOptions:
-        return self.score.options
 
 
 def max_inputs(rules: RequestRules) -> int:
@@ -360,8 +305,9 @@ def parse_score(
     info = _pooled(values, rules, info, None, "scores")
     _check_scores(info)
     body = ScoreBody.read(values, rules)
-    first = _given(body, "text_1", "queries", "data_1")
-    second = _given(body, "text_2", "documents", "data_2")
+    first_name, first = _given(body, "text_1", "queries", "data_1")
+    second_name, second = _given(body, "text_2", "documents", "data_2")
+    names = (_place(first_name, first), _place(second_name, second))
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
@@ -370,7 +316,8 @@ def parse_score(
             "many as there are",
             "text_1",
         )
-    return _score(values, body, rules, tenant, info, list(zip(first, second, strict=True)))
+    pairs = list(zip(first, second, strict=True))
+    return _score(values, body, rules, tenant, info, pairs, names)
 
 
 def parse_rerank(
@@ -380,10 +327,9 @@ def parse_rerank(
     info = _pooled(values, rules, info, None, "ranks")
     _check_scores(info)
     body = RerankBody.read(values, rules)
+    pairs = [(body.query, text) for text in body.documents]
     return RerankRequest(
-        score=_score(
-            values, body, rules, tenant, info, [(body.query, text) for text in body.documents]
-        ),
+        score=_score(values, body, rules, tenant, info, pairs, ("query", "documents[{}]")),
         documents=body.documents,
         # none and zero: all of them
         top_n=min(body.top_n or len(body.documents), len(body.documents)),
@@ -433,6 +379,11 @@ def _check_scores(info: PoolingInfo) -> None:
         )
 
 
+def _place(name: str, texts: list[str]) -> str:
+    """How an error names one of them."""
+    return f"{name}[{{}}]" if len(texts) > 1 else name
+
+
 def _contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidRequestError:
     (one, value), (other, another) = first, second
     return InvalidRequestError(
@@ -441,8 +392,8 @@ def _contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidRe
     )
 
 
-def _given(body: ScoreBody, *names: str) -> list[str]:
-    """The texts under whichever of the names; raises InvalidRequestError for none and for several
+def _given(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
+    """The name that is given, and its texts; raises InvalidRequestError for none and for several
     that differ."""
     given = [(name, found) for name in names if (found := getattr(body, name)) is not None]
     if not given:
@@ -451,7 +402,7 @@ def _given(body: ScoreBody, *names: str) -> list[str]:
     for name, others in given[1:]:
         if others != texts:
             raise _contradiction(given[0], (name, others))
-    return texts
+    return given[0][0], texts
 
 
 def _vectors(
@@ -475,6 +426,7 @@ def _score(
     tenant: str,
     info: PoolingInfo,
     pairs: list[tuple[str, str]],
+    names: tuple[str, str],
 ) -> ScoreRequest:
     if info.task == EMBED:
         for name in ("max_tokens_per_doc", *_ACTIVATIONS):
@@ -498,6 +450,7 @@ def _score(
         )
     return ScoreRequest(
         pairs=pairs,
+        names=names,
         options=_options(body, rules, tenant, PoolingParams(use_activation=body.activates())),
         max_second=body.max_tokens_per_doc,
         instruction=body.instruction,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from operator import mul
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 from paceline.core.pooling import CLASSIFY, PoolingInfo
-from paceline.server.bodies.protocol import RequestRules, TemplateOptions
+from paceline.server.bodies.protocol import TemplateOptions
+from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.wire import encode
 from paceline.server.openai.answers import AnswerHead
 from paceline.server.pooling.answers import (
@@ -22,30 +22,27 @@ from paceline.server.pooling.answers import (
     RerankAnswer,
     ScoreAnswer,
     ScoreData,
+    VectorAnswer,
     VectorUsage,
     as_base64,
     as_floats,
 )
 from paceline.server.pooling.bodies import (
-    RerankRequest,
-    ScoreRequest,
-    VectorRequest,
     parse_classify,
     parse_embeddings,
     parse_pooling,
     parse_rerank,
     parse_score,
 )
-from paceline.server.pooling.running import Vectors, encoded_inputs, run_vectors
+from paceline.server.pooling.conversion import cosines, encode_list
+from paceline.server.pooling.requests import RerankRequest, ScoreRequest, VectorRequest
+from paceline.server.pooling.running import encoded_inputs, length_check, run_vectors
 from paceline.server.service import Service
 
-__all__ = ["ENDPOINTS"]
+__all__ = ["KINDS", "Endpoint"]
 
+_T = TypeVar("_T")
 _P = TypeVar("_P")
-# values, rules, tenant, how the model is pooled
-Parse: TypeAlias = Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
-# service, request, request id, arrival -> JSON
-Answer: TypeAlias = Callable[[Service, _P, str, float], Awaitable[bytes]]
 
 # Qwen3-Reranker's prompt, as its model card has it
 _QWEN3: Final = (
@@ -59,49 +56,41 @@ _QWEN3_INSTRUCTION: Final = (
 )
 
 
-async def embeddings_answer(
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[_P]):
+    """A ``vector_routes.Kind``."""
+
+    parse: Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
+    # the body of an answer, of a parsed request, its id, and when it arrived
+    answer: Callable[[Service, _P, str, float], Awaitable[bytes]]
+
+
+async def _embeddings(
     service: Service, request: VectorRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer of ``/v1/embeddings``."""
-    head, vectors = await _vectors(service, request, "embd", request_id, arrival)
-    return encode(
-        EmbeddingAnswer(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            data=[
-                Embedding(index=i, embedding=as_base64(v) if request.base64 else as_floats(v))
-                for i, v in enumerate(vectors.values)
-            ],
-            usage=VectorUsage.of(vectors.num_prompt_tokens),
-        )
-    )
+    shown = _shown(request)
+    return await _vector_answer(
+        service, request, "embd", request_id, arrival, EmbeddingAnswer,
+        lambda index, vector: Embedding(index=index, embedding=shown(vector)),
+    )  # fmt: skip
 
 
-async def pooling_answer(
+async def _pooling(
     service: Service, request: VectorRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer of ``/pooling``."""
-    head, vectors = await _vectors(service, request, "pool", request_id, arrival)
-    return encode(
-        PoolingAnswer(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            data=[
-                PooledData(index=i, data=as_base64(v) if request.base64 else as_floats(v))
-                for i, v in enumerate(vectors.values)
-            ],
-            usage=VectorUsage.of(vectors.num_prompt_tokens),
-        )
-    )
+    shown = _shown(request)
+    return await _vector_answer(
+        service, request, "pool", request_id, arrival, PoolingAnswer,
+        lambda index, vector: PooledData(index=index, data=shown(vector)),
+    )  # fmt: skip
 
 
-async def classify_answer(
+async def _classify(
     service: Service, request: VectorRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer of ``/classify``."""
-    head, vectors = await _vectors(service, request, "classify", request_id, arrival)
     labels = _info(service).labels
 
     def one(index: int, vector: bytes) -> ClassData:
@@ -109,20 +98,10 @@ async def classify_answer(
         best = max(range(len(values)), key=values.__getitem__)
         return ClassData(index=index, label=labels[best], probs=values, num_classes=len(values))
 
-    return encode(
-        ClassAnswer(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            data=[one(index, vector) for index, vector in enumerate(vectors.values)],
-            usage=VectorUsage.of(vectors.num_prompt_tokens),
-        )
-    )
+    return await _vector_answer(service, request, "classify", request_id, arrival, ClassAnswer, one)
 
 
-async def score_answer(
-    service: Service, request: ScoreRequest, request_id: str, arrival: float
-) -> bytes:
+async def _score(service: Service, request: ScoreRequest, request_id: str, arrival: float) -> bytes:
     """The body of an answer of ``/score``."""
     head = AnswerHead.of("score", request_id, service)
     scores, num_tokens = await _scores(service, request, head, arrival)
@@ -137,40 +116,29 @@ async def score_answer(
     )
 
 
-async def rerank_answer(
+async def _rerank(
     service: Service, request: RerankRequest, request_id: str, arrival: float
 ) -> bytes:
     """The body of an answer of ``/rerank``; documents of one score keep their order."""
     head = AnswerHead.of("rerank", request_id, service)
     scores, num_tokens = await _scores(service, request.score, head, arrival)
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    return encode(
-        RerankAnswer(
-            id=head.id,
-            model=head.model,
-            usage=VectorUsage.of(num_tokens),
-            results=[
-                RankedDocument(
-                    index=index,
-                    document={"text": request.documents[index]}
-                    if request.return_documents
-                    else None,
-                    relevance_score=scores[index],
-                )
-                for index in order[: request.top_n]
-            ],
+    documents = request.documents
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
+    shows = request.return_documents
+
+    def ranked(rank: int) -> RankedDocument:
+        index = order[rank]
+        return RankedDocument(
+            index=index,
+            document={"text": documents[index]} if shows else None,
+            relevance_score=scores[index],
         )
+
+    answer = RerankAnswer(
+        id=head.id, model=head.model, usage=VectorUsage.of(num_tokens), results=[]
     )
-
-
-# how a body of each is parsed, and how it is answered
-ENDPOINTS: Final[Mapping[str, tuple[Parse[Any], Answer[Any]]]] = {
-    "classify": (parse_classify, classify_answer),
-    "embeddings": (parse_embeddings, embeddings_answer),
-    "pooling": (parse_pooling, pooling_answer),
-    "rerank": (parse_rerank, rerank_answer),
-    "score": (parse_score, score_answer),
-}
+    sizes = [1 + shows * len(documents[index]) for index in order]
+    return await encode_list(answer, "results", ranked, sizes)
 
 
 def _info(service: Service) -> PoolingInfo:
@@ -179,12 +147,38 @@ def _info(service: Service) -> PoolingInfo:
     return info
 
 
-async def _vectors(
-    service: Service, request: VectorRequest, prefix: str, request_id: str, arrival: float
-) -> tuple[AnswerHead, Vectors]:
+def _shown(request: VectorRequest) -> Callable[[bytes], list[float] | str]:
+    return as_base64 if request.base64 else as_floats
+
+
+async def _vector_answer(
+    service: Service,
+    request: VectorRequest,
+    prefix: str,
+    request_id: str,
+    arrival: float,
+    kind: type[VectorAnswer[_T]],
+    item: Callable[[int, bytes], _T],
+) -> bytes:
     head = AnswerHead.of(prefix, request_id, service)
-    prompts = await encoded_inputs(service, request.inputs, request.options)
-    return head, await run_vectors(service, prompts, request.options, head, arrival)
+    vectors = await run_vectors(
+        service,
+        await encoded_inputs(service, request.inputs, request.options, "input[{}]".format),
+        request.options,
+        head,
+        arrival,
+    )
+    values = vectors.values
+    answer = kind(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        data=[],
+        usage=VectorUsage.of(vectors.num_prompt_tokens),
+    )
+    return await encode_list(
+        answer, "data", lambda index: item(index, values[index]), [len(v) // 4 for v in values]
+    )
 
 
 async def _scores(
@@ -195,24 +189,21 @@ async def _scores(
     info = _info(service)
     if info.task == CLASSIFY:
         prompts = await _pair_prompts(service, request, info)
-        vectors = await run_vectors(
-            service,
-            prompts,
-            request.options,
-            head,
-            arrival,
-            # what a template ends with decides, so of its prompts documents alone may be cut
-            cut_by="max_tokens_per_doc" if info.score_template else "truncate_prompt_tokens=-1",
-        )
+        vectors = await run_vectors(service, prompts, request.options, head, arrival)
         return [as_floats(vector)[0] for vector in vectors.values], vectors.num_prompt_tokens
-    # each text once, however many pairs it is in
-    texts = _prompted(request, info)
-    places = {text: place for place, text in enumerate(dict.fromkeys(t for p in texts for t in p))}
-    prompts = await encoded_inputs(service, list(places), request.options)
+    # each text once, however many pairs it is in, and what the caller calls it
+    places: dict[str, int] = {}
+    names: list[str] = []
+    pairs: list[tuple[int, int]] = []
+    for number, pair in enumerate(_prompted(request, info)):
+        for text, name in zip(pair, request.names, strict=True):
+            if text not in places:
+                places[text] = len(places)
+                names.append(name.format(number))
+        pairs.append((places[pair[0]], places[pair[1]]))
+    prompts = await encoded_inputs(service, list(places), request.options, names.__getitem__)
     vectors = await run_vectors(service, prompts, request.options, head, arrival)
-    found = [as_floats(vector) for vector in vectors.values]
-    scores = [_cosine(found[places[first]], found[places[second]]) for first, second in texts]
-    return scores, vectors.num_prompt_tokens
+    return await cosines(vectors.values, pairs), vectors.num_prompt_tokens
 
 
 def _prompted(request: ScoreRequest, info: PoolingInfo) -> list[tuple[str, str]]:
@@ -228,6 +219,17 @@ async def _pair_prompts(
     service: Service, request: ScoreRequest, info: PoolingInfo
 ) -> list[tuple[list[int], int | None]]:
     options = request.options
+    first, second = request.names
+
+    def name(number: int) -> str:
+        return second.format(number)
+
+    def beside(number: int) -> str:
+        return f" with {first.format(number)}"
+
+    # what a template ends with decides, so of its prompts documents alone may be cut
+    cut_by = "truncate_prompt_tokens=-1" if info.score_template is None else "max_tokens_per_doc"
+    check = length_check(service.rules.max_model_len, name, cut_by, beside)
     if info.score_template is None:
         texts = [(a.lower(), b.lower()) if info.lower_case else (a, b) for a, b in request.pairs]
         return await service.prompts.texts(
@@ -235,44 +237,50 @@ async def _pair_prompts(
             add_special_tokens=options.add_special_tokens,
             max_tokens=options.max_tokens,
             max_second=request.max_second,
+            check=check,
         )
-    rendered = [
-        await _rendered(service, request, info, query, document)
-        for query, document in request.pairs
-    ]
+    documents = [document for _, document in request.pairs]
+    if request.max_second is not None:
+        documents = await service.prompts.cut(documents, request.max_second)
+    queries = [query for query, _ in request.pairs]
+    rendered = await _rendered(service, request, info, list(zip(queries, documents, strict=True)))
     return await service.prompts.texts(
-        [(text, None) for text in rendered],
-        add_special_tokens=False,
-        max_tokens=None,
-        max_second=None,
+        [(text, None) for text in rendered], add_special_tokens=False, check=check
     )
 
 
 async def _rendered(
-    service: Service, request: ScoreRequest, info: PoolingInfo, query: str, document: str
-) -> str:
-    if request.max_second is not None:
-        ids = await service.prompts.encode(document, add_special_tokens=False)
-        if len(ids) > request.max_second:
-            document = await service.prompts.decode(ids[: request.max_second])
+    service: Service, request: ScoreRequest, info: PoolingInfo, pairs: Sequence[tuple[str, str]]
+) -> list[str]:
     if info.score_template == "qwen3":
         instruction = request.instruction or _QWEN3_INSTRUCTION
-        return _QWEN3.format(instruction=instruction, query=query, document=document)
-    said = [("query", query), ("document", document)]
-    if request.instruction is not None:
-        said.insert(0, ("system", request.instruction))
-    return await service.prompts.render(
-        TemplateOptions(
-            messages=[{"role": role, "content": text} for role, text in said],
-            add_generation_prompt=True,
-            continue_final_message=False,
-            chat_template=None,
-            template_kwargs={},
-            tools=None,
-        )
+        return [
+            _QWEN3.format(instruction=instruction, query=query, document=document)
+            for query, document in pairs
+        ]
+    system = [] if request.instruction is None else [("system", request.instruction)]
+    return await service.prompts.render_all(
+        [
+            TemplateOptions(
+                messages=[
+                    {"role": role, "content": text}
+                    for role, text in (*system, ("query", query), ("document", document))
+                ],
+                add_generation_prompt=True,
+                continue_final_message=False,
+                chat_template=None,
+                template_kwargs={},
+                tools=None,
+            )
+            for query, document in pairs
+        ]
     )
 
 
-def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    lengths = math.hypot(*first) * math.hypot(*second)
-    return sum(map(mul, first, second)) / lengths if lengths else 0.0
+KINDS: Final[dict[str, Endpoint[Any]]] = {
+    "embeddings": Endpoint(parse_embeddings, _embeddings),
+    "pooling": Endpoint(parse_pooling, _pooling),
+    "classify": Endpoint(parse_classify, _classify),
+    "score": Endpoint(parse_score, _score),
+    "rerank": Endpoint(parse_rerank, _rerank),
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -10,10 +10,10 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError, RequestFai
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import GenerationRequest
 from paceline.server.openai.answers import AnswerHead
-from paceline.server.pooling.bodies import Input, PoolingOptions
+from paceline.server.pooling.requests import Input, PoolingOptions
 from paceline.server.service import Service
 
-__all__ = ["Vectors", "encoded_inputs", "run_vectors"]
+__all__ = ["Vectors", "encoded_inputs", "length_check", "run_vectors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +26,69 @@ class Vectors:
     num_prompt_tokens: int
 
 
+def length_check(
+    most: int,
+    name: Callable[[int], str],
+    cut_by: str = "truncate_prompt_tokens=-1",
+    beside: Callable[[int], str] = lambda _number: "",
+) -> Callable[[int, int], None]:
+    """Refuses an input, of its number and tokens, that is empty or longer than the model takes.
+
+    Args:
+        name: what the caller calls input number so much.
+        cut_by: what a caller may send to have an input cut that is too long.
+        beside: what else is in the same prompt.
+    """
+
+    def check(number: int, num_tokens: int) -> None:
+        if not num_tokens:
+            raise InvalidRequestError(f"{name(number)} is empty: it has 0 tokens", name(number))
+        if num_tokens > most:
+            raise NeverFitsError(
+                f"This model's maximum context length is {most} tokens, and {name(number)}"
+                f"{beside(number)} has {num_tokens}. Please shorten it; {cut_by} cuts what is too "
+                "long.",
+                name(number),
+            )
+
+    return check
+
+
 async def encoded_inputs(
-    service: Service, inputs: Sequence[Input], options: PoolingOptions
+    service: Service, inputs: Sequence[Input], options: PoolingOptions, name: Callable[[int], str]
 ) -> list[tuple[list[int], int | None]]:
-    """Token ids of inputs; what is given as ids stays as it is, or is cut at its end."""
-    lower = service.client.info.pooling is not None and service.client.info.pooling.lower_case
-    texts = [(item.lower() if lower else item, None) for item in inputs if isinstance(item, str)]
-    encoded = iter(
-        await service.prompts.texts(
-            texts,
-            add_special_tokens=options.add_special_tokens,
-            max_tokens=options.max_tokens,
-            max_second=None,
-        )
-    )
+    """Token ids of inputs; what is given as ids stays as it is, or is cut at its end.
+
+    Args:
+        name: what the caller calls input number so much.
+
+    Raises:
+        NeverFitsError: one is longer than the model takes; those behind it are not encoded.
+        InvalidRequestError: one is empty.
+    """
     keep = options.max_tokens
-    return [next(encoded) if isinstance(item, str) else (item[:keep], None) for item in inputs]
+    check = length_check(service.rules.max_model_len, name)
+    found: list[tuple[list[int], int | None]] = []
+    places: list[int] = []
+    texts: list[tuple[str, str | None]] = []
+    lower = service.client.info.pooling is not None and service.client.info.pooling.lower_case
+    for number, item in enumerate(inputs):
+        if isinstance(item, str):
+            places.append(number)
+            texts.append((item.lower() if lower else item, None))
+            found.append(([], None))
+        else:
+            found.append((item[:keep], None))
+            check(number, len(found[-1][0]))
+    encoded = await service.prompts.texts(
+        texts,
+        add_special_tokens=options.add_special_tokens,
+        max_tokens=keep,
+        check=lambda place, num_tokens: check(places[place], num_tokens),
+    )
+    for number, prompt in zip(places, encoded, strict=True):
+        found[number] = prompt
+    return found
 
 
 async def run_vectors(
@@ -50,19 +97,9 @@ async def run_vectors(
     options: PoolingOptions,
     head: AnswerHead,
     arrival: float,
-    *,
-    cut_by: str = "truncate_prompt_tokens=-1",
 ) -> Vectors:
-    """The vector of each prompt; all of them, or an error.
-
-    Args:
-        cut_by: what a caller may send to have an input cut that is too long.
-
-    Raises:
-        NeverFitsError: a prompt is longer than the model takes.
-        And what ``Service.run`` raises.
-    """
-    _check_lengths(prompts, service.rules.max_model_len, cut_by)
+    """The vector of each prompt, all of which fit; all of them, or an error. Raises what
+    ``Service.run`` raises."""
     sampling = SamplingParams(max_tokens=1, pooling=options.params)
     requests = [
         GenerationRequest(
@@ -91,15 +128,3 @@ async def run_vectors(
     if len(found) != len(values):
         raise RequestFailedError("the engine ended a request without its vector")
     return Vectors(found, sum(len(prompt) for prompt, _ in prompts))
-
-
-def _check_lengths(prompts: Sequence[tuple[list[int], int | None]], most: int, cut_by: str) -> None:
-    for number, (prompt, _) in enumerate(prompts):
-        if not prompt:
-            raise InvalidRequestError(f"input {number} is empty: it has 0 tokens", "input")
-        if len(prompt) > most:
-            raise NeverFitsError(
-                f"This model's maximum context length is {most} tokens, and input {number} has "
-                f"{len(prompt)}. Please shorten it; {cut_by} cuts what is too long.",
-                "input",
-            )

@@ -1,0 +1,91 @@
+"""The routes of vectors, under the names that callers of vLLM, Cohere and Jina have for them.
+
+What answers them is imported with the first request, or when the app is made for a model that is
+pooled: a server that generates starts without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.core.pooling import PoolingInfo
+from paceline.http.sse import unless_disconnected
+from paceline.server.bodies.rules import RequestRules
+from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_headers
+from paceline.server.exchange import read_object, request_id_of, tenant_of
+from paceline.server.openai.routes import JSON_BODY, HasIgnored, with_ignored
+from paceline.server.responding import answering, json_response
+from paceline.server.service import Service
+
+__all__ = ["Kind", "Parsed", "vector_kind", "vector_router"]
+
+# what is one endpoint by several names
+_PATHS: Final = {
+    "embeddings": ("/v1/embeddings",),
+    "rerank": ("/rerank", "/v1/rerank", "/v2/rerank"),
+    "score": ("/score", "/v1/score"),
+    "classify": ("/classify",),
+    "pooling": ("/pooling",),
+}
+
+
+class Parsed(Protocol):
+    @property
+    def options(self) -> HasIgnored: ...
+
+
+class Kind(Protocol):
+    """How one endpoint reads a body and answers it."""
+
+    def parse(
+        self, values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None, /
+    ) -> Parsed: ...
+
+    def answer(
+        self, service: Service, parsed: Any, request_id: str, arrival: float, /
+    ) -> Awaitable[bytes]: ...
+
+
+def vector_kind(name: str) -> Kind:
+    """Of a name of ``_PATHS``."""
+    from paceline.server.pooling.endpoints import KINDS
+
+    return KINDS[name]
+
+
+def vector_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    if service.client.info.pooling is not None:
+        vector_kind("embeddings")
+
+    def handler(name: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            arrival = time.monotonic()
+            service.refuse_if_draining()
+            kind = vector_kind(name)
+            body = with_headers(await read_object(request, service.config), request.headers)
+            tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
+            parsed = kind.parse(body, service.rules, tenant, service.client.info.pooling)
+            whole = kind.answer(service, parsed, request_id_of(request), arrival)
+            response = json_response(await unless_disconnected(request.receive, whole))
+            return with_ignored(response, parsed.options)
+
+        handle.__name__ = name
+        return handle
+
+    for name, paths in _PATHS.items():
+        for path in paths:
+            router.add_api_route(
+                path,
+                answering(service, handler(name)),
+                methods=["POST"],
+                response_model=None,
+                openapi_extra=JSON_BODY,
+            )
+    return router
