@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,15 @@ from paceline.backends.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.engine.timeline.codec import Decoder, encode
-from paceline.engine.timeline.events import Announce, FrameType, Keyframe, Plan, Told
+from paceline.engine.timeline.events import (
+    Announce,
+    End,
+    FrameType,
+    Keyframe,
+    LaneState,
+    Plan,
+    Told,
+)
 from paceline.engine.timeline.model import Model
 from paceline.server import ServerConfig, create_app
 from paceline.server.ui.feed import MOST_VIEWERS, Feed, TooManyViewersError
@@ -214,6 +223,113 @@ async def test_places_for_viewers_are_few(told_engine: LocalEngineClient) -> Non
     await anext(again)
     for stream in (*streams[1:], again):
         await stream.aclose()
+
+
+async def test_a_place_is_taken_when_it_is_asked_for(told_engine: LocalEngineClient) -> None:
+    """Not when it is first read: pages that open at once are counted too."""
+    feed, _, _ = feed_of(told_engine)
+
+    def ask() -> AsyncIterator[bytes]:
+        return feed.follow(since=None, seconds=1.0, ends=lambda: True)
+
+    streams = [ask() for _ in range(MOST_VIEWERS)]
+    with pytest.raises(TooManyViewersError):
+        ask()
+    # one whose caller was gone before anything was sent has its place no longer
+    del streams[0]
+    gc.collect()
+    assert feed.num_viewers == MOST_VIEWERS - 1
+    late = ask()
+    assert model_of(await anext(late)).synced
+
+
+async def test_what_waits_for_a_viewer_is_bounded_by_bytes(told_engine: LocalEngineClient) -> None:
+    feed, client, watched = feed_of(told_engine)
+    slow = feed.follow(since=None, seconds=60.0, ends=lambda: False)
+    await anext(slow)
+    known = watched.model.step
+    # two messages of a keyframe that is larger than all that may wait
+    large = encode(Keyframe(known + 1, watched.now, False, (LaneState(*[0] * 8),) * 8000))
+    (viewer,) = feed._viewers
+    client.on_timeline(large)
+    assert not viewer.behind, "alone, one of any size may wait"
+    client.on_timeline(large)
+    assert viewer.behind and not viewer.waiting and not viewer.num_bytes
+    frames = Decoder().feed(await anext(slow))
+    (gap,) = [f for f in frames if isinstance(f, Told) and f.type is FrameType.GAP]
+    assert gap.told["from"] == known
+
+
+@pytest.mark.parametrize("replaced", [1, 2])
+async def test_a_viewer_that_missed_an_engine_is_told_which_one_it_sees(
+    told_engine: LocalEngineClient, replaced: int
+) -> None:
+    """It did not keep up while one was replaced, and reads on behind the START of the next."""
+    feed, client, first = feed_of(told_engine)
+    stream = feed.follow(since=None, seconds=60.0, ends=lambda: False)
+    model, decoder = Model(), Decoder()
+    engines: list[int] = []
+
+    async def read() -> None:
+        for frame in decoder.feed(await anext(stream)):
+            model.take(frame)
+            if isinstance(frame, Told) and frame.type is FrameType.HELLO:
+                engines.append(frame.told["first"])
+            elif isinstance(frame, Told) and frame.type is FrameType.START:
+                engines[-1] += 1
+
+    await read()
+    assert engines[-1] == 1 and len(model.requests) == len(first.model.requests) > 0
+    for _ in range(replaced):
+        client.on_timeline(None)
+        watched = Watched(num_blocks=32, step_seconds=0.1)
+        watched.add(*(make_request(f"n{i}", 10, 80, arrival=100.0) for i in range(3)))
+        client.on_timeline(watched.data)
+        for _ in range(70):
+            before = len(watched.data)
+            watched.step()
+            client.on_timeline(watched.data[before:])
+    await read()
+    assert engines[-1] == 1 + replaced and model.gaps[-1]["why"] == "slow viewer"
+    assert model.start["num_blocks"] == 32
+    assert model.lanes == watched.model.lanes and model.num_doubts == 0
+    assert {named(seen) for seen in model.requests.values()} == {"n0", "n1", "n2"}
+    await stream.aclose()
+
+
+async def test_whoever_begins_late_knows_the_engine_too(told_engine: LocalEngineClient) -> None:
+    """Its START is out of reach, or before what was asked for."""
+    feed, _, watched = feed_of(told_engine)
+    for begin in ({"seconds": 1.0}, {"since": (0, 7)}, {"since": (7, 7)}):
+        model = model_of(feed.history(**begin))  # type: ignore[arg-type]
+        assert model.start["num_blocks"] == 64, begin
+        assert model.lanes == watched.model.lanes and model.num_doubts == 0
+    # one that reads on where it was knows it already, and keeps what it has seen of the requests
+    on = Decoder().feed(feed.history(since=(1, 45)))
+    assert not [f for f in on if isinstance(f, Told) and f.type is FrameType.START]
+
+
+async def test_announcements_count_and_never_take_more_than_half(
+    told_engine: LocalEngineClient,
+) -> None:
+    client = _Client(told_engine)
+    feed = Feed(client, 65536)  # type: ignore[arg-type]
+    for number in range(1, 1001):
+        told = Announce(number, 0, 0.0, 0.0, 1, 1, 0, False, False, *[0.0] * 4, "x" * 90, "", "")
+        client.on_timeline(encode(told))
+        if number % 50 == 0:
+            client.on_timeline(encode(Keyframe(number, 1.0, True, ())))
+        assert feed.num_bytes <= 65536
+    assert 0 < feed._announced_size <= 32768
+    # the newest are known
+    names = model_of(feed.history(seconds=0.0)).requests
+    assert 1000 in names and 1 not in names
+    # what began and ended between two keyframes is told by its own frames
+    before = len(feed._announced)
+    ended = encode(End(1001, 1.0, 0, False, (0.0,) * 7, 1, 0, 0, 0, 0, 1, 0.0, 0.0, 0.0))
+    told = Announce(1001, 0, 0.0, 0.0, 1, 1, 0, False, False, *[0.0] * 4, "y", "", "")
+    client.on_timeline(encode(told) + ended)
+    assert len(feed._announced) == before
 
 
 async def test_an_engine_that_is_lost_and_replaced_is_told(told_engine: LocalEngineClient) -> None:

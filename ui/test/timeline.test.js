@@ -110,3 +110,14 @@ test("a history forgets the oldest and finds steps by their time", () => {
   assert.equal(history.at(-5), 10);
   assert.equal(history.took(50), 0.5);
 });
+
+test("an engine that goes on is known by the keyframe that follows, and one that begins by itself", () => {
+  const lane = { number: 3, lane: 0, state: 3, relegated: false, computed: 9, preemptions: 0, waited: 0, since: 1 };
+  for (const [told, doubts] of /** @type {[any, boolean][]} */ ([[{ goes_on: true }, false], [{}, true]])) {
+    const model = new Model();
+    model.take({ frame: "start", told });
+    model.take({ frame: "keyframe", step: 5, now: 2, reset: false, lanes: [lane] });
+    assert.equal(model.doubts > 0, doubts);
+    assert.equal(model.lanes.some((number) => number > 0), !doubts);
+  }
+});

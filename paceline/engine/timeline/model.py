@@ -268,7 +268,8 @@ class Model:
             self.requests.clear()
             self.steps.clear()
             self.lanes, self.step, self._done = [], -1, -math.inf
-            self.start, self.synced = frame.told, True
+            # one that began earlier: who runs is in the keyframe that follows
+            self.start, self.synced = frame.told, not frame.told.get("goes_on")
         elif frame.type is FrameType.HELLO:
             self.hello = frame.told
         elif frame.type is FrameType.GAUGES:

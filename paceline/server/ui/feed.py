@@ -6,20 +6,23 @@
                                  \\-> a bounded queue for each viewer --> its stream
 
 Frames are kept as the bytes that they came as; only their headers are looked at. A segment begins
-with a keyframe, so a viewer can begin at any: it is first sent the announcements of the requests
-that lived then. A viewer that does not keep up loses what waits for it, is told so (GAP), and goes
-on at the newest keyframe; it costs the engine nothing and this process a bounded queue.
+with a keyframe, so a viewer can begin at any: it is first told which engine it is (START) and sent
+the announcements of the requests that lived then. A viewer that does not keep up loses what waits
+for it, is told so (GAP), and goes on at the newest keyframe; it costs the engine nothing and this
+process a bounded queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakSet
 
 from paceline.core.errors import PacelineError
 from paceline.engine.protocol import EngineClient
@@ -29,8 +32,12 @@ from paceline.engine.timeline.events import FrameType, Told, vocabulary
 __all__ = ["MOST_VIEWERS", "Feed", "TooManyViewersError"]
 
 MOST_VIEWERS: Final = 8
-# messages that may wait for a viewer: some three seconds of a busy engine
+# messages that may wait for a viewer, some three seconds of a busy engine, and bytes of them beside
+# the newest
 _MOST_WAITING: Final = 64
+_MOST_WAITING_BYTES: Final = 256 * 1024
+# bytes that an announcement takes beside its frame
+_ENTRY: Final = 256
 # seconds between gauges, of a live engine and in what is kept
 _GAUGES: Final = 1.0
 _START: Final = bytes((FrameType.START,))
@@ -49,6 +56,8 @@ class _Segment:
     step: int
     # seconds, monotonic
     began: float
+    # what the START of its engine said
+    start: Mapping[str, Any]
     data: bytearray = field(default_factory=bytearray)
 
 
@@ -61,19 +70,40 @@ class _Announced:
     ended: int | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Viewer:
+    """Has a place from the moment it asks until its stream ends, or is forgotten unread."""
+
     waiting: deque[bytes] = field(default_factory=deque)
+    num_bytes: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
     # what waited was dropped
     behind: bool = False
+
+    def tell(self, frames: bytes) -> None:
+        full = self.waiting and self.num_bytes + len(frames) > _MOST_WAITING_BYTES
+        if full or len(self.waiting) >= _MOST_WAITING:
+            self.take()
+            self.behind = True
+        if not self.behind:
+            self.waiting.append(frames)
+            self.num_bytes += len(frames)
+        self.news.set()
+
+    def take(self) -> bytes:
+        frames = b"".join(self.waiting)
+        self.waiting.clear()
+        self.num_bytes = 0
+        return frames
 
 
 class Feed:
     """Made once for an app, on the event loop that ``client`` speaks on.
 
     Args:
-        most_bytes: of frames that are kept, beside their announcements.
+        most_bytes: of frames that are kept, announcements that viewers are sent again included.
+            Half of it at most is theirs: beyond that the oldest are forgotten, and a page opened
+            then knows those requests by number alone.
         clock: seconds, monotonic: the engine's.
     """
 
@@ -87,17 +117,21 @@ class Feed:
         self._client = client
         self._most = most_bytes
         self._clock = clock
+        # tells a server from the one before it at the same address, which counted engines too
+        self._server = round(1e3 * time.time())
         self._epoch = 0
         self._step = 0
         self._segments: deque[_Segment] = deque()
         self._size = 0
         self._announced: dict[tuple[int, int], _Announced] = {}
-        self._viewers: set[_Viewer] = set()
+        self._announced_size = 0
+        self._viewers: WeakSet[_Viewer] = WeakSet()
         self._gauged_at = -_GAUGES
         self._level = 0
         # what was before is not known, and there was nothing
-        self._begin()
-        self._segments[-1].data += self._start()
+        start = self._start()
+        self._begin(start)
+        self._segments[-1].data += _told(FrameType.START, **start)
         before = client.on_timeline
 
         def on_timeline(frames: bytes | None) -> None:
@@ -113,8 +147,8 @@ class Feed:
 
     @property
     def num_bytes(self) -> int:
-        """Of frames that are kept."""
-        return self._size + len(self._segments[-1].data)
+        """Of frames and announcements that are kept."""
+        return self._size + len(self._segments[-1].data) + self._announced_size
 
     # ------------------------------------------------------------------ from the engine
 
@@ -134,12 +168,7 @@ class Feed:
                 frames += gauges
         self._forget()
         for viewer in self._viewers:
-            if len(viewer.waiting) >= _MOST_WAITING:
-                viewer.waiting.clear()
-                viewer.behind = True
-            if not viewer.behind:
-                viewer.waiting.append(frames)
-            viewer.news.set()
+            viewer.tell(frames)
 
     def _keep(self, frames: bytes) -> None:
         done = 0
@@ -149,30 +178,38 @@ class Feed:
                 self._step = _FIRST_U32.unpack_from(frames, at)[0]
             elif kind == FrameType.ANNOUNCE:
                 number = _FIRST_U32.unpack_from(frames, at)[0]
+                if (self._epoch, number) in self._announced:
+                    self._drop((self._epoch, number))
                 self._announced[self._epoch, number] = _Announced(
                     frames[start:end], self._epoch, self._segments[-1].number
                 )
+                self._announced_size += end - start + _ENTRY
             elif kind == FrameType.END:
                 number = _FIRST_U32.unpack_from(frames, at)[0]
                 announced = self._announced.get((self._epoch, number))
                 if announced is not None:
                     announced.ended = self._segments[-1].number
+                    if announced.segment == announced.ended:
+                        # whoever reads of its end has read of its beginning
+                        self._drop((self._epoch, number))
             elif kind in (FrameType.KEYFRAME, FrameType.START):
                 self._segments[-1].data += frames[done:start]
                 done = start
+                told = self._segments[-1].start
                 if kind == FrameType.START:
                     self._end_all()
                     self._epoch, self._step = self._epoch + 1, 0
-                self._begin()
+                    told = json.loads(frames[at:end])
+                self._begin(told)
         self._segments[-1].data += frames[done:]
 
-    def _begin(self) -> None:
+    def _begin(self, start: Mapping[str, Any]) -> None:
         number = 0
         if self._segments:
             last = self._segments[-1]
             number = last.number + 1
             self._size += len(last.data)
-        self._segments.append(_Segment(number, self._epoch, self._step, self._clock()))
+        self._segments.append(_Segment(number, self._epoch, self._step, self._clock(), start))
 
     def _end_all(self) -> None:
         """The requests of an engine that is gone are over."""
@@ -184,18 +221,33 @@ class Feed:
     def _forget(self) -> None:
         if self.num_bytes <= self._most:
             return
+        self._forget_announced()
         last = self._segments[-1]
-        if len(last.data) > self._most:
+        most = self._most - self._announced_size
+        if len(last.data) > most:
             # without a keyframe for so long, nothing could begin within it
             last.data[:] = _told(
                 FrameType.GAP, **{"from": last.step, "to": self._step, "why": "history"}
             )
+        # a little more than it must, so that announcements are not gone through with each message
         while self.num_bytes > self._most and len(self._segments) > 1:
-            self._size -= len(self._segments.popleft().data)
-        oldest = self._segments[0].number
-        gone = [k for k, a in self._announced.items() if a.ended is not None and a.ended < oldest]
-        for key in gone:
-            del self._announced[key]
+            while self.num_bytes > 0.95 * self._most and len(self._segments) > 1:
+                self._size -= len(self._segments.popleft().data)
+            oldest = self._segments[0].number
+            for key in [
+                key
+                for key, told in self._announced.items()
+                if told.ended is not None and told.ended < oldest
+            ]:
+                self._drop(key)
+
+    def _forget_announced(self) -> None:
+        """Leave the frames their half, and as much more as announcements leave free."""
+        while self._announced_size > self._most // 2:
+            self._drop(next(iter(self._announced)))
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        self._announced_size -= len(self._announced.pop(key).frame) + _ENTRY
 
     # ------------------------------------------------------------------ to viewers
 
@@ -216,7 +268,16 @@ class Feed:
             if begin is first and (first.epoch, first.step) > since:
                 told = {"from": since[1], "to": first.step, "why": "history"}
                 gap = _told(FrameType.GAP, **told)
-        return self._hello(begin) + gap + self._from(begin)
+        return self._opening(begin, None if since is None else since[0], gap) + self._from(begin)
+
+    def _opening(self, begin: _Segment, engine: int | None, gap: bytes = b"") -> bytes:
+        """What goes before a segment: which engine it is, unless the reader knows that one or the
+        segment itself says so."""
+        starts = begin.data.startswith(_START)
+        tells = not starts and engine != begin.epoch
+        # of a START that is not the engine's own, lanes come with the keyframe that follows
+        told = _told(FrameType.START, **{**begin.start, "goes_on": True}) if tells else b""
+        return self._hello(begin.epoch - (starts or tells)) + told + gap
 
     def follow(
         self,
@@ -236,21 +297,27 @@ class Feed:
             raise TooManyViewersError(
                 f"{MOST_VIEWERS} pages follow the timeline already; ask without follow=1 instead"
             )
-        return self._stream(since, seconds, ends, drains)
+        # its place is taken before anybody else can ask
+        viewer = _Viewer()
+        self._viewers.add(viewer)
+        return self._stream(viewer, since, seconds, ends, drains)
 
     async def _stream(
         self,
+        viewer: _Viewer,
         since: tuple[int, int] | None,
         seconds: float,
         ends: Callable[[], bool],
         drains: Callable[[], bool],
     ) -> AsyncIterator[bytes]:
-        viewer = _Viewer()
-        # at once with the history, so that nothing comes between
-        self._viewers.add(viewer)
         try:
-            yield self.history(since=since, seconds=seconds)
+            # the history has what waits
+            viewer.take()
+            viewer.behind = False
+            frames = self.history(since=since, seconds=seconds)
+            # what the reader knows when it has read this, however long that takes it
             seen, told_of_end = (self._epoch, self._step), False
+            yield frames
             while not ends():
                 if drains() and not told_of_end:
                     told_of_end = True
@@ -263,16 +330,15 @@ class Feed:
                     continue
                 viewer.news.clear()
                 if viewer.behind:
-                    viewer.waiting.clear()
                     viewer.behind = False
                     last = self._segments[-1]
                     told = {"from": seen[1], "to": last.step, "why": "slow viewer"}
-                    yield _told(FrameType.GAP, **told) + self._from(last)
+                    gap = _told(FrameType.GAP, **told)
+                    frames = self._opening(last, seen[0], gap) + self._from(last)
                 else:
-                    frames = b"".join(viewer.waiting)
-                    viewer.waiting.clear()
-                    yield frames
+                    frames = viewer.take()
                 seen = (self._epoch, self._step)
+                yield frames
             if not told_of_end:
                 yield _told(FrameType.NOTICE, kind="draining", now=self._clock())
         finally:
@@ -291,26 +357,27 @@ class Feed:
 
     # ------------------------------------------------------------------ frames of its own
 
-    def _start(self) -> bytes:
+    def _start(self) -> dict[str, Any]:
+        """Of the engine that runs when this is made, whose own START came before."""
         info = self._client.info
-        return _told(
-            FrameType.START,
-            max_num_seqs=info.max_num_seqs,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            policy=info.policy,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            num_host_blocks=self._client.stats.scheduler.num_host_blocks,
-        )
+        return {
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "policy": info.policy,
+            "num_blocks": info.num_blocks,
+            "block_size": info.block_size,
+            "num_host_blocks": self._client.stats.scheduler.num_host_blocks,
+        }
 
-    def _hello(self, begin: _Segment) -> bytes:
+    def _hello(self, before: int) -> bytes:
+        """``before``: the engine of what follows, until a START says that the next one begins."""
         info, first = self._client.info, self._segments[0]
         return _told(
             FrameType.HELLO,
             **vocabulary(),
+            server=self._server,
             engine=self._epoch,
-            # that of what follows, until a START says that the next one begins
-            first=begin.epoch - begin.data.startswith(_START),
+            first=before,
             now=self._clock(),
             # added to a time of the engine's clock, it is seconds since 1970
             unix=time.time() - self._clock(),

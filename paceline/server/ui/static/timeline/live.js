@@ -20,7 +20,8 @@ export const history = new History();
 /** @type {Map<string, import("./model.js").Seen>} of requests that ended, by engine and number */
 export const stories = new Map();
 export let heardAt = 0;
-// of engines, as the server counts them, and the last column: which engine's, and which step
+// which server it is, by when it began; of engines, as it counts them, and the last column: which engine's, and which step
+let server = 0;
 let epoch = 0;
 let lastEpoch = -1;
 let lastStep = -1;
@@ -37,7 +38,7 @@ export const model = new Model({
   },
   stepped: (step) => history.result(step),
   ended: (seen) => {
-    const name = `${epoch}.${seen.number}`;
+    const name = `${server}.${epoch}.${seen.number}`;
     // after a break it is told again, by a reader that has seen less of it
     if (stories.has(name)) return;
     stories.set(name, seen);
@@ -58,6 +59,13 @@ export function take(frame) {
     // who runs is told anew
     model.synced = false;
     epoch = frame.told.first;
+    if (server && server !== frame.told.server) {
+      // it counts from the beginning again
+      lastEpoch = lastStep = -1;
+      engine.value = { level: 0, draining: false, lost: false };
+      history.mark(COLUMN.began, frame.told.now, "another server began");
+    }
+    server = frame.told.server;
   }
   const before = model.now;
   model.take(frame);

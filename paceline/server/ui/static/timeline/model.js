@@ -185,7 +185,8 @@ export class Model {
     this.step = -1;
     this.done = -Infinity;
     this.start = frame.told;
-    this.synced = true;
+    // one that began earlier: who runs is in the keyframe that follows
+    this.synced = !frame.told.goes_on;
     this.tell.reset?.();
   }
   /** @param {any} frame */
