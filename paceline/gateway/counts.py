@@ -79,7 +79,30 @@ class Counts:
         self._pressed = registry.numbers(
             "gauge", f"{name}engine_pressed", "1 while the engine is short of memory.", "engine"
         )
-
+        self._share = registry.numbers(
+            "gauge",
+            f"{name}engine_share",
+            "Share that the engine gets of the requests that would come to it: below 1 for a while "
+            "after it has come back.",
+            "engine",
+        )
+        self._slow = registry.numbers(
+            "gauge",
+            f"{name}engine_slow",
+            "1 while the engine's first tokens take several times what is usual for it.",
+            "engine",
+        )
+        self._firsts = registry.numbers(
+            "counter", f"{name}first_tokens", "First tokens of streams.", "engine"
+        )
+        self._first_seconds = registry.numbers(
+            "counter",
+            f"{name}first_token_seconds",
+            "Seconds from sending requests to their first tokens: predicted when they were sent, "
+            "and actual.",
+            "engine",
+            "kind",
+        )
         self._hedges = registry.numbers(
             "counter",
             f"{name}hedges",
@@ -134,4 +157,9 @@ class Counts:
             kv = None if pressure is None else pressure.kv
             self._kv.at(name).value = float("nan") if kv is None else kv
             self._pressed.at(name).value = float(engine.load.pressed)
+            self._share.at(name).value = engine.share(now)
+            self._slow.at(name).value = float(engine.load.pace.slow_since is not None)
+            self._firsts.at(name).value = engine.load.num_first
+            self._first_seconds.at(name, "predicted").value = engine.load.predicted_first
+            self._first_seconds.at(name, "actual").value = engine.load.actual_first
         return self.registry.render()

@@ -12,6 +12,7 @@ from paceline.gateway.counts import Counts
 from paceline.gateway.engines import Engine, Engines
 from paceline.gateway.routes import Routes
 from paceline.gateway.spending import Spending
+from paceline.gateway.states import state_of
 from paceline.gateway.turns import Turns
 from paceline.http.errors import HttpError
 from paceline.routing import RetryBudget
@@ -127,9 +128,15 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
     return {
         "url": engine.config.url,
         "kind": engine.kind,
+        "state": state_of(engine, now),
         "trouble": _trouble(engine, now) or None,
         "breaker": engine.breaker.state(now),
         "draining": engine.draining,
+        # of the requests that would come to it: 1, less for a while after it has come back
+        "share": round(engine.share(now), 3),
+        "slow": engine.load.pace.slow_since is not None,
+        "rests_for": round(engine.rests_for(now), 1),
+        "max_concurrent": engine.config.max_concurrent or None,
         "models": sorted(engine.models) if engine.models is not None else None,
         "requests": len(engine.running),
         "prefill_tokens": round(engine.load.prefill_tokens),

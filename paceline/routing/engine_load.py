@@ -145,6 +145,11 @@ class EngineLoad:
         self.pressure: Pressure | None = None
         # short of memory, by what it said
         self.pressed = False
+        # first tokens that came, and seconds to them: as predicted when their requests were sent,
+        # and as it was
+        self.num_first = 0
+        self.predicted_first = 0.0
+        self.actual_first = 0.0
         # sent and not ended when the engine last spoke
         self._known_resident = 0.0
 
@@ -165,6 +170,9 @@ class EngineLoad:
 
     def saw_first(self, view: EngineView, seconds: float) -> None:
         """A first token came; ``view``: as its request's choice saw this engine."""
+        self.num_first += 1
+        self.predicted_first += view.ttft
+        self.actual_first += seconds
         ahead = (view.prefill_tokens, view.num_requests, view.wait)
         self.pace.saw(seconds, self._usual.first_token(*ahead))
         if self.pace.slow_since is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -17,6 +18,7 @@ from paceline.gateway.config import (
     parse_config,
 )
 from paceline.gateway.counts import Counts
+from paceline.gateway.states import EngineState
 
 PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
 
@@ -69,3 +71,8 @@ def test_every_complaint_has_its_test() -> None:
     tried = {int(number) for number in re.findall(r"async def test_(\d\d)_", tests)}
     told = {int(number) for number in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
     assert tried == told == set(range(1, 21))
+
+
+def test_every_state_is_there() -> None:
+    told = re.findall(r"^\| `([a-z-]+)` \| [^|]*\|$", PAGE, re.MULTILINE)
+    assert tuple(name for name in told if name in get_args(EngineState)) == get_args(EngineState)

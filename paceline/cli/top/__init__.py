@@ -1,11 +1,13 @@
-"""``paceline top``: a running server in a terminal, from its ``/metrics`` alone.
+"""``paceline top``: running servers and gateways in a terminal, from what they tell of themselves.
 
 ::
 
-    scrape.py    GET /metrics -> Scrape           numbers by name and labels
-    frame.py     two Scrapes -> Frame             what happened in between, plain values
-    view.py      Frame -> rich                    for people
-    command.py   flags, the loop, JSON
+    scrape.py          GET /metrics -> Scrape           numbers by name and labels
+    frame.py           two Scrapes -> Frame             what happened in between, plain values
+    gateway_frame.py   with /status -> GatewayFrame     the same of a gateway and its engines
+    watch.py           one address, again and again     whichever of both answers there
+    view.py, gateway_view.py, fleet_view.py   -> rich   for people
+    command.py         flags, the loop, JSON
 """
 
 from paceline.cli.top.command import add_parser

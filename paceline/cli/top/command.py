@@ -6,12 +6,18 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import Parser, bounded_float
-from paceline.cli.top.frame import Frame, make_frame
-from paceline.cli.top.scrape import Scrape, Source, parse_metrics
+from paceline.cli.top.scrape import Source
+from paceline.cli.top.watch import Seen, Watch
 from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["add_parser"]
 
@@ -20,27 +26,30 @@ examples:
   paceline top                                  the server on this machine, port 8000
   paceline top gpu1:8000 --interval 5
   paceline top http://127.0.0.1:9400            a --metrics-port: answers while the server is busy
+  paceline top http://127.0.0.1:8080            a gateway: a row for each of its engines
+  paceline top gpu1:8000 gpu2:8000              a row for each server
   paceline top --once                           one frame, on any terminal
   paceline top --json | jq .running             an object per interval, for programs
 
-A server with API keys wants one of scope admin: PACELINE_API_KEY=... paceline top. Ctrl-C ends it.
+A server with API keys wants one of scope admin: PACELINE_API_KEY=... paceline top. Of several
+addresses each is sent that key. Ctrl-C ends it.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "top",
-        help="watch a running server",
+        help="watch running servers and gateways",
         description="What a running server does: its batch, its queue and what holds it up, "
-        "targets met, KV cache, step times.",
+        "targets met, KV cache, step times. Of a gateway: its engines, and what keys have spent.",
         epilog=_EPILOG,
     )
     parser.add_argument(
-        "address",
-        nargs="?",
-        default="http://127.0.0.1:8000",
+        "addresses",
+        nargs="*",
         metavar="ADDRESS",
-        help="host:port or URL of the server or its --metrics-port (default http://127.0.0.1:8000)",
+        help="host:port or URL of a server, its --metrics-port or a gateway, or several of them "
+        "(default http://127.0.0.1:8000)",
     )
     parser.add_argument(
         "--interval",
@@ -57,46 +66,85 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    source = Source(args.address, os.environ.get("PACELINE_API_KEY", ""))
-    before = _read(source)
-    if args.json:
-        while True:
-            time.sleep(args.interval)
-            after = _read(source)
-            print(json.dumps(asdict(make_frame(before, after))), flush=True)
-            if args.once:
-                return 0
-            before = after
-    return _show(source, before, args.interval, once=args.once)
+    key = os.environ.get("PACELINE_API_KEY", "")
+    addresses = dict.fromkeys(args.addresses or ["http://127.0.0.1:8000"])
+    watches = [Watch(Source(address, key)) for address in addresses]
+    with ThreadPoolExecutor(len(watches)) as pool:
+        look = _Look(watches, pool)
+        seen = look.first()
+        if args.json:
+            while True:
+                time.sleep(args.interval)
+                print(json.dumps(_plain(look.strict())), flush=True)
+                if args.once:
+                    return 0
+        return _show(look, seen, args.interval, once=args.once)
 
 
-def _read(source: Source) -> Scrape:
-    now = time.monotonic()
-    return parse_metrics(source.fetch(), now)
+class _Look:
+    """At all addresses at once: one that is gone holds nobody up."""
+
+    def __init__(self, watches: Sequence[Watch], pool: ThreadPoolExecutor) -> None:
+        self._watches, self._pool = watches, pool
+
+    def first(self) -> list[Seen]:
+        """Raises ConfigError where nobody answers."""
+        if len(self._watches) == 1:
+            return [self._watches[0].look()]
+        seen = self.again()
+        if all(each.frame is None for each in seen):
+            raise ConfigError("; ".join(each.problem for each in seen))
+        return seen
+
+    def again(self) -> list[Seen]:
+        if len(self._watches) == 1:
+            # on this thread, which Ctrl-C ends at once
+            return [self._watches[0].look_again()]
+        return list(self._pool.map(Watch.look_again, self._watches))
+
+    def strict(self) -> list[Seen]:
+        """For programs: what does not answer ends the command where it is all there is."""
+        return [self._watches[0].look()] if len(self._watches) == 1 else self.again()
 
 
-def _show(source: Source, before: Scrape, interval: float, *, once: bool) -> int:
+def _plain(seen: Sequence[Seen]) -> dict[str, Any]:
+    """Of one address its frame; of several a frame for each."""
+    if len(seen) == 1:
+        assert seen[0].frame is not None, "it has answered, or the command has ended"
+        return asdict(seen[0].frame)
+    return {
+        "addresses": {
+            each.address: {
+                "kind": each.kind,
+                "problem": each.problem,
+                "frame": None if each.frame is None else asdict(each.frame),
+            }
+            for each in seen
+        }
+    }
+
+
+def _render(seen: Sequence[Seen]) -> RenderableType:
+    from paceline.cli.top.fleet_view import render_fleet
+    from paceline.cli.top.frame import Frame
+    from paceline.cli.top.view import render
+
+    (first, *more) = seen
+    if not more and isinstance(first.frame, Frame):
+        return render(first.frame, first.url, first.problem)
+    return render_fleet(seen)
+
+
+def _show(look: _Look, seen: Sequence[Seen], interval: float, *, once: bool) -> int:
     from rich.console import Console
     from rich.live import Live
-
-    from paceline.cli.top.view import render
 
     console = Console()
     if once:
         time.sleep(interval)
-        console.print(render(make_frame(before, _read(source)), source.url))
+        console.print(_render(look.strict()))
         return 0
-    # a server that has just been asked for the first time has done nothing yet
-    frame: Frame = make_frame(before, before)
-    with Live(render(frame, source.url), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_render(seen), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
-            problem = ""
-            try:
-                after = _read(source)
-            except ConfigError as error:
-                # it may come back; what was last seen stays
-                problem = str(error)
-            else:
-                frame, before = make_frame(before, after), after
-            live.update(render(frame, source.url, problem), refresh=True)
+            live.update(_render(look.again()), refresh=True)

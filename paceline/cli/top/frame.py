@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from paceline.cli.top.scrape import Scrape
 
-__all__ = ["ClassRow", "Frame", "Quantiles", "TenantRow", "make_frame", "quantile"]
+__all__ = [
+    "ClassRow",
+    "Frame",
+    "Quantiles",
+    "TenantRow",
+    "grown_quantiles",
+    "make_frame",
+    "quantile",
+    "ratio",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +155,16 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         held_by=next((reason for reason, on in held.items() if on), None),
         held_share={reason: held / held_time for reason, held in waited.items() if held > 0},
         steps_per_s=steps / seconds,
-        prefill_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="prefill"), steps),
-        decode_tokens_per_step=_ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
-        step_seconds=_ratio(actual, steps) if actual else None,
-        predicted_step_seconds=_ratio(predicted, steps) if predicted else None,
+        prefill_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="prefill"), steps),
+        decode_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
+        step_seconds=ratio(actual, steps) if actual else None,
+        predicted_step_seconds=ratio(predicted, steps) if predicted else None,
         guesses_per_s={source: count / seconds for source, count in guesses.items()},
         guesses_accepted={source: right.get(source, 0.0) / n for source, n in guesses.items()},
         prompt_tokens_per_s=grew("vllm:prompt_tokens_total") / seconds,
         output_tokens_per_s=grew("vllm:generation_tokens_total") / seconds,
         requests_per_s=grew("vllm:e2e_request_latency_seconds_count") / seconds,
-        prefix_cache_hit_rate=_ratio(grew("vllm:prefix_cache_hits_total"), queries),
+        prefix_cache_hit_rate=ratio(grew("vllm:prefix_cache_hits_total"), queries),
         kv_usage=after.total("vllm:kv_cache_usage_perc"),
         kv_blocks={
             owner: round(count)
@@ -176,14 +185,15 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
             for reason, count in grew_by("paceline:requests_refused_total", "reason").items()
             if count > 0
         },
-        ttft=_quantiles(before, after, "vllm:time_to_first_token_seconds"),
-        inter_token=_quantiles(before, after, "vllm:inter_token_latency_seconds"),
-        queue=_quantiles(before, after, "vllm:request_queue_time_seconds"),
+        ttft=grown_quantiles(before, after, "vllm:time_to_first_token_seconds"),
+        inter_token=grown_quantiles(before, after, "vllm:inter_token_latency_seconds"),
+        queue=grown_quantiles(before, after, "vllm:request_queue_time_seconds"),
         cost_per_million_tokens=after.one("paceline:cost_per_million_tokens"),
     )
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
+    """None: of nothing."""
     return part / whole if whole > 0 else None
 
 
@@ -210,8 +220,8 @@ def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
                 running=int(after.total(requests, slo_class=name, state="running")),
                 waiting=int(after.total(requests, slo_class=name, state="waiting")),
                 kv_blocks=round(blocks.get(name, 0.0)),
-                attainment=_ratio(new_good, new),
-                attainment_since_start=_ratio(good, ended),
+                attainment=ratio(new_good, new),
+                attainment_since_start=ratio(good, ended),
                 ended=int(new),
                 violations=violations,
             )
@@ -241,15 +251,16 @@ def _tenants(before: Scrape, after: Scrape, seconds: float) -> tuple[TenantRow, 
                 ended=int(ended),
                 shed=int(grew("shed_requests_total", name)),
                 tokens_per_s=tokens[name] / seconds,
-                share=_ratio(tokens[name], total),
-                mean_ttft=_ratio(grew(f"{ttft}_sum", name), grew(f"{ttft}_count", name)),
-                attainment=_ratio(grew("goodput_requests_total", name), ended),
+                share=ratio(tokens[name], total),
+                mean_ttft=ratio(grew(f"{ttft}_sum", name), grew(f"{ttft}_count", name)),
+                attainment=ratio(grew("goodput_requests_total", name), ended),
             )
         )
     return tuple(rows)
 
 
-def _quantiles(before: Scrape, after: Scrape, name: str) -> Quantiles:
+def grown_quantiles(before: Scrape, after: Scrape, name: str) -> Quantiles:
+    """Of what a histogram observed between two readings."""
     then = before.by(f"{name}_bucket", "le")
     counts = {
         float(bound): count - then.get(bound, 0.0)

@@ -1,12 +1,13 @@
-"""One reading of a server's metrics."""
+"""One reading of the metrics of a server or a gateway."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 from paceline.core.errors import ConfigError
@@ -15,6 +16,9 @@ __all__ = ["Scrape", "Source", "fetch", "parse_metrics"]
 
 _TIMEOUT: Final = 10.0
 _MAX_BYTES: Final = 32 * 2**20
+# metrics that every server, and every gateway has
+_OF_A_SERVER: Final = "vllm:num_requests_running"
+_OF_A_GATEWAY: Final = "paceline:gateway_requests_waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,11 @@ class Scrape:
     time: float
     # by name, as on the wire: labels and value
     samples: Mapping[str, tuple[tuple[Mapping[str, str], float], ...]]
+
+    @property
+    def is_gateway(self) -> bool:
+        """Whether a gateway told it, and not a server."""
+        return _OF_A_GATEWAY in self.samples
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a name's samples that have these labels; 0.0 when there are none."""
@@ -66,13 +75,13 @@ def parse_metrics(text: str, time: float) -> Scrape:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
         raise ConfigError(f"what came is not Prometheus' text format: {error}") from None
-    if "vllm:num_requests_running" not in samples:
-        raise ConfigError("the metrics that came are not those of a Paceline server")
+    if _OF_A_SERVER not in samples and _OF_A_GATEWAY not in samples:
+        raise ConfigError("the metrics that came are not those of a Paceline server or gateway")
     return Scrape(time, {name: tuple(found) for name, found in samples.items()})
 
 
 class Source:
-    """Where a server's metrics are read.
+    """Where the metrics of a server or a gateway are read, and a gateway's status.
 
     Args:
         address: ``host:port`` or a URL; without a path, /metrics is meant.
@@ -86,11 +95,25 @@ class Source:
         parts = _checked(address)
         path = parts.path.rstrip("/") or "/metrics"
         self._api_key = api_key
+        self.address = parts.netloc
         self.url = parts._replace(path=path).geturl()
+        self._status_url = parts._replace(path=path.removesuffix("/metrics") + "/status").geturl()
 
     def fetch(self) -> str:
         """Raises ConfigError, with what to do, when nothing usable comes."""
         return fetch(self.url, self._api_key, _TIMEOUT, _MAX_BYTES).decode("utf-8", "replace")
+
+    def fetch_status(self) -> Mapping[str, Any]:
+        """A gateway's. Raises ConfigError, with what to do, when nothing usable comes."""
+        text = fetch(self._status_url, self._api_key, _TIMEOUT, _MAX_BYTES)
+        try:
+            status = json.loads(text)
+            if not isinstance(status["engines"], dict):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"what {self._status_url} answered is no gateway's status") from None
+        found: Mapping[str, Any] = status
+        return found
 
 
 def fetch(url: str, api_key: str, timeout: float, max_bytes: int) -> bytes:

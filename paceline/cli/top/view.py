@@ -10,7 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.top.frame import Frame, Quantiles
+from paceline.cli.top.frame import Frame
+from paceline.cli.top.numbers import coloured, pair_of, percent, plain, time_of
 
 __all__ = ["render"]
 
@@ -80,33 +81,33 @@ def _batch(frame: Frame) -> RenderableType:
         "tokens/s",
         f"output {frame.output_tokens_per_s:.0f}",
         f"prompt {frame.prompt_tokens_per_s:.0f}",
-        f"prefix cache {_percent(frame.prefix_cache_hit_rate)}",
+        f"prefix cache {percent(frame.prefix_cache_hit_rate)}",
     )
     row(
         "steps/s",
         f"{frame.steps_per_s:.1f}",
-        f"step {_time(frame.step_seconds)}",
-        f"predicted {_time(frame.predicted_step_seconds)}",
+        f"step {time_of(frame.step_seconds)}",
+        f"predicted {time_of(frame.predicted_step_seconds)}",
     )
     row(
         "in a step",
-        f"prefill tokens {_plain(frame.prefill_tokens_per_step)}",
-        f"decode tokens {_plain(frame.decode_tokens_per_step)}",
+        f"prefill tokens {plain(frame.prefill_tokens_per_step)}",
+        f"decode tokens {plain(frame.decode_tokens_per_step)}",
     )
     if frame.guesses_per_s:
         row(
             "guesses",
             *(
-                f"{source} {count:.0f}/s, right {_percent(frame.guesses_accepted[source])}"
+                f"{source} {count:.0f}/s, right {percent(frame.guesses_accepted[source])}"
                 for source, count in frame.guesses_per_s.items()
             ),
         )
     row(
         "p50 / p99",
-        f"TTFT {_pair(frame.ttft)}",
-        f"ITL {_pair(frame.inter_token)}",
+        f"TTFT {pair_of(frame.ttft)}",
+        f"ITL {pair_of(frame.inter_token)}",
     )
-    row("", f"queued {_pair(frame.queue)}")
+    row("", f"queued {pair_of(frame.queue)}")
     if frame.held_by is None:
         row("queue", "nobody is held up", style="dim")
     else:
@@ -135,8 +136,8 @@ def _classes(frame: Frame) -> RenderableType:
             str(row.running),
             str(row.waiting),
             str(row.ended),
-            _coloured(row.attainment),
-            _coloured(row.attainment_since_start),
+            coloured(row.attainment),
+            coloured(row.attainment_since_start),
             str(row.kv_blocks),
             missed,
         )
@@ -155,9 +156,9 @@ def _tenants(frame: Frame) -> RenderableType:
             str(row.unfinished),
             f"{row.ended}" + (f" ({row.shed} shed)" if row.shed else ""),
             f"{row.tokens_per_s:.0f}",
-            _percent(row.share),
-            _time(row.mean_ttft),
-            _coloured(row.attainment),
+            percent(row.share),
+            time_of(row.mean_ttft),
+            coloured(row.attainment),
         )
     left = len(frame.tenants) - _MAX_TENANTS
     more = f" (the first {_MAX_TENANTS}, {left} more)" if left > 0 else ""
@@ -187,35 +188,3 @@ def _memory(frame: Frame) -> RenderableType:
 
 
 _IDLE: Final[Mapping[str, str]] = {"prefix_cache": "bright_black", "free": "black"}
-
-
-def _plain(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _coloured(value: float | None) -> Text:
-    colour = "dim" if value is None else "red" if value < 0.9 else "yellow" if value < 0.99 else ""
-    return Text("-" if value is None else f"{value:.1%}", colour)
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _pair(times: Quantiles) -> str:
-    return (
-        "-"
-        if times.p50 is None
-        else " / ".join(
-            ("<" if value is not None and value <= times.floor else "") + _time(value)
-            for value in (times.p50, times.p99)
-        )
-    )

@@ -1,0 +1,206 @@
+"""What a gateway did between two readings, and how its engines stand: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.cli.top.frame import Quantiles, grown_quantiles, ratio
+from paceline.cli.top.scrape import Scrape
+
+__all__ = ["EngineRow", "GatewayFrame", "KeyRow", "make_gateway_frame"]
+
+_NAME: Final = "paceline:gateway_"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """One engine. What it does not say of itself is None, which is not 0."""
+
+    name: str
+    kind: str
+    url: str
+    models: tuple[str, ...]
+    # one word (docs/gateway.md), and why it gets no requests; "": it gets some
+    state: str
+    trouble: str
+    breaker: str
+    draining: bool
+    slow: bool
+    # of the requests that would come to it, those that it gets
+    share: float
+    # requests of this gateway there
+    requests: int
+    # of everybody, as it last said
+    running: int | None
+    waiting: int | None
+    kv: float | None
+    pressed: bool
+    # seconds since it said so
+    seconds_ago: float | None
+    # requests sent there a second, and their share of all that were sent meanwhile
+    sent_per_s: float
+    sent_share: float | None
+    # seconds to first tokens, on average of those that came meanwhile: as predicted when their
+    # requests were sent, and as it was
+    predicted_first: float | None
+    actual_first: float | None
+    # meanwhile: attempts that it refused or lost, by kind, and streams that went on there
+    failures: Mapping[str, int]
+    resumed: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """What one key has spent of its budget, or today where it has none."""
+
+    name: str
+    spent: float
+    # as the configuration says it; None: it has none
+    budget: str | None
+    # of the budget
+    share: float | None
+    currency: str
+    # at the rate of the time between the readings
+    per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFrame:
+    """Rates are per second, of the time between the readings."""
+
+    version: str
+    # seconds between the readings
+    interval: float
+    draining: bool
+    in_flight: int
+    waiting: int
+    retry_budget: float
+    # requests that ended meanwhile, by how
+    ended_per_s: float
+    results: Mapping[str, int]
+    # meanwhile: second engines that were asked, by how it went, streams that went on elsewhere, and
+    # requests sent to a later tier
+    hedges: Mapping[str, int]
+    resumed: int
+    fallbacks: int
+    # from a request's arrival at the gateway
+    ttft: Quantiles
+    seconds: Quantiles
+    engines: tuple[EngineRow, ...]
+    # those that spent most first; empty where nothing has a price
+    keys: tuple[KeyRow, ...]
+
+
+def make_gateway_frame(
+    before: tuple[Scrape, Mapping[str, Any]], after: tuple[Scrape, Mapping[str, Any]]
+) -> GatewayFrame:
+    """Of two readings: metrics and status. ``after`` must be later. Counters that fell (the gateway
+    was restarted) count from zero."""
+    (then, status_then), (now, status) = before, after
+    seconds = max(1e-9, now.time - then.time)
+    if now.total(f"{_NAME}attempts_total") < then.total(f"{_NAME}attempts_total"):
+        # what was spent outlives it
+        then = Scrape(then.time, {})
+
+    def grew(name: str, **labels: str) -> float:
+        full = _NAME + name
+        return now.total(full, **labels) - then.total(full, **labels)
+
+    def grew_by(name: str, label: str) -> dict[str, int]:
+        had = then.by(_NAME + name, label)
+        found = {key: n - had.get(key, 0.0) for key, n in now.by(_NAME + name, label).items()}
+        return {key: int(count) for key, count in found.items() if count > 0}
+
+    results = grew_by("requests_total", "result")
+    return GatewayFrame(
+        version=str(status.get("version", "")),
+        interval=seconds,
+        draining=bool(status.get("draining")),
+        in_flight=int(status.get("in_flight", 0)),
+        waiting=int(status.get("waiting", 0)),
+        retry_budget=float(status.get("retry_budget", 0.0)),
+        ended_per_s=sum(results.values()) / seconds,
+        results=results,
+        hedges=grew_by("hedges_total", "result"),
+        resumed=int(grew("resumed_total")),
+        fallbacks=int(grew("fallbacks_total")),
+        ttft=grown_quantiles(then, now, f"{_NAME}time_to_first_token_seconds"),
+        seconds=grown_quantiles(then, now, f"{_NAME}request_seconds"),
+        engines=tuple(
+            _engine(name, told, then, now, seconds) for name, told in status["engines"].items()
+        ),
+        keys=_keys(status_then.get("spend", {}), status.get("spend", {}), seconds),
+    )
+
+
+def _engine(
+    name: str, told: Mapping[str, Any], then: Scrape, now: Scrape, seconds: float
+) -> EngineRow:
+    def grew(metric: str, **labels: str) -> float:
+        full = _NAME + metric
+        count = now.total(full, engine=name, **labels)
+        had = then.total(full, engine=name, **labels)
+        # an engine that was replaced counts anew
+        return count - had if count >= had else count
+
+    sent = grew("attempts_total")
+    all_sent = now.total(f"{_NAME}attempts_total") - then.total(f"{_NAME}attempts_total")
+    firsts = grew("first_tokens_total")
+    failures = {
+        kind: int(grew("attempt_failures_total", kind=kind)) for kind in ("refused", "lost")
+    }
+    pressure = told.get("pressure") or {}
+    return EngineRow(
+        name=name,
+        kind=str(told.get("kind", "")),
+        url=str(told.get("url", "")),
+        models=tuple(told.get("models") or ()),
+        state=str(told.get("state", "")),
+        trouble=str(told.get("trouble") or ""),
+        breaker=str(told.get("breaker", "")),
+        draining=bool(told.get("draining")),
+        slow=bool(told.get("slow")),
+        share=float(told.get("share", 1.0)),
+        requests=int(told.get("requests", 0)),
+        running=_whole(pressure.get("running")),
+        waiting=_whole(pressure.get("waiting")),
+        kv=pressure.get("kv"),
+        pressed=bool(told.get("pressed")),
+        seconds_ago=pressure.get("seconds_ago"),
+        sent_per_s=sent / seconds,
+        sent_share=ratio(sent, all_sent),
+        predicted_first=ratio(grew("first_token_seconds_total", kind="predicted"), firsts),
+        actual_first=ratio(grew("first_token_seconds_total", kind="actual"), firsts),
+        failures={kind: count for kind, count in failures.items() if count},
+        resumed=int(grew("resumed_total")),
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _keys(
+    before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
+) -> tuple[KeyRow, ...]:
+    rows = []
+    for name, told in after.items():
+        spent = float(told["spent"])
+        had = float(before.get(name, told)["spent"])
+        budget = told.get("budget")
+        most = None if budget is None else float(budget.partition("/")[0])
+        # a window that began anew meanwhile
+        grew = spent - had if spent >= had else spent
+        rows.append(
+            KeyRow(
+                name=name,
+                spent=spent,
+                budget=budget,
+                share=None if most is None else ratio(spent, most),
+                currency=str(told.get("currency", "")),
+                per_hour=3600.0 * grew / seconds,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (-row.spent, row.name)))
