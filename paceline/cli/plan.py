@@ -6,11 +6,15 @@ import argparse
 import json
 import random
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli import plan_fleet, plan_models
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.backends.served import ServedMemory
 
 __all__ = ["add_parser"]
 
@@ -91,14 +95,14 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
         "--weight-dtype",
         type=str.lower,
         choices=tuple(_BYTES),
-        help="default: as a GGUF file stores them, else bfloat16",
+        help="default: of a checkpoint what serve takes for it here (with --hardware as a GGUF "
+        "file stores them), else bfloat16",
     )
     parser.add_argument(
         "--kv-dtype",
         type=str.lower,
         choices=tuple(_BYTES),
-        default="bfloat16",
-        help="default bfloat16",
+        help="default: of a checkpoint what serve takes for it here, else bfloat16",
     )
     parser.add_argument("--weights", type=byte_count, metavar="SIZE", help="instead of a model's")
     parser.add_argument(
@@ -113,13 +117,28 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
         help="of memory that may be used (default 0.9)",
     )
     parser.add_argument(
-        "--reserve", type=byte_count, default=0, metavar="SIZE", help="for activations (default 0)"
+        "--reserve",
+        type=byte_count,
+        metavar="SIZE",
+        help="for activations and the rest of the processes (default: of a checkpoint about what "
+        "these take here, else 0)",
     )
     parser.add_argument(
         "--block-size", type=bounded_int(1), default=16, metavar="N", help="default 16"
     )
     _add_json(parser)
     parser.set_defaults(run=_run_memory)
+
+
+def _served(args: argparse.Namespace) -> ServedMemory | None:
+    """What ``serve`` takes for a checkpoint on this machine; None where that is not asked: for a
+    model that is no file, for other hardware, or for formats that flags name."""
+    path = Path(args.model)
+    if args.hardware or not path.exists() or (args.weight_dtype and args.kv_dtype):
+        return None
+    from paceline.backends.served import served_memory
+
+    return served_memory(path)
 
 
 def _run_memory(args: argparse.Namespace) -> int:
@@ -129,10 +148,15 @@ def _run_memory(args: argparse.Namespace) -> int:
     preset = PRESETS[args.preset] if args.preset else None
     model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
     weights, per_token = args.weights, args.kv_per_token
+    served: ServedMemory | None = None
     if model is not None:
+        served = _served(args)
+        if served is not None:
+            weights = weights or (None if args.weight_dtype else served.weight_bytes)
+            per_token = per_token or (None if args.kv_dtype else served.kv_bytes_per_token)
         per_weight = _BYTES[args.weight_dtype] if args.weight_dtype else model.bytes_per_weight
         weights = weights or model.num_parameters * per_weight
-        per_token = per_token or model.kv_bytes_per_token(_BYTES[args.kv_dtype])
+        per_token = per_token or model.kv_bytes_per_token(_BYTES[args.kv_dtype or "bfloat16"])
     memory: float | None = args.memory
     if memory is None and args.hardware:
         memory = HardwareCard.named(args.hardware).memory
@@ -161,6 +185,9 @@ def _run_memory(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"needs {', '.join(missing)}; --model gives weights and KV, --preset gives all"
         )
+    reserve: float = args.reserve or 0
+    if args.reserve is None and served is not None:
+        reserve = served.process_bytes
     known = {name: float(value) for name, value in values.items() if value is not None}
     plan = plan_memory(
         memory_bytes=known["memory"],
@@ -169,14 +196,22 @@ def _run_memory(args: argparse.Namespace) -> int:
         max_len=int(known["max-len"]),
         mean_len=known["mean-len"],
         utilization=known["utilization"],
-        reserve_bytes=args.reserve,
+        reserve_bytes=reserve,
         block_size=args.block_size,
     )
+    of_weights = of_values = ""
+    if served is not None:
+        of_weights = "" if args.weight_dtype else f" in {served.dtype}, as serve takes it here"
+        of_values = "" if args.kv_dtype else f" in {served.kv_dtype}, likewise"
     rows = [
         ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {known['utilization']:.0%} used"),
-        ("weights", f"{plan.weight_bytes / 1e9:.1f} GB"),
+        (
+            "weights",
+            f"{plan.weight_bytes / 1e9:.{1 if plan.weight_bytes >= 1e9 else 3}f} GB{of_weights}",
+        ),
+        ("reserved", f"{reserve / 1e9:.2f} GB for the rest of the processes"),
         ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
-        ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB"),
+        ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB{of_values}"),
         ("  blocks", f"{plan.num_blocks} of {plan.block_size} tokens"),
         ("preallocated", _sequences(plan.preallocated, plan.max_len, plan.preallocated_waste)),
         ("paged", _sequences(plan.paged, plan.mean_len, plan.paged_waste)),
@@ -185,6 +220,7 @@ def _run_memory(args: argparse.Namespace) -> int:
     derived = {
         "preallocated_waste": plan.preallocated_waste,
         "paged_waste": plan.paged_waste,
+        "reserve_bytes": reserve,
         "gain": plan.gain,
     }
     return _report(args, rows, asdict(plan) | derived)

@@ -24,7 +24,10 @@ _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _T = TypeVar("_T")
 
 # where the prompt of each API lies, in the order in which engines render it
-_PROMPTS: Final = ("tools", "system", "instructions", "messages", "prompt", "input")
+_PROMPTS: Final = (
+    "tools", "system", "instructions", "messages", "prompt", "input", "query", "queries", "text_1",
+    "data_1", "documents", "text_2", "data_2",
+)  # fmt: skip
 # most that an answer may have where the caller does not say
 _DEFAULT_MAX_TOKENS: Final = 1024
 # classes of every server that have no targets and yield to all others

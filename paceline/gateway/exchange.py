@@ -31,6 +31,7 @@ from paceline.gateway.caller import Caller, broken_event
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
 from paceline.gateway.hedge import Hedge
+from paceline.gateway.kinds import VECTOR_PATHS
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.outgoing import Outgoing
@@ -53,9 +54,9 @@ _log = logging.getLogger("paceline.gateway")
 _T = TypeVar("_T")
 
 # endpoints that are relayed
-RELAYED: Final = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
-)
+RELAYED: Final = VECTOR_PATHS | {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
+}  # fmt: skip
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 # of a body that is read without the connection being held back on the way
 _READ_AT_ONCE: Final = 60_000

@@ -18,7 +18,17 @@ import msgspec
 from paceline.gateway.config import EngineKind
 from paceline.routing.engine_load import Pressure
 
-__all__ = ["KINDS", "KindFacts", "kind_of_metrics", "read_contexts", "read_pressure", "scan"]
+__all__ = [
+    "KINDS", "VECTOR_PATHS", "KindFacts", "kind_of_metrics", "read_contexts", "read_pressure",
+    "scan",
+]  # fmt: skip
+
+# beside /v1/embeddings; vLLM's, with its bodies
+VECTOR_PATHS: Final = frozenset(
+    {
+        "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,8 @@ class KindFacts:
     context_path: str = ""
     # cuts prompts that are too long and says nothing
     truncates: bool = False
+    # those of VECTOR_PATHS that it has, for models that are pooled
+    vectors: frozenset[str] = frozenset()
     # seconds a connection may lie idle before it is used again: below what the engine keeps
     idle: float = 4.0
 
@@ -62,9 +74,16 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
         resumes=True,
         continues=True,
         salts=True,
+        vectors=VECTOR_PATHS,
         idle=60.0,
     ),
-    "vllm": KindFacts(signals=_VLLM_SIGNALS, capacity=_VLLM_CAPACITY, continues=True, salts=True),
+    "vllm": KindFacts(
+        signals=_VLLM_SIGNALS,
+        capacity=_VLLM_CAPACITY,
+        continues=True,
+        salts=True,
+        vectors=VECTOR_PATHS,
+    ),
     "sglang": KindFacts(
         signals={
             "waiting": ("sglang:num_queue_reqs",),
@@ -73,6 +92,8 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
         },
         capacity=("sglang:cache_config_info", "page_size", "num_pages"),
         continues=True,
+        # its /v1/score has another body
+        vectors=frozenset({"/v1/rerank"}),
     ),
     "llama.cpp": KindFacts(
         signals={
@@ -80,6 +101,7 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
             "running": ("llamacpp:requests_processing",),
         },
         context_path="/props",
+        vectors=frozenset({"/rerank", "/v1/rerank"}),
     ),
     # neither says how pressed it is: what was sent and has not ended is all there is to see
     "ollama": KindFacts(metrics_path="/api/version", context_path="/api/ps", truncates=True),

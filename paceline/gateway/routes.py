@@ -9,6 +9,7 @@ from paceline.core.errors import UnknownModelError
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target
 from paceline.gateway.engines import Engine, EngineModel
+from paceline.gateway.kinds import VECTOR_PATHS
 from paceline.http.errors import HttpError
 
 __all__ = ["Route", "Routes", "Site"]
@@ -57,7 +58,7 @@ class Route:
         for tier in self.tiers:
             kept = []
             for site in tier:
-                if why := site.engine.dialect.cannot(path, body):
+                if why := site.engine.dialect.cannot(path, body) or _lacks(site.engine, path):
                     reasons[site.engine.name] = why
                 else:
                     kept.append(site)
@@ -79,6 +80,14 @@ class Route:
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
         """The tiers that may be used, in their order."""
         return iter(self.tiers if fallback else self.tiers[:1])
+
+
+def _lacks(engine: Engine, path: str) -> str:
+    """Why an engine of its kind is not asked for vectors there; empty where it may be. An engine of
+    a kind that is not known yet may have all."""
+    if path not in VECTOR_PATHS or engine.kind == "auto" or path in engine.facts.vectors:
+        return ""
+    return f"{engine.kind} has no {path}"
 
 
 class Routes:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
+from paceline.backends.served import served_memory
 from paceline.checkpoints.gguf_format import read_gguf
 from paceline.cli.main import main
 from paceline.cli.plugins import GROUP
@@ -278,7 +279,7 @@ def test_a_gguf_file_takes_what_it_takes_as_it_is_stored(
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", quantise=GGMLQuantizationType.Q4_0)
     stored = sum(tensor.num_bytes for tensor in read_gguf(path).tensors.values())
-    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = ("memory", "--model", str(path), "--hardware", "h100-sxm", "--max-len", "64")
     flags = (*flags, "--mean-len", "32")
     assert plan(capsys, *flags)["weight_bytes"] == pytest.approx(stored)
     asked = plan(capsys, *flags, "--weight-dtype", "int4")["weight_bytes"]
@@ -288,6 +289,33 @@ def test_a_gguf_file_takes_what_it_takes_as_it_is_stored(
     card = HardwareCard.named("h100-sxm")
     room = RooflineStepTimes(card, shape).kv_capacity_bytes
     assert room == pytest.approx(0.9 * card.memory - stored)
+
+
+def test_a_checkpoint_takes_here_what_serve_takes_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    served = served_memory(path)
+    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = (*flags, "--mean-len", "32")
+    found = plan(capsys, *flags)
+    assert found["weight_bytes"] == served.weight_bytes
+    assert found["kv_bytes_per_token"] == served.kv_bytes_per_token
+    assert found["reserve_bytes"] == served.process_bytes > 50e6
+    rest = 0.9e9 - found["weight_bytes"] - found["reserve_bytes"]
+    assert found["kv_bytes"] == pytest.approx(rest)
+    assert plan(capsys, *flags, "--reserve", "0.5GB")["reserve_bytes"] == 0.5e9
+    assert main(["plan", *flags]) == 0
+    said = capsys.readouterr().out
+    assert f" GB in {served.dtype}, as serve takes it here" in said
+    assert f"{served.process_bytes / 1e9:.2f} GB for the rest of the processes" in said
+    assert f" KiB in {served.kv_dtype}, likewise" in said
+    # flags name other formats, or another machine
+    for flag, name in (("--weight-dtype", "weight_bytes"), ("--kv-dtype", "kv_bytes_per_token")):
+        other = plan(capsys, *flags, flag, "float32")
+        assert other[name] > found[name]
+        same = ({"weight_bytes", "kv_bytes_per_token"} - {name}).pop()
+        assert other[same] == found[same]
 
 
 def test_a_model_of_a_file_is_planned_for(

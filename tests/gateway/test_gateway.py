@@ -436,3 +436,36 @@ async def _until(condition: Any, seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def test_vectors_go_to_engines_that_have_them() -> None:
+    ranked = Step(
+        parts=(b'{"model":"m","results":[{"index":0,"relevance_score":1.0}]}',), stream=False
+    )
+    kinds = {"e1": "llama.cpp", "e2": "vllm", "e3": "openai"}
+    async with (
+        scripted(ranked, pages={"/props": {}}) as llama,
+        scripted(ranked) as vllm,
+        scripted(ranked) as openai,
+        gateway_over(configured(llama, vllm, openai, kinds=kinds)) as (_, client),
+    ):
+        pair = {"model": "m", "query": "a", "documents": ["a", "b"], "text_1": "a", "text_2": "b"}
+        for path in ("/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"):
+            for _ in range(3):
+                answer = await client.post(path, json=pair)
+                assert answer.headers["x-paceline-engine"] == "e2", (path, answer.text)
+        assert answer.json()["results"][0]["relevance_score"] == 1.0
+        assert vllm.bodies[-1]["documents"] == ["a", "b"]
+        both = {(await client.post("/rerank", json=pair)).headers["x-paceline-engine"]
+                for _ in range(12)}  # fmt: skip
+        assert both == {"e1", "e2"} and not openai.bodies
+        assert (await client.get("/rerank")).status_code == 405
+    alone = {"e1": "openai"}
+    async with (
+        scripted(ranked) as engine,
+        gateway_over(configured(engine, kinds=alone)) as (_, client),
+    ):
+        answer = await client.post("/rerank", json=pair)
+        assert answer.status_code == 400
+        assert "e1: openai has no /rerank" in answer.json()["error"]["message"]
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200

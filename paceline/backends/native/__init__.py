@@ -5,7 +5,7 @@ Needs the compiled ``_lib`` next to this file (built by ``make``, or by
 used, and then the pure PyTorch path serves. Nothing here imports torch.
 """
 
-from paceline.backends.native.kinds import choose_kinds
+from paceline.backends.native.kinds import choose_kinds, packed_bytes
 from paceline.backends.native.library import unavailable_reason, variants
 from paceline.backends.native.model import (
     DTYPES,
@@ -23,6 +23,7 @@ __all__ = [
     "RawTensor",
     "checkpoint_tensors",
     "choose_kinds",
+    "packed_bytes",
     "unavailable_reason",
     "unsupported_reason",
     "variants",

@@ -9,9 +9,11 @@ from typing import Final
 from paceline.backends.native.tensors import KEPT, KINDS, locate
 from paceline.checkpoints.base import Checkpoint
 
-__all__ = ["Kinds", "choose_kinds"]
+__all__ = ["Kinds", "choose_kinds", "packed_bytes"]
 
 _GROUP: Final = 32
+# rows that lie together
+_PANEL: Final = 32
 # PacelineConfig.wide by what is packed into one matrix
 _BITS: Final = {
     KINDS[f"{name}.weight"]: bit
@@ -72,6 +74,43 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str) -> Kinds:
     if any(stored in KEPT for stored in decoded):
         note += " (embeddings, the head, and what is multiplied together with other types)"
     return Kinds(bytes(wide), note)
+
+
+def packed_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """Bytes of the matrices as the library packs them, ``NativeModel.weight_bytes``, without
+    loading any: in panels of 32 rows, with a scale for each row of int8 (csrc/matrix.cpp)."""
+    config = checkpoint.config
+    wide = choose_kinds(checkpoint, dtype).wide or bytes(config.num_hidden_layers)
+
+    def packed(rows: int, columns: int, kind: str) -> int:
+        rows = _padded(rows, _PANEL)
+        if kind == "q4":
+            # a nibble for each value, and a scale and a minimum in halves for each group
+            return rows * columns // _GROUP * (_GROUP // 2 + 4)
+        width = {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
+        return rows * (_padded(columns * width, 4) + 4 * (kind == "int8"))
+
+    table = "int8" if dtype == "q4" else dtype
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    inner = config.intermediate_size
+    shapes = (
+        (1, heads + 2 * keys, hidden),
+        (2, hidden, heads),
+        # gate and up lie in one another
+        (4, 2 * _padded(inner, _PANEL // 2), hidden),
+        (8, hidden, inner),
+    )
+    total = packed(config.vocab_size, hidden, table) * (1 if config.tie_word_embeddings else 2)
+    for layer in wide:
+        for bit, rows, columns in shapes:
+            whole = dtype == "q4" and not layer & bit and columns % _GROUP == 0
+            total += packed(rows, columns, "q4" if whole else table)
+    return total
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 def _counted(types: Counter[str]) -> str:
