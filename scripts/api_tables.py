@@ -35,6 +35,7 @@ PATHS: Final = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
     "/inference/v1/generate", "/api/chat", "/api/generate", "/completion", "/v1/batches",
     "/tokenize", "/detokenize", "/v1/embeddings", "/rerank", "/score", "/classify", "/pooling",
+    "/api/embed", "/api/embeddings",
 )  # fmt: skip
 # by title; several bodies are alternatives
 SECTIONS: Final[dict[str, tuple[type[Body], ...]]] = {

@@ -33,8 +33,11 @@ from paceline.backends.topology import bind, format_list
 from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.encoder import ENCODERS, EncoderCheckpoint
+from paceline.checkpoints.encoder import ENCODERS, EncoderCheckpoint, EncoderFiles
 from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf_encoder import GGUFEncoder
+from paceline.checkpoints.gguf_parts import read_gguf_parts
+from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
@@ -77,14 +80,17 @@ def _load(
 ) -> tuple[Runner, BackendInfo]:
     """On the thread that will compute."""
     started = time.monotonic()
-    checkpoint, metadata = None, None
-    if not checkpoint_path.is_dir():
-        checkpoint = open_checkpoint(checkpoint_path)
-        metadata = checkpoint.metadata if isinstance(checkpoint, GGUFCheckpoint) else None
+    parts = read_gguf_parts(checkpoint_path) if checkpoint_path.is_file() else None
+    metadata = None if parts is None else parts[0].metadata
     pooling = find_pooling(checkpoint_path, settings.runner, settings.convert, metadata)
     if pooling is not None and pooling.encoder in ENCODERS:
-        return _load_encoder(checkpoint_path, pooling, settings, max_num_seqs, own_process)
-    checkpoint = checkpoint or open_checkpoint(checkpoint_path)
+        encoder = EncoderCheckpoint(checkpoint_path) if parts is None else GGUFEncoder(*parts)
+        return _load_encoder(encoder, pooling, settings, max_num_seqs, own_process)
+    checkpoint = (
+        open_checkpoint(checkpoint_path)
+        if parts is None
+        else GGUFCheckpoint(checkpoint_path, parts)
+    )
     opened = time.monotonic()
     config = checkpoint.config
     usual = None if pooling is None else pooling.max_seq_length
@@ -164,6 +170,7 @@ def _load(
                 (
                     "" if pooling is None else _described(pooling),
                     formats.why,
+                    _decoded(checkpoint, formats, kinds),
                     kinds,
                     placement.describe(settings.threads),
                 ),
@@ -178,13 +185,16 @@ def _load(
 
 
 def _load_encoder(
-    path: Path, pooling: PoolingFiles, settings: BackendSettings, max_num_seqs: int, own: bool
+    checkpoint: EncoderFiles,
+    pooling: PoolingFiles,
+    settings: BackendSettings,
+    max_num_seqs: int,
+    own: bool,
 ) -> tuple[Runner, BackendInfo]:
     """An encoder, which has no KV cache: its blocks are numbers, so many that the scheduler never
     waits for one."""
     started = time.monotonic()
-    checkpoint = EncoderCheckpoint(path)
-    config = checkpoint.config
+    path, config = checkpoint.path, checkpoint.config
     length = _choose_length(config.longest, settings.max_model_len, pooling.max_seq_length)
     for flag, value in (("kv-dtype", settings.kv_dtype), ("compute", settings.compute)):
         if value not in ("auto", "torch"):
@@ -227,6 +237,14 @@ def _load_encoder(
         pooling=pooled,
     )
     return runner, info
+
+
+def _decoded(checkpoint: Checkpoint, formats: Formats, kinds: str) -> str:
+    """For the ready line: what became of a folder's quantised weights."""
+    kind = checkpoint.quantisation if isinstance(checkpoint, HFCheckpoint) else ""
+    if not kind:
+        return ""
+    return f"{kind} as blocks of Q4_1" if kinds else f"{kind} decoded to {formats.dtype}"
 
 
 def _described(pooling: PoolingFiles) -> str:

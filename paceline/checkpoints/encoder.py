@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.hf import read_entries, values_of
+from paceline.checkpoints.hf import read_entries
 from paceline.checkpoints.hf_fields import Fields
 from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.safetensors_format import SafetensorsEntry
+from paceline.checkpoints.safetensors_format import SafetensorsEntry, values_of
 from paceline.core.errors import CheckpointError
 
-__all__ = ["ENCODERS", "EncoderCheckpoint", "EncoderConfig"]
+__all__ = ["ENCODERS", "EncoderCheckpoint", "EncoderConfig", "EncoderFiles", "check_encoder"]
 
 # by model_type, with the name that its heads give to what they stand on
 ENCODERS: Final[Mapping[str, str]] = MappingProxyType(
@@ -97,8 +97,22 @@ class EncoderConfig:
         return self.max_position_embeddings - self.first_position
 
 
+class EncoderFiles(Protocol):
+    """An opened folder or file, checked: the config is sane, and every tensor that it implies is
+    there."""
+
+    path: Path
+    config: EncoderConfig
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """The values in float32, a fresh array. Raises CheckpointError for an unknown name."""
+        ...
+
+
 class EncoderCheckpoint:
-    """An opened folder, checked: the config is sane, and every tensor that it implies is there.
+    """An opened folder, an ``EncoderFiles``.
 
     Raises:
         CheckpointError: otherwise.
@@ -115,13 +129,7 @@ class EncoderCheckpoint:
         self._entries = {
             _our_name(name, prefix): entry for name, entry in read_entries(folder).items()
         }
-        for name, shape in _shapes(self.config).items():
-            found = self._entries.get(name)
-            if found is None or found.shape != shape:
-                what = "is missing" if found is None else f"has shape {list(found.shape)}"
-                raise CheckpointError(
-                    f"{folder}: tensor {name} {what}, its config implies {list(shape)}"
-                )
+        check_encoder(folder, self.config, {n: entry.shape for n, entry in self._entries.items()})
 
     def has(self, name: str) -> bool:
         return name in self._entries
@@ -135,6 +143,15 @@ class EncoderCheckpoint:
             return self._entries[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
+
+
+def check_encoder(path: Path, config: EncoderConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError where a tensor that the config implies is missing, or has another
+    shape than it implies."""
+    for name, shape in _shapes(config).items():
+        if found.get(name) != shape:
+            what = f"has shape {list(found[name])}" if name in found else "is missing"
+            raise CheckpointError(f"{path}: tensor {name} {what}, its config implies {list(shape)}")
 
 
 def _our_name(name: str, prefix: str) -> str:

@@ -15,7 +15,6 @@ whole rows is exact for quantised tensors too.
 from __future__ import annotations
 
 import math
-import mmap
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,12 +24,12 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.gguf_data import GGUFData
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
 from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
@@ -131,18 +130,17 @@ class GGUFCheckpoint:
     """An opened ``.gguf`` file, with all parts of a split one; see ``base.Checkpoint`` for the
     contract.
 
+    Args:
+        parts: what ``read_gguf_parts`` has found in it; None: it is read.
+
     Raises:
         CheckpointError: malformed (see ``gguf_format``), without one of its parts, of an
             architecture not in SUPPORTED_ARCHITECTURES, or with metadata and tensors that disagree.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file, paths = read_gguf_parts(path)
-        self._maps: list[mmap.mmap] = []
-        for part in paths:
-            with part.open("rb") as file:
-                self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        self._data = [np.frombuffer(each, dtype=np.uint8) for each in self._maps]
+    def __init__(self, path: Path, parts: tuple[GGUFFile, tuple[Path, ...]] | None = None) -> None:
+        self._file, paths = parts or read_gguf_parts(path)
+        self._data = GGUFData(paths)
         self._tensors: dict[str, GGUFTensor] = {}
         architecture = _find_architecture(self._file.metadata)
         names = {**_IN_LAYER, **(architecture.gguf_names if architecture else {})}
@@ -153,7 +151,7 @@ class GGUFCheckpoint:
                 raise CheckpointError(f"{path}: two tensors are both {name}")
             self._tensors[name] = tensor
         try:
-            reader = _ConfigReader(self._file, self._tensors, self._values, architecture)
+            reader = _ConfigReader(self._file, self._tensors, self._data.values, architecture)
             self._config = reader.read()
         except CheckpointError as error:
             text = str(error)
@@ -187,7 +185,7 @@ class GGUFCheckpoint:
         return self._find(name).type.name
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        return self._reorder(name, self._values(self._find(name)))
+        return self._reorder(name, self._data.values(self._find(name)))
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
         """See ``base.Checkpoint``. Read-only and backed by the file, except for q and k of the
@@ -195,11 +193,10 @@ class GGUFCheckpoint:
         tensor = self._find(name)
         if len(tensor.shape) != 2:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}; only matrices have rows")
-        return self._reorder(name, self._bytes(tensor)), tensor.type.name
+        return self._reorder(name, self._data.rows(tensor)), tensor.type.name
 
     def release(self) -> None:
-        for each in self._maps:
-            each.madvise(mmap.MADV_DONTNEED)
+        self._data.release()
 
     def check_shapes(self) -> tuple[str, ...]:
         """Names of the model's tensors.
@@ -253,24 +250,6 @@ class GGUFCheckpoint:
             return self._tensors[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
-
-    def _bytes(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        flat = self._data[tensor.part][tensor.start : tensor.start + tensor.num_bytes]
-        return flat.reshape(-1, tensor.row_bytes)
-
-    def _values(self, tensor: GGUFTensor) -> NDArray[np.float32]:
-        data = self._bytes(tensor)
-        try:
-            values = quants.dequantize(data, tensor.type)
-        except NotImplementedError:
-            raise CheckpointError(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, "
-                "which cannot be dequantised"
-            ) from None
-        # dequantize returns a view of the file for float32; the caller may change what it gets
-        return np.array(values, dtype=np.float32, copy=np.shares_memory(values, data)).reshape(
-            tensor.shape
-        )
 
     def _reorder(self, name: str, rows: NDArray[_T]) -> NDArray[_T]:
         order = row_order(self._config, name)

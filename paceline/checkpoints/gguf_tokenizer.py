@@ -1,9 +1,10 @@
 """The vocabulary of a GGUF file as a ``tokenizers.Tokenizer``.
 
-Two kinds exist for the supported architectures. ``gpt2`` is byte-level BPE with explicit merges;
+Three kinds exist for the supported architectures. ``gpt2`` is byte-level BPE with explicit merges;
 how text is cut into words before merging is named by ``tokenizer.ggml.pre``. ``llama`` is
 SentencePiece BPE: no merges but a score per piece, spaces written as U+2581, unknown characters as
-bytes.
+bytes. ``bert`` is WordPiece, whose pieces begin with U+2581 where they begin a word, and not with
+BERT's ``##`` where they do not.
 
 Source of the word patterns: the published tokenizer.json of each model family that llama.cpp's
 converter maps to the name in ``tokenizer.ggml.pre``.
@@ -125,9 +126,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, add_bos = _byte_level(metadata, vocab)
     elif kind == "llama":
         tokenizer, add_bos = _sentencepiece(metadata, tokens, vocab, types), True
+    elif kind == "bert":
+        return _wordpiece(metadata, tokens)
     else:
         raise CheckpointError(
-            f"tokenizer.ggml.model {kind!r:.40} is not supported; these are: gpt2, llama"
+            f"tokenizer.ggml.model {kind!r:.40} is not supported; these are: gpt2, llama, bert"
         )
     if types is not None:
         special = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN))
@@ -235,6 +238,51 @@ def _sentencepiece(
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
+
+
+def _wordpiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    """As llama.cpp's converter renames BERT's pieces, undone. Whether text is lowered is not
+    written: it is where no piece has a capital letter."""
+    names = [_piece_name(token) for token in tokens]
+    vocab = {name: token_id for token_id, name in enumerate(names)}
+    if len(vocab) != len(names):
+        raise CheckpointError("tokenizer.ggml.tokens has two pieces of one name")
+
+    def special(*keys: str) -> tuple[str, int]:
+        for key in keys:
+            token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+            if type(token_id) is int and 0 <= token_id < len(names):
+                return names[token_id], token_id
+        raise CheckpointError(f"tokenizer.ggml.{keys[0]}_token_id is not among {len(names)} tokens")
+
+    unknown, _ = special("unknown")
+    # the format's own name has one "a" less
+    first, last = special("cls", "bos"), special("seperator", "separator", "eos")
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    lowered = all(name == name.lower() or _is_bracketed(name) for name in names)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowered)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in names if _is_known(name)]
+    )
+    tokenizer.post_processor = processors.BertProcessing(last, first)
+    return tokenizer
+
+
+def _piece_name(token: str) -> str:
+    if _is_bracketed(token):
+        return token
+    return token[1:] if token.startswith("\u2581") else f"##{token}"
+
+
+def _is_bracketed(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]")
+
+
+def _is_known(name: str) -> bool:
+    """Whether it is one of BERT's own special tokens, and not one of its many unused ones."""
+    return name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def _merges_from_scores(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +18,26 @@ from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf_config import read_hf_config
 from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safetensors_header
+from paceline.checkpoints.quantised import QuantisedMatrix, quantisation_of
+from paceline.checkpoints.safetensors_format import (
+    DTYPES,
+    SafetensorsEntry,
+    read_data,
+    read_safetensors_header,
+    values_of,
+)
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
-__all__ = ["HFCheckpoint", "read_entries", "values_of"]
+__all__ = ["HFCheckpoint", "read_entries"]
 
 _T = TypeVar("_T", bound=np.generic)
+# a tensor by itself, or a matrix of several
+_Stored: TypeAlias = SafetensorsEntry | QuantisedMatrix
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 # of a decoder that classifies, as transformers names them
 HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
 MAX_SHARDS: Final = 4096
@@ -47,15 +55,25 @@ class HFCheckpoint:
         self._folder = folder
         # the config is judged first: "this architecture is not supported" is the more useful error
         read_hf_config(folder, "float32")
-        self._entries = read_entries(folder)
+        stored = read_entries(folder)
         self._head: dict[str, SafetensorsEntry] = {
-            name: self._entries.pop(name) for name in HEAD if name in self._entries
+            name: stored.pop(name) for name in HEAD if name in stored
         }
+        quantisation = quantisation_of(read_json_object(folder / "config.json") or {})
+        self._entries: dict[str, _Stored] = {**stored}
+        if quantisation is not None:
+            try:
+                self._entries = quantisation.take(stored)
+            except CheckpointError as error:
+                raise CheckpointError(f"{folder}: {error}") from None
+        self._quantisation = quantisation
         sizes: Counter[str] = Counter()
         for entry in self._entries.values():
-            sizes[entry.dtype] += entry.num_bytes
+            # beside matrices of 4 bits an embedding of 16 may be larger than all of them
+            if quantisation is None or not isinstance(entry, SafetensorsEntry):
+                sizes[entry.dtype] += entry.num_bytes
         main_dtype = sizes.most_common(1)[0][0]
-        self._config = read_hf_config(folder, _DTYPES.get(main_dtype, main_dtype))
+        self._config = read_hf_config(folder, DTYPES.get(main_dtype, main_dtype))
         self._parts = _parts_of(folder, self._entries, self._config)
         self._names = self.check_shapes()
 
@@ -66,6 +84,11 @@ class HFCheckpoint:
     @property
     def config(self) -> ModelConfig:
         return self._config
+
+    @property
+    def quantisation(self) -> str:
+        """How matrices are quantised, for people; empty: not at all."""
+        return "" if self._quantisation is None else self._quantisation.text
 
     def tensor_names(self) -> tuple[str, ...]:
         return self._names
@@ -83,8 +106,14 @@ class HFCheckpoint:
         part = self._parts[name]
         return part.stored_name, part.rows
 
+    def is_quantised(self, name: str) -> bool:
+        """Whether several stored tensors make up ``name``, which ``tensor`` alone reads."""
+        return not isinstance(self._find(name), SafetensorsEntry)
+
     def tensor(self, name: str) -> NDArray[np.float32]:
-        return self._ordered(name, values_of(self._find(name)))
+        entry = self._find(name)
+        values = values_of(entry) if isinstance(entry, SafetensorsEntry) else entry.values()
+        return self._ordered(name, values)
 
     def tensor_row(self, name: str, row: int) -> NDArray[np.float32]:
         """One row of a matrix, without reading the others. Raises CheckpointError for a row that is
@@ -92,6 +121,9 @@ class HFCheckpoint:
         entry = self._find(name)
         if not 0 <= row < entry.shape[0]:
             raise CheckpointError(f"{self._folder}: {name} has {entry.shape[0]} rows, no {row}")
+        if not isinstance(entry, SafetensorsEntry):
+            found: NDArray[np.float32] = entry.part(slice(row, row + 1)).values()[0]
+            return found
         size = entry.num_bytes // entry.shape[0]
         start = entry.start + row * size
         return values_of(replace(entry, shape=entry.shape[1:], start=start, num_bytes=size))
@@ -105,7 +137,9 @@ class HFCheckpoint:
         entry = self._find(name)
         if len(entry.shape) != 2:
             raise CheckpointError(f"{name} has shape {list(entry.shape)}; only matrices have rows")
-        rows = np.frombuffer(_read(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
+        if not isinstance(entry, SafetensorsEntry):
+            return self._ordered(name, entry.blocks()), entry.dtype
+        rows = np.frombuffer(read_data(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
         return self._ordered(name, rows), entry.dtype
 
     def tensor_type(self, name: str) -> str:
@@ -118,19 +152,20 @@ class HFCheckpoint:
         """Names of the model's tensors.
 
         Raises CheckpointError if any is missing, of another shape than the config implies, or
-        stored in a type other than F64, F32, F16 and BF16.
+        stored in a type other than F64, F32, F16 and BF16 that config.json does not tell of.
         """
         shapes = {name: part.entry.shape for name, part in self._parts.items()}
         names = check_shapes(self._folder, self._config, shapes)
         for name in names:
-            if (dtype := self._parts[name].entry.dtype) not in _DTYPES:
+            entry = self._parts[name].entry
+            if isinstance(entry, SafetensorsEntry) and entry.dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{self._folder}: tensor {name} is stored as {dtype}; "
-                    f"supported are {', '.join(_DTYPES)}"
+                    f"{self._folder}: tensor {name} is stored as {entry.dtype}; "
+                    f"supported are {', '.join(DTYPES)}"
                 )
         return names
 
-    def _find(self, name: str) -> SafetensorsEntry:
+    def _find(self, name: str) -> _Stored:
         try:
             return self._parts[name].entry
         except KeyError:
@@ -144,13 +179,13 @@ class HFCheckpoint:
 class _Part(NamedTuple):
     """A tensor of ours within the stored one that holds it."""
 
-    entry: SafetensorsEntry
+    entry: _Stored
     stored_name: str
     rows: slice | None
 
 
 def _parts_of(
-    folder: Path, entries: Mapping[str, SafetensorsEntry], config: ModelConfig
+    folder: Path, entries: Mapping[str, _Stored], config: ModelConfig
 ) -> dict[str, _Part]:
     """What is stored, under our names. Raises CheckpointError where a fused matrix has other rows
     than its parts, or two tensors have one name."""
@@ -168,13 +203,27 @@ def _parts_of(
             names = names if len(names) == 1 else (stored,)
             found = [_Part(entry, stored, None)]
         for name, part in zip(names, found, strict=True):
+            if name not in expected and _is_filler(stored, entries):
+                continue
             if name in parts:
                 raise CheckpointError(f"{folder}: two tensors are both {name}")
             parts[name] = part
     return parts
 
 
-def _split(folder: Path, name: str, entry: SafetensorsEntry, counts: list[int]) -> list[_Part]:
+def _is_filler(stored: str, entries: Mapping[str, _Stored]) -> bool:
+    """Whether it is the bias of zeros that AutoGPTQ writes beside a matrix that has none."""
+    entry = entries[stored]
+    beside = entries.get(f"{stored.removesuffix('.bias')}.weight")
+    return (
+        stored.endswith(".bias")
+        and isinstance(entry, SafetensorsEntry)
+        and not isinstance(beside, SafetensorsEntry | None)
+        and not values_of(entry).any()
+    )
+
+
+def _split(folder: Path, name: str, entry: _Stored, counts: list[int]) -> list[_Part]:
     """Parts of a fused matrix, one below the other."""
     rows = entry.shape[0] if entry.shape else 0
     if rows != sum(counts):
@@ -183,40 +232,22 @@ def _split(folder: Path, name: str, entry: SafetensorsEntry, counts: list[int]) 
         )
     parts, first = [], 0
     for count in counts:
-        row_bytes = entry.num_bytes // rows
-        part = replace(
-            entry,
-            shape=(count, *entry.shape[1:]),
-            start=entry.start + first * row_bytes,
-            num_bytes=count * row_bytes,
-        )
-        parts.append(_Part(part, name, slice(first, first + count)))
+        span = slice(first, first + count)
+        part = _rows(entry, span) if isinstance(entry, SafetensorsEntry) else entry.part(span)
+        parts.append(_Part(part, name, span))
         first += count
     return parts
 
 
-def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:
-    """A tensor in float32, a fresh array. Raises CheckpointError for what is no floating point."""
-    if entry.dtype not in _DTYPES:
-        raise CheckpointError(f"{entry.path} has a tensor of {entry.dtype}, no type of weights")
-    data = _read(entry)
-    if entry.dtype == "BF16":
-        # bfloat16 is the upper half of a float32
-        upper = np.frombuffer(data, dtype="<u2").astype(np.uint32)
-        values = (upper << 16).view(np.float32)
-    else:
-        code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
-        values = np.frombuffer(data, dtype=code).astype(np.float32)
-    return values.reshape(entry.shape)
-
-
-def _read(entry: SafetensorsEntry) -> bytes:
-    with entry.path.open("rb") as file:
-        file.seek(entry.start)
-        data = file.read(entry.num_bytes)
-    if len(data) != entry.num_bytes:
-        raise CheckpointError(f"{entry.path} was cut short while it was open")
-    return data
+def _rows(entry: SafetensorsEntry, span: slice) -> SafetensorsEntry:
+    row_bytes = entry.num_bytes // entry.shape[0]
+    count = span.stop - span.start
+    return replace(
+        entry,
+        shape=(count, *entry.shape[1:]),
+        start=entry.start + span.start * row_bytes,
+        num_bytes=count * row_bytes,
+    )
 
 
 def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:

@@ -16,6 +16,7 @@ from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf_fields import Fields, token_ids
 from paceline.checkpoints.json_file import read_json_object
+from paceline.checkpoints.quantised import quantisation_of
 from paceline.core.errors import CheckpointError
 
 __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "read_hf_config"]
@@ -58,8 +59,8 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
     """The architecture described by ``folder``; ``stored_dtype`` is that of its weights.
 
     Raises:
-        CheckpointError: no config.json, an unsupported architecture, code of its own, quantised
-            weights, or a value of the wrong type or size.
+        CheckpointError: no config.json, an unsupported architecture, code of its own, weights
+            quantised in a way that is not read, or a value of the wrong type or size.
     """
     path = folder / "config.json"
     raw = read_json_object(path)
@@ -84,11 +85,8 @@ def config_from(
     """
     architecture, is_headless = _architecture(raw)
     fields = Fields(raw, architecture.defaults)
-    if "quantization_config" in fields.raw:
-        raise CheckpointError(
-            "the weights are quantised (quantization_config); use an unquantised checkpoint "
-            "or a GGUF file"
-        )
+    # a kind that is not read is refused by its name
+    quantisation_of(fields.raw)
     for name, neutral in NEUTRAL.items():
         value = raw.get(name)
         if value is not None and value not in neutral and name not in architecture.reads:

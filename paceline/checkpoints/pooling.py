@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from paceline.checkpoints.gguf_encoder import GGUF_ENCODERS
 from paceline.checkpoints.json_file import read_json_list, read_json_object
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.pooling import CLASSIFY, CONVERTS, EMBED, RUNNERS
@@ -143,20 +144,35 @@ def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
 def _of_gguf(
     path: Path, runner: str, convert: str, metadata: Mapping[str, Any]
 ) -> PoolingFiles | None:
-    if runner == "generate":
-        return None
-    key = f"{metadata.get('general.architecture')}.pooling_type"
+    encoder = name if (name := metadata.get("general.architecture")) in GGUF_ENCODERS else None
+    key = f"{name}.pooling_type"
     kind = metadata.get(key)
+    if runner == "generate":
+        if encoder is not None:
+            raise ConfigError(
+                f"--runner generate: {path} is a {encoder}, which has no head that predicts "
+                "tokens; leave the flag out"
+            )
+        return None
+    if encoder is not None and kind not in (None, *_GGUF_MODES):
+        raise CheckpointError(
+            f"{path}: {key}={kind!r:.20} is not read, only {', '.join(map(str, _GGUF_MODES))}: "
+            "use the model's Hugging Face folder"
+        )
     mode = _GGUF_MODES.get(kind) if isinstance(kind, int) else None
-    if mode is None and runner == "auto" and convert == "auto":
+    if encoder is None and mode is None and runner == "auto" and convert == "auto":
         return None
     if convert == CLASSIFY:
         raise ConfigError(
             f"--convert classify needs a head, which is not read from GGUF: {path} gives "
             "embeddings; use the model's Hugging Face folder"
         )
-    why = "no pooling_type, so the last token" if mode is None else f"{key}={kind}"
-    return PoolingFiles(task=EMBED, pooling=mode or "last", activation="normalize", why=why)
+    # as of a folder whose files leave it open
+    usual = ("last", "the last token") if encoder is None else ("cls", "the first token")
+    why = f"no pooling_type, so {usual[1]}" if mode is None else f"{key}={kind}"
+    return PoolingFiles(
+        task=EMBED, pooling=mode or usual[0], activation="normalize", why=why, encoder=encoder
+    )
 
 
 # ---------------------------------------------------------------------- folders

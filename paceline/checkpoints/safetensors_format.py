@@ -16,14 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.checkpoints.json_file import parse_json_object
 from paceline.core.errors import CheckpointError
 
-__all__ = ["SafetensorsEntry", "read_safetensors_header"]
+__all__ = ["DTYPES", "SafetensorsEntry", "read_data", "read_safetensors_header", "values_of"]
 
 # 100 bytes per tensor is usual; the largest models have some 10^5 tensors
 MAX_HEADER_BYTES: Final = 16 << 20
 MAX_RANK: Final = 8
+# types that weights are read from, and their names elsewhere
+DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ITEM_BITS: Final = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -126,3 +131,28 @@ def _check_cover(
         position, previous = entry.start + entry.num_bytes, repr(name)
     if position != size:
         raise CheckpointError(f"{path}: {size - position} bytes follow the last tensor")
+
+
+def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:
+    """A tensor in float32, a fresh array. Raises CheckpointError for what is no floating point."""
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{entry.path} has a tensor of {entry.dtype}, no type of weights")
+    data = read_data(entry)
+    if entry.dtype == "BF16":
+        # bfloat16 is the upper half of a float32
+        upper = np.frombuffer(data, dtype="<u2").astype(np.uint32)
+        values = (upper << 16).view(np.float32)
+    else:
+        code = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[entry.dtype]
+        values = np.frombuffer(data, dtype=code).astype(np.float32)
+    return values.reshape(entry.shape)
+
+
+def read_data(entry: SafetensorsEntry) -> bytes:
+    """Its bytes. Raises CheckpointError where the file has become shorter."""
+    with entry.path.open("rb") as file:
+        file.seek(entry.start)
+        data = file.read(entry.num_bytes)
+    if len(data) != entry.num_bytes:
+        raise CheckpointError(f"{entry.path} was cut short while it was open")
+    return data

@@ -6,7 +6,11 @@ from typing import Final
 
 __all__ = ["stored_bits"]
 
-_PLAIN: Final = {"float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0}
+# those of quantised folders without their scales, a few hundredths of a bit
+_PLAIN: Final = {
+    "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "FP8": 8.0, "INT8": 8.0,
+    "INT4": 4.0,
+}  # fmt: skip
 
 
 def stored_bits(stored_dtype: str) -> float:
@@ -15,7 +19,8 @@ def stored_bits(stored_dtype: str) -> float:
     Args:
         stored_dtype: as ``ModelConfig.stored_dtype``, e.g. "bfloat16" (16) or "Q4_1" (5).
 
-    Raises ValueError for a name that is neither a plain dtype nor one of GGUF's types.
+    Raises ValueError for a name that is neither a plain dtype nor one of GGUF's types nor one of
+    ``quantised``.
     """
     if stored_dtype in _PLAIN:
         return _PLAIN[stored_dtype]

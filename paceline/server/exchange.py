@@ -46,6 +46,8 @@ GENERATE_PATHS: Final = frozenset(
         "/inference/v1/generate",
         "/api/chat",
         "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
         "/completion",
         "/completions",
         "/infill",

@@ -1,4 +1,4 @@
-"""The routes of vectors, under the names that callers of vLLM, Cohere and Jina have for them.
+"""The routes of vectors, as callers of vLLM, Cohere, Jina and Ollama know them.
 
 What answers them is imported with the first request, or when the app is made for a model that is
 pooled: a server that generates starts without it.
@@ -15,9 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.core.pooling import PoolingInfo
+from paceline.http.errors import Reply, error_response
 from paceline.http.sse import unless_disconnected
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.targets import CALLER_FIELDS, named_tenant, with_headers
+from paceline.server.errors import ollama_error_body
 from paceline.server.exchange import read_object, request_id_of, tenant_of
 from paceline.server.openai.routes import JSON_BODY, HasIgnored, with_ignored
 from paceline.server.responding import answering, json_response
@@ -32,6 +34,8 @@ _PATHS: Final = {
     "score": ("/score", "/v1/score"),
     "classify": ("/classify",),
     "pooling": ("/pooling",),
+    "ollama_embed": ("/api/embed",),
+    "ollama_embeddings": ("/api/embeddings",),
 }
 
 
@@ -79,11 +83,15 @@ def vector_router(service: Service) -> APIRouter:
         handle.__name__ = name
         return handle
 
+    def of_ollama(reply: Reply, _request_id: str) -> Response:
+        return error_response(reply, ollama_error_body(reply))
+
     for name, paths in _PATHS.items():
+        respond = {"respond": of_ollama} if name.startswith("ollama") else {}
         for path in paths:
             router.add_api_route(
                 path,
-                answering(service, handler(name)),
+                answering(service, handler(name), **respond),
                 methods=["POST"],
                 response_model=None,
                 openapi_extra=JSON_BODY,

@@ -235,7 +235,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("never runs", {"architectures": ["MyModel"], "auto_map": {"AutoModel": "m.MyModel"}}),
     ("not supported", {"architectures": "absent", "model_type": "mamba"}),
     ("not supported", {"architectures": [None]}),
-    ("quantised", {"quantization_config": {"quant_method": "gptq"}}),
+    ("GPTQ of None bits", {"quantization_config": {"quant_method": "gptq"}}),
     ("hidden_act", {"hidden_act": "gelu"}),
     ("vocab_size is missing", {"vocab_size": "absent"}),
     ("vocab_size is '48'", {"vocab_size": "48"}),

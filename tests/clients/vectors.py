@@ -30,6 +30,7 @@ _NO_CHAT: Final = tuple(set(CHAT_CAPABILITIES) - {"async", "errors"})
 CLIENTS: Final = (
     Client("openai", "openai", "scripts/vectors_openai.py", (*_NO_CHAT, "rerank")),
     Client("langchain", "langchain-openai", "scripts/vectors_langchain.py", (*_NO_CHAT, "rerank")),
+    Client("ollama", "ollama", "scripts/vectors_ollama.py", (*_NO_CHAT, "rerank")),
     Client("cohere", "cohere", "scripts/vectors_cohere.py", (*_NO_CHAT, "embeddings", "async")),
 )
 

@@ -215,6 +215,63 @@ async def test_rate_limits_count_prompt_tokens(qwen3: Path) -> None:
         assert answer.status_code == 429, answer.text
 
 
+async def embed(http: httpx.AsyncClient, path: str, status: int = 200, **body: Any) -> Any:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def test_ollamas_embed_gives_the_same(http: httpx.AsyncClient, qwen3: Path) -> None:
+    answer = await embed(http, "/api/embed", model="tiny:latest", input=TEXTS, keep_alive="5m")
+    assert answer["model"] == "tiny:latest" and answer["total_duration"] > 0
+    assert answer["prompt_eval_count"] == sum(len(ids_of(text)) for text in TEXTS)
+    for found, text in zip(answer["embeddings"], TEXTS, strict=True):
+        assert_close(np.array(found, np.float32), expected(qwen3, ids_of(text)))
+    one = await embed(http, "/api/embed", input=TEXTS[0], dimensions=8, options={"num_ctx": 99})
+    assert_close(np.array(one["embeddings"][0], np.float32), expected(qwen3, ids_of(TEXTS[0]), 8))
+    # the older one does not bring vectors to length 1
+    older = await embed(http, "/api/embeddings", model="tiny", prompt=TEXTS[0])
+    raw = hidden_states(qwen3, ids_of(TEXTS[0]))[-1]
+    assert_close(np.array(older["embedding"], np.float32), raw)
+    for nothing in ({}, {"input": ""}, {"input": []}):
+        assert (await embed(http, "/api/embed", **nothing))["embeddings"] == []
+    assert await embed(http, "/api/embeddings", prompt="") == {"embedding": []}
+    shown = (await http.post("/api/show", json={"model": "tiny"})).json()
+    assert shown["capabilities"] == ["embedding"]
+
+
+async def test_ollamas_embed_cuts_unless_told_not_to(http: httpx.AsyncClient, qwen3: Path) -> None:
+    text = "a lazy dog " * 20
+    ids = ids_of(text)
+    cut = [*ids[:127], ids[-1]]
+    answer = await embed(http, "/api/embed", input=text)
+    assert_close(np.array(answer["embeddings"][0], np.float32), expected(qwen3, cut))
+    older = await embed(http, "/api/embeddings", prompt=text)
+    assert_close(np.array(older["embedding"], np.float32), hidden_states(qwen3, cut)[-1])
+    refused = await embed(http, "/api/embed", 400, input=["a", text], truncate=False)
+    assert "128 tokens, and input[1] has 221" in refused["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/api/embed", {"input": 3}, 400, "a text or a list of texts"),
+        ("/api/embed", {"input": [3]}, 400, "texts alone"),
+        ("/api/embed", {"input": ["a", ""]}, 400, "input[1]"),
+        ("/api/embed", {"input": "a", "dimensions": 9}, 400, "8, 16"),
+        ("/api/embed", {"input": "a", "model": "other"}, 404, "other"),
+        ("/api/embed", {"model": "other"}, 404, "other"),
+        ("/api/embed", {"input": "a", "prompt": "a"}, 400, "not served in /api/embed"),
+        ("/api/embeddings", {"prompt": ["a"]}, 400, "prompt"),
+        ("/api/embeddings", {"input": "a"}, 400, "not served in /api/embeddings"),
+    ],
+)
+async def test_bad_bodies_of_ollamas(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, said: str
+) -> None:
+    assert said in (await embed(http, path, status, **body))["error"]
+
+
 async def test_the_openai_sdk_reads_them(http: httpx.AsyncClient, qwen3: Path) -> None:
     async with openai.AsyncOpenAI(
         api_key="x", base_url="http://test/v1", http_client=http, max_retries=0

@@ -142,7 +142,7 @@ class NativeLoader:
         sliding = config.sliding_rope
         model = NativeModel(
             config,
-            checkpoint_tensors(self.checkpoint),
+            checkpoint_tensors(self.checkpoint, in_bits=self.dtype == "q4"),
             rotary_tables(config, self.max_model_len),
             sliding_rope=None
             if sliding is None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.hf import HFCheckpoint
 from paceline.core.errors import CheckpointError
 
 __all__ = ["KEPT", "KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
@@ -76,15 +77,20 @@ def locate(name: str) -> tuple[int, int]:
     return kind, int(match[1]) if match else 0
 
 
-def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(
+    checkpoint: Checkpoint, *, in_bits: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is.
+
+    Args:
+        in_bits: weights may be kept in 4 bits; else nothing is rounded to fit into blocks of them.
 
     Norms come as what the kernels multiply by: with what the model adds to the weight, and the last
     one with the factor on logits.
     """
     config = checkpoint.config
     for name in checkpoint.tensor_names():
-        tensor = _read(checkpoint, name)
+        tensor = _read(checkpoint, name, in_bits)
         if name.endswith("norm.weight") and not isinstance(tensor, RawTensor):
             tensor = tensor + np.float32(config.norm_offset)
             if name == "model.norm.weight":
@@ -94,10 +100,10 @@ def checkpoint_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         checkpoint.release()
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+def _read(checkpoint: Checkpoint, name: str, in_bits: bool) -> Tensor:
     shape = checkpoint.tensor_shape(name)
-    if len(shape) == 2:
+    quantised = isinstance(checkpoint, HFCheckpoint) and checkpoint.is_quantised(name)
+    if len(shape) == 2 and checkpoint.tensor_type(name) in TYPES and (in_bits or not quantised):
         data, type_name = checkpoint.raw_tensor(name)
-        if type_name in TYPES:
-            return RawTensor(np.ascontiguousarray(data), type_name, shape[1])
+        return RawTensor(np.ascontiguousarray(data), type_name, shape[1])
     return checkpoint.tensor(name)

@@ -7,10 +7,11 @@ from typing import Final
 
 from paceline.backends.pooling.head import Dense, PoolingHead
 from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.encoder import EncoderCheckpoint
-from paceline.checkpoints.hf import HFCheckpoint, read_entries, values_of
+from paceline.checkpoints.encoder import EncoderCheckpoint, EncoderFiles
+from paceline.checkpoints.hf import HFCheckpoint, read_entries
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.safetensors_format import values_of
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.pooling import EMBED, PoolingInfo
 
@@ -54,7 +55,7 @@ def pooling_info(
 
 
 def load_head(
-    files: PoolingFiles, checkpoint: Checkpoint | EncoderCheckpoint, hidden_size: int
+    files: PoolingFiles, checkpoint: Checkpoint | EncoderFiles, hidden_size: int
 ) -> PoolingHead:
     """What is computed of a pooled hidden state.
 
@@ -104,7 +105,7 @@ def _encoder_head(checkpoint: EncoderCheckpoint) -> list[Dense]:
     ]
 
 
-def _decoder_head(checkpoint: Checkpoint) -> Dense:
+def _decoder_head(checkpoint: Checkpoint | EncoderFiles) -> Dense:
     weight = (
         checkpoint.head_tensor("score.weight") if isinstance(checkpoint, HFCheckpoint) else None
     )
@@ -113,7 +114,7 @@ def _decoder_head(checkpoint: Checkpoint) -> Dense:
     return Dense(weight, checkpoint.head_tensor("score.bias"))
 
 
-def _token_head(files: PoolingFiles, checkpoint: Checkpoint) -> Dense:
+def _token_head(files: PoolingFiles, checkpoint: Checkpoint | EncoderFiles) -> Dense:
     """The logit of one token, less that of another, as one row: a softmax over the two is the
     sigmoid of the difference."""
     if not isinstance(checkpoint, HFCheckpoint):

@@ -19,7 +19,7 @@ from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.machine import choose_dtype
-from paceline.checkpoints.encoder import EncoderCheckpoint, EncoderConfig
+from paceline.checkpoints.encoder import EncoderConfig, EncoderFiles
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["Encoder", "load_encoder"]
@@ -118,10 +118,8 @@ class Encoder:
         """There are no blocks."""
 
 
-def load_encoder(
-    checkpoint: EncoderCheckpoint, *, dtype: str, device: str, threads: int
-) -> Encoder:
-    """Read a whole encoder. Raises CheckpointError like ``EncoderCheckpoint.tensor``.
+def load_encoder(checkpoint: EncoderFiles, *, dtype: str, device: str, threads: int) -> Encoder:
+    """Read a whole encoder. Raises CheckpointError like ``EncoderFiles.tensor``.
 
     Args:
         threads: processor threads.

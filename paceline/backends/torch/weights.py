@@ -64,7 +64,7 @@ class _Reader:
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 
     def _read(self, name: str) -> torch.Tensor:
-        if not isinstance(self._source, HFCheckpoint):
+        if not isinstance(self._source, HFCheckpoint) or self._source.is_quantised(name):
             return torch.from_numpy(self._source.tensor(name))
         # safetensors maps the file, so stored bfloat16 is copied once and never widened
         path = self._source.tensor_file(name)

@@ -339,6 +339,22 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
     ("GET", "/lora-adapters"): _llama("none", array(OBJECT)),
     ("POST", "/v1/embeddings"): Answer("a vector for each input", ref("EmbeddingAnswer")),
     ("POST", "/pooling"): Answer("a vector for each input", ref("PoolingAnswer")),
+    ("POST", "/api/embed"): Answer(
+        "a vector of length 1 for each input",
+        record(
+            {
+                "model": STRING,
+                "embeddings": array(array({"type": "number"})),
+                "total_duration": INTEGER,
+                "load_duration": INTEGER,
+                "prompt_eval_count": INTEGER,
+            }
+        ),
+        error="OllamaError",
+    ),
+    ("POST", "/api/embeddings"): Answer(
+        "a vector", record({"embedding": array({"type": "number"})}), error="OllamaError"
+    ),
     ("POST", "/classify"): Answer("classes of each input", ref("ClassAnswer")),
     **dict.fromkeys(
         (("POST", "/score"), ("POST", "/v1/score")),

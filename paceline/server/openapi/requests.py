@@ -41,6 +41,7 @@ from paceline.server.pooling.bodies import (
     RerankBody,
     ScoreBody,
 )
+from paceline.server.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
 
 __all__ = ["BODIES", "EXAMPLES", "request_schemas", "shared_schemas"]
 
@@ -83,6 +84,8 @@ BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
     "/detokenize": (DetokenizeBody,),
     "/v1/embeddings": (EmbeddingsBody,),
     "/pooling": (PoolingBody,),
+    "/api/embed": (OllamaEmbedBody,),
+    "/api/embeddings": (OllamaEmbeddingsBody,),
     "/classify": (ClassifyBody,),
     "/score": (ScoreBody,),
     "/v1/score": (ScoreBody,),

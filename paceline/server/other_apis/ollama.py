@@ -231,7 +231,9 @@ def shown_model(service: Service, asked: ShowBody) -> dict[str, Any]:
             "paceline.context_length": service.rules.max_model_len,
             "paceline.vocab_size": info.vocab_size,
         },
-        "capabilities": [
+        "capabilities": ["embedding"]
+        if info.pooling is not None
+        else [
             "completion",
             *(["tools"] if template and "tools" in template else []),
             *(["thinking"] if service.rules.thinking is not None else []),

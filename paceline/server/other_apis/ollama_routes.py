@@ -39,15 +39,12 @@ __all__ = ["REFUSED_ROUTES", "ollama_router"]
 _MODELS: Final = (
     "models are not changed over HTTP: paceline pull, list and rm do it, and serve --model chooses"
 )
-_EMBEDDINGS: Final = "/v1/embeddings gives embeddings, of a model that is pooled"
 REFUSED_ROUTES: Final = {
     ("POST", "/api/pull"): _MODELS,
     ("POST", "/api/push"): _MODELS,
     ("POST", "/api/create"): _MODELS,
     ("POST", "/api/copy"): _MODELS,
     ("DELETE", "/api/delete"): _MODELS,
-    ("POST", "/api/embed"): _EMBEDDINGS,
-    ("POST", "/api/embeddings"): _EMBEDDINGS,
 }
 
 

@@ -11,6 +11,7 @@ from paceline.server.bodies.protocol import TemplateOptions
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.wire import encode
 from paceline.server.openai.answers import AnswerHead
+from paceline.server.pooling import ollama
 from paceline.server.pooling.answers import (
     ClassAnswer,
     ClassData,
@@ -283,4 +284,6 @@ KINDS: Final[dict[str, Endpoint[Any]]] = {
     "classify": Endpoint(parse_classify, _classify),
     "score": Endpoint(parse_score, _score),
     "rerank": Endpoint(parse_rerank, _rerank),
+    "ollama_embed": Endpoint(ollama.parse_embed, ollama.embed_answer),
+    "ollama_embeddings": Endpoint(ollama.parse_ollama_embeddings, ollama.embeddings_answer),
 }

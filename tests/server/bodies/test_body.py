@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from paceline.core.errors import InvalidRequestError, RequestError, UnknownModelError
+from paceline.core.pooling import EMBED, PoolingInfo
 from paceline.core.ranges import Range
 from paceline.server.bodies.body import (
     IGNORED,
@@ -50,6 +51,12 @@ from paceline.server.other_apis.ollama_request import (
 )
 from paceline.server.other_apis.responses_request import ResponsesBody, parse_responses
 from paceline.server.other_apis.token_generate import TokenGenerateBody, parse_token_generate
+from paceline.server.pooling.ollama import (
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    parse_embed,
+    parse_ollama_embeddings,
+)
 from tests.server.test_api_doc import MESSAGES, RULES, api_tables
 
 STRICT = RequestRules(
@@ -240,6 +247,7 @@ def test_one_line_adds_a_field() -> None:
     assert "| `sentences` | served | the answer ends after so many |\n" in lines
 
 
+EMBEDS = PoolingInfo(task=EMBED, pooling="mean", size=128, is_matryoshka=True)
 BODIES: dict[type[Body], Any] = {
     ChatBody: lambda body: parse_chat({"messages": MESSAGES} | body, RULES),
     CompletionBody: lambda body: parse_completion({"prompt": "x"} | body, RULES),
@@ -248,6 +256,10 @@ BODIES: dict[type[Body], Any] = {
     ),
     OllamaChatBody: lambda body: parse_ollama_chat({"messages": MESSAGES} | body, RULES),
     OllamaGenerateBody: lambda body: parse_ollama_generate({"prompt": "x"} | body, RULES),
+    OllamaEmbedBody: lambda body: parse_embed({"input": "x"} | body, RULES, "", EMBEDS),
+    OllamaEmbeddingsBody: lambda body: parse_ollama_embeddings(
+        {"prompt": "x"} | body, RULES, "", EMBEDS
+    ),
     LlamaBody: lambda body: parse_llama_completion({"prompt": "x"} | body, RULES),
     TokenGenerateBody: lambda body: parse_token_generate({"token_ids": [1]} | body, RULES),
     MessagesBody: lambda body: parse_messages_api(

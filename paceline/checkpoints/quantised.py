@@ -1,0 +1,466 @@
+"""Matrices that a Hugging Face folder stores in 8 or 4 bits, and what ``quantization_config`` says
+of them: FP8, GPTQ and AWQ.
+
+A weight of such a folder is ``[outputs, inputs]`` to us, whatever way it lies there::
+
+    FP8    weight           F8_E4M3 [out, in]
+           weight_scale     one number, [out] or [out, 1]; or one for each block of rows and
+           weight_scale_inv columns, which is a factor too, whatever its name says
+    GPTQ   qweight          I32 [in / n, out]: n inputs in an integer, the first in the lowest bits
+           qzeros           I32 [groups, out / n], one less than meant but in "gptq_v2"
+           scales           [groups, out]
+           g_idx            I32 [in], the group of each input; without it, or as it would be, runs
+                            of group_size inputs are a group, and else desc_act was in use
+    AWQ    qweight          I32 [in, out / 8], eight outputs in an integer: 0 2 4 6 1 3 5 7
+           qzeros           I32 [groups, out / 8], likewise
+           scales           [groups, out]
+
+and is ``weight * scale``, or ``(quantised - zero) * scale`` of its input's group.
+
+Sources of these layouts: transformers' ``integrations/finegrained_fp8.py`` and vLLM's
+``quantization/fp8.py``; AutoGPTQ's ``qlinear_cuda_old.py`` and, on zeros, the "gptq_v2" of
+GPTQModel; AutoAWQ's ``utils/packing_utils.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_data, values_of
+from paceline.core.errors import CheckpointError
+
+__all__ = ["FP8", "Q4", "Quantisation", "QuantisedMatrix", "quantisation_of"]
+
+# what matrices are said to be stored as: bytes that are no integers; integers of 8 bits; of 4 bits
+# in blocks that GGUF has too; and of 4 bits whose groups are no runs of inputs
+FP8: Final = "FP8"
+_INT8: Final = "INT8"
+Q4: Final = "Q4_1"
+_INT4: Final = "INT4"
+
+_READ: Final = (
+    "FP8 (fp8, fbgemm_fp8, or float-quantized of compressed-tensors), GPTQ of 4 or 8 bits and AWQ "
+    "of 4 (gemm) are read"
+)
+_INSTEAD: Final = f"use a GGUF file of the model or its unquantised folder; {_READ}"
+# of GGUF's Q4_1
+_BLOCK: Final = 32
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+# what is written beside weights to quantise something else: inputs of a layer, or keys and values
+_UNUSED: Final = (
+    ".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".q_scale",
+    ".k_scale", ".v_scale",
+)  # fmt: skip
+
+
+class QuantisedMatrix(Protocol):
+    """A matrix of several stored tensors."""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds the first of them."""
+        ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        ...
+
+    def part(self, rows: slice) -> QuantisedMatrix:
+        """Some of its rows."""
+        ...
+
+    def values(self) -> NDArray[np.float32]:
+        """Exactly what they stand for, but that FP8 with its scale is rounded to float32. Raises
+        CheckpointError for groups that are not there."""
+        ...
+
+    def blocks(self) -> NDArray[np.uint8]:
+        """Of ``Q4`` alone: its rows as GGUF's blocks, [rows, bytes]. They are exact where the zero
+        is 8; of other zeros the offset ``-zero * scale`` is rounded to a half, by at most 1/128 of
+        the step between two values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """``quantization_config`` of a folder, as far as it says how weights lie there."""
+
+    # "FP8", "GPTQ" or "AWQ"
+    method: str
+    bits: int = 8
+    # inputs that have a scale; -1: all of them
+    group_size: int = -1
+    # what is added to a stored zero
+    zero_offset: int = 0
+    # of FP8, rows and columns that have a scale
+    block: tuple[int, int] | None = None
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        if self.method == FP8:
+            return FP8
+        groups = "" if self.group_size == -1 else f" in groups of {self.group_size}"
+        return f"{self.method} of {self.bits} bits{groups}"
+
+    def take(
+        self, entries: Mapping[str, SafetensorsEntry]
+    ) -> dict[str, SafetensorsEntry | QuantisedMatrix]:
+        """Stored tensors by name, with those that make up a matrix in one.
+
+        Raises:
+            CheckpointError: a matrix lacks a part, its parts do not go together, or there is none.
+        """
+        found: dict[str, SafetensorsEntry | QuantisedMatrix] = dict(entries)
+        count = 0
+        for name, entry in entries.items():
+            if self.method == FP8 and name.endswith(".weight") and entry.dtype == "F8_E4M3":
+                base = name.removesuffix(".weight")
+                found[name] = self._scaled(base, entry, found)
+            elif self.method != FP8 and name.endswith(".qweight"):
+                base = name.removesuffix(".qweight")
+                found[f"{base}.weight"] = self._packed(base, found)
+            else:
+                if name.endswith(_UNUSED):
+                    del found[name]
+                continue
+            count += 1
+        if not count:
+            raise CheckpointError(
+                f"quantization_config says {self.text}, and no tensor is stored so"
+            )
+        return found
+
+    def _scaled(
+        self,
+        base: str,
+        weight: SafetensorsEntry,
+        found: dict[str, SafetensorsEntry | QuantisedMatrix],
+    ) -> QuantisedMatrix:
+        for name in (f"{base}.weight_scale", f"{base}.weight_scale_inv"):
+            if isinstance(scale := found.pop(name, None), SafetensorsEntry):
+                break
+        else:
+            raise CheckpointError(f"{base}.weight is FP8 and has no weight_scale beside it")
+        if len(weight.shape) != 2:
+            raise CheckpointError(
+                f"{base}.weight is FP8 of shape {list(weight.shape)}: only matrices are"
+            )
+        rows, columns = weight.shape
+        block = self.block or (1, columns)
+        blocks = (-(-rows // block[0]), -(-columns // block[1]))
+        if self.block is not None and scale.shape == blocks:
+            return _Scaled(weight, scale, block, slice(0, rows))
+        if scale.shape in ((), (1,), (1, 1)):
+            return _Scaled(weight, scale, (rows, columns), slice(0, rows))
+        if scale.shape in ((rows,), (rows, 1)):
+            return _Scaled(weight, scale, (1, columns), slice(0, rows))
+        raise CheckpointError(
+            f"{base}.weight of shape {[rows, columns]} has scales of shape {list(scale.shape)}: "
+            f"one, one for each row, or {list(blocks)} are read"
+        )
+
+    def _packed(
+        self, base: str, found: dict[str, SafetensorsEntry | QuantisedMatrix]
+    ) -> QuantisedMatrix:
+        parts: dict[str, SafetensorsEntry] = {}
+        for name in ("qweight", "qzeros", "scales", "g_idx"):
+            part = found.pop(f"{base}.{name}", None)
+            if isinstance(part, SafetensorsEntry):
+                parts[name] = part
+            elif name != "g_idx":
+                raise CheckpointError(
+                    f"{base}.qweight is {self.method} and has no {name} beside it"
+                )
+        qweight, scales, each = parts["qweight"], parts["scales"], 32 // self.bits
+        shape = qweight.shape if len(qweight.shape) == 2 else (0, 0)
+        is_awq = self.method == "AWQ"
+        outputs, inputs = (shape[1] * each, shape[0]) if is_awq else (shape[1], shape[0] * each)
+        size = inputs if self.group_size == -1 else self.group_size
+        groups = -(-inputs // max(size, 1))
+        wanted: dict[str, tuple[int, ...]] = {
+            "qzeros": (groups, outputs // each),
+            "scales": (groups, outputs),
+        }
+        if "g_idx" in parts:
+            wanted["g_idx"] = (inputs,)
+        for name, expected in wanted.items():
+            if not inputs or parts[name].shape != expected:
+                raise CheckpointError(
+                    f"{base}.{name} has shape {list(parts[name].shape)} beside a qweight of "
+                    f"{list(qweight.shape)}; {self.text} implies {list(expected)}"
+                )
+        for name, part in parts.items():
+            if name != "scales" and part.dtype != "I32":
+                raise CheckpointError(f"{base}.{name} is stored as {part.dtype}, must be I32")
+        order = None
+        if "g_idx" in parts:
+            order = np.frombuffer(read_data(parts["g_idx"]), "<i4").astype(np.int64)
+            if order.min() < 0 or order.max() >= groups:
+                raise CheckpointError(f"{base}.g_idx names groups that are not among its {groups}")
+            if np.array_equal(order, np.arange(inputs) // size):
+                order = None
+        dtype = _INT8
+        if self.bits == 4:
+            dtype = Q4 if order is None and size % _BLOCK == 0 and inputs % _BLOCK == 0 else _INT4
+        return _Packed(
+            qweight, parts["qzeros"], scales, dtype, self.bits, size, self.zero_offset, is_awq,
+            order, slice(0, outputs),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scaled:
+    """FP8 with scales for blocks of rows and columns."""
+
+    weight: SafetensorsEntry
+    scale: SafetensorsEntry
+    block: tuple[int, int]
+    rows: slice
+
+    @property
+    def path(self) -> Path:
+        return self.weight.path
+
+    @property
+    def dtype(self) -> str:
+        return FP8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows.stop - self.rows.start, self.weight.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + self.scale.num_bytes
+
+    def part(self, rows: slice) -> QuantisedMatrix:
+        return replace(self, rows=_within(self.rows, rows))
+
+    def values(self) -> NDArray[np.float32]:
+        columns = self.weight.shape[1]
+        first = self.weight.start + self.rows.start * columns
+        part = replace(
+            self.weight, start=first, shape=self.shape, num_bytes=self.shape[0] * columns
+        )
+        codes = np.frombuffer(read_data(part), np.uint8).reshape(self.shape)
+        scales = values_of(self.scale).reshape(-1, -(-columns // self.block[1]))
+        row_blocks = np.arange(self.rows.start, self.rows.stop) // self.block[0]
+        column_blocks = np.arange(columns) // self.block[1]
+        found: NDArray[np.float32] = _e4m3()[codes]
+        found *= scales[row_blocks][:, column_blocks]
+        return found
+
+    def blocks(self) -> NDArray[np.uint8]:
+        raise CheckpointError("FP8 has no blocks of 4 bits")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """Integers of 4 or 8 bits, several in one of 32."""
+
+    qweight: SafetensorsEntry
+    qzeros: SafetensorsEntry
+    scales: SafetensorsEntry
+    dtype: str
+    bits: int
+    group_size: int
+    zero_offset: int
+    is_awq: bool
+    # the group of each input; None: runs of group_size
+    order: NDArray[np.int64] | None
+    # outputs
+    rows: slice
+
+    @property
+    def path(self) -> Path:
+        return self.qweight.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        inputs = self.qweight.shape[0] * (1 if self.is_awq else 32 // self.bits)
+        return (self.rows.stop - self.rows.start, inputs)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.qweight.num_bytes + self.qzeros.num_bytes + self.scales.num_bytes
+
+    def part(self, rows: slice) -> QuantisedMatrix:
+        return replace(self, rows=_within(self.rows, rows))
+
+    def values(self) -> NDArray[np.float32]:
+        quantised, zeros, scales = self._read()
+        order = self.order
+        if order is None:
+            order = np.arange(self.shape[1]) // self.group_size
+        # whole numbers of up to 9 bits times a half: exact
+        found = (quantised - zeros[order]).astype(np.float32)
+        found *= scales[order]
+        return np.ascontiguousarray(found.T)
+
+    def blocks(self) -> NDArray[np.uint8]:
+        if self.dtype != Q4:
+            raise CheckpointError(f"{self.dtype} has no blocks of 4 bits")
+        quantised, zeros, scales = self._read()
+        rows, columns = self.shape
+        every = self.group_size // _BLOCK
+        # [rows, blocks], of a scale and an offset
+        heads = [np.repeat(part.T, every, axis=1) for part in (scales, -zeros * scales)]
+        numbers = quantised.T.reshape(rows, -1, _BLOCK).astype(np.uint8)
+        count = columns // _BLOCK
+        found = np.empty((rows, count, 4 + _BLOCK // 2), np.uint8)
+        for place, part in enumerate(heads):
+            halves = np.ascontiguousarray(part[:, :count]).astype("<f2")
+            found[..., 2 * place : 2 * place + 2] = halves.view(np.uint8).reshape(rows, count, 2)
+        # the first half of a block in the lower bits
+        found[..., 4:] = numbers[..., : _BLOCK // 2] | numbers[..., _BLOCK // 2 :] << 4
+        return found.reshape(rows, -1)
+
+    def _read(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """Quantised [inputs, rows], zeros and scales [groups, rows]."""
+        if self.is_awq:
+            quantised = _columns(_integers(self.qweight), self.bits, _AWQ_ORDER)
+            zeros = _columns(_integers(self.qzeros), self.bits, _AWQ_ORDER)
+        else:
+            packed = _integers(self.qweight)
+            quantised = _unpacked(packed.T, self.bits).T
+            zeros = _unpacked(_integers(self.qzeros), self.bits)
+        scales = values_of(self.scales)
+        rows = self.rows
+        return quantised[:, rows], zeros[:, rows] + self.zero_offset, scales[:, rows]
+
+
+def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
+    """What a config.json says of quantised weights; None: nothing.
+
+    Raises:
+        CheckpointError: a kind that is not read, by its name and with what to use instead.
+    """
+    raw = config.get("quantization_config")
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise CheckpointError(f"quantization_config is {raw!r:.80}, must be an object")
+    method = raw.get("quant_method")
+    if method in ("fp8", "fbgemm_fp8"):
+        return _fp8(raw)
+    if method == "compressed-tensors":
+        return _compressed(raw)
+    if method == "gptq":
+        return _gptq(raw)
+    if method == "awq":
+        return _awq(raw)
+    raise CheckpointError(f"weights quantised by {method!r:.40} are not read: {_INSTEAD}")
+
+
+def _fp8(raw: Mapping[str, Any]) -> Quantisation:
+    kind = raw.get("fmt", "e4m3")
+    if kind != "e4m3":
+        raise CheckpointError(f"FP8 of the kind {kind!r:.40} is not read, only e4m3: {_INSTEAD}")
+    block = raw.get("weight_block_size")
+    if block is None:
+        return Quantisation(FP8)
+    if not isinstance(block, list) or len(block) != 2 or not all(_is_count(n) for n in block):
+        raise CheckpointError(f"weight_block_size is {block!r:.80}, must be [rows, columns]")
+    return Quantisation(FP8, block=(block[0], block[1]))
+
+
+def _compressed(raw: Mapping[str, Any]) -> Quantisation:
+    layout = raw.get("format")
+    groups = raw.get("config_groups")
+    if layout != "float-quantized" or not isinstance(groups, Mapping):
+        raise CheckpointError(
+            f"compressed-tensors of the format {layout!r:.40} is not read: {_INSTEAD}"
+        )
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        kind = weights if isinstance(weights, Mapping) else {}
+        if (kind.get("num_bits"), kind.get("type")) != (8, "float"):
+            raise CheckpointError(
+                f"config_groups.{name}: weights of {kind.get('num_bits')!r:.20} bits, "
+                f"{kind.get('type')!r:.20}, are not read: {_INSTEAD}"
+            )
+    block = next(iter(groups.values()))["weights"].get("block_structure")
+    return _fp8({"weight_block_size": block})
+
+
+def _gptq(raw: Mapping[str, Any]) -> Quantisation:
+    layout = "marlin" if raw.get("is_marlin_format") else raw.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise CheckpointError(f"GPTQ in the format {layout!r:.40} is not read: {_INSTEAD}")
+    bits = raw.get("bits")
+    if bits not in (4, 8):
+        raise CheckpointError(f"GPTQ of {bits!r:.20} bits is not read: {_INSTEAD}")
+    # one less than meant is stored, but in the second version
+    return Quantisation("GPTQ", bits, _group_size(raw), int(layout == "gptq"))
+
+
+def _awq(raw: Mapping[str, Any]) -> Quantisation:
+    layout = raw.get("version", "gemm")
+    if str(layout).lower() != "gemm":
+        raise CheckpointError(f"AWQ in the format {layout!r:.40} is not read: {_INSTEAD}")
+    bits = raw.get("bits", raw.get("w_bit"))
+    if bits != 4:
+        raise CheckpointError(f"AWQ of {bits!r:.20} bits is not read: {_INSTEAD}")
+    if not raw.get("zero_point", True):
+        raise CheckpointError(f"AWQ without zero points is not read: {_INSTEAD}")
+    return Quantisation("AWQ", 4, _group_size(raw))
+
+
+def _group_size(raw: Mapping[str, Any]) -> int:
+    size = raw.get("group_size", raw.get("q_group_size"))
+    if size != -1 and not _is_count(size):
+        raise CheckpointError(f"group_size is {size!r:.40}, must be -1 or a number of inputs")
+    return int(size)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 1 << 31
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+def _integers(entry: SafetensorsEntry) -> NDArray[np.uint32]:
+    return np.frombuffer(read_data(entry), "<u4").reshape(entry.shape)
+
+
+def _unpacked(packed: NDArray[np.uint32], bits: int) -> NDArray[np.int32]:
+    """[rows, columns * n] of [rows, columns], the lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    found = packed[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
+    return found.reshape(len(packed), -1).astype(np.int32)
+
+
+def _columns(packed: NDArray[np.uint32], bits: int, order: tuple[int, ...]) -> NDArray[np.int32]:
+    """As ``_unpacked``, of integers that hold their columns in that order."""
+    found = _unpacked(packed, bits)
+    places = np.argsort(order)
+    return found.reshape(len(packed), -1, len(order))[:, :, places].reshape(len(packed), -1)
+
+
+@cache
+def _e4m3() -> NDArray[np.float32]:
+    """What each byte stands for: a sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity,
+    and one number of each sign that is none."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
+    size[codes & 127 == 127] = np.nan
+    return np.where(codes >> 7, -size, size).astype(np.float32)

@@ -1,0 +1,347 @@
+"""Folders of FP8, GPTQ and AWQ, written here as their makers lay them out, against the weights that
+they stand for in transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from paceline.backends.native import choose_kinds, unavailable_reason
+from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
+from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.hf import HFCheckpoint
+from paceline.core.errors import CheckpointError
+from tests.backends.conftest import load
+from tests.backends.test_architectures import PROMPT, Sequence, expected, make_loader, same
+from tests.backends.torch.models import make_model
+
+# inputs of 64 and 96, so that there are several groups and blocks, and the last block is cut
+SIZES: Final = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+NATIVE: Final = unavailable_reason() is None
+
+
+class Written(NamedTuple):
+    """What stands in a folder for a matrix, by the ending of its name, and what it means."""
+
+    tensors: dict[str, torch.Tensor]
+    meaning: NDArray[np.float32]
+
+
+def rows_packed(numbers: NDArray[np.int64], bits: int) -> torch.Tensor:
+    """Several rows in one of 32 bits, the first in the lowest."""
+    return columns_packed(numbers.T, bits).T.contiguous()
+
+
+def columns_packed(
+    numbers: NDArray[np.int64], bits: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Several columns in one, in that order from the lowest bits on."""
+    each = 32 // bits
+    found = np.zeros((len(numbers), numbers.shape[1] // each), np.uint32)
+    for row, column in np.ndindex(*found.shape):
+        for place, which in enumerate(order or range(each)):
+            number = int(numbers[row, column * each + which])
+            found[row, column] |= np.uint32(number << bits * place)
+    return torch.from_numpy(found.view(np.int32))
+
+
+def integers(
+    shape: tuple[int, int], seed: int, *, bits: int = 4, group: int = 32, version: int = 1,
+    shuffled: bool = False, symmetric: bool = False, awq: bool = False,
+) -> Written:  # fmt: skip
+    outputs, inputs = shape
+    rng = np.random.default_rng(seed)
+    size = inputs if group == -1 else group
+    groups = inputs // size
+    numbers = rng.integers(0, 1 << bits, (inputs, outputs))
+    # the first version stores one less
+    lowest = int(version == 1 and not awq)
+    zeros = rng.integers(lowest, (1 << bits) + lowest, (groups, outputs))
+    if symmetric:
+        zeros[:] = 1 << bits - 1
+    scales = (rng.uniform(1, 3, (groups, outputs)) / (12 << bits)).astype(np.float16)
+    of_input = np.arange(inputs) // size
+    if shuffled:
+        of_input = rng.permutation(of_input)
+    meaning = (numbers - zeros[of_input]) * scales[of_input].astype(np.float64)
+    tensors = {"scales": torch.from_numpy(scales)}
+    if awq:
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        tensors["qweight"] = columns_packed(numbers, bits, order)
+        tensors["qzeros"] = columns_packed(zeros, bits, order)
+    else:
+        tensors["qweight"] = rows_packed(numbers, bits)
+        tensors["qzeros"] = columns_packed(zeros - lowest, bits)
+        tensors["g_idx"] = torch.from_numpy(of_input.astype(np.int32))
+        # as AutoGPTQ does where there is none
+        tensors["bias"] = torch.zeros(outputs, dtype=torch.float16)
+    return Written(tensors, meaning.T.astype(np.float32))
+
+
+def bytes_(
+    shape: tuple[int, int], seed: int, *, scales: Callable[[int, int], tuple[int, ...]],
+    block: tuple[int, int] = (1, 1), name: str = "weight_scale", dtype: torch.dtype = torch.float32,
+) -> Written:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    # the two that are no number
+    codes[codes & 127 == 127] = 1
+    weight = codes.view(torch.float8_e4m3fn)
+    scale = (torch.rand(scales(*shape), generator=generator) / 2000 + 2e-4).to(dtype)
+    factors = scale.float()
+    if factors.ndim == 2 and factors.shape[1] > 1:
+        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        factors = factors[: shape[0], : shape[1]]
+    elif factors.ndim == 1 and len(factors) > 1:
+        factors = factors[:, None]
+    meaning = (weight.float() * factors).numpy()
+    return Written({"weight": weight, name: scale, "input_scale": torch.ones(1)}, meaning)
+
+
+GPTQ: Final = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
+BLOCKS: Final = (24, 48)
+_CHANNELS: Final = {"num_bits": 8, "type": "float", "strategy": "channel"}
+# what config.json says, and a matrix in that layout
+LAYOUTS: Final[dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], Written]]]] = {
+    "gptq": (GPTQ, integers),
+    "gptq-v2": (
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        lambda shape, seed: integers(shape, seed, version=2),
+    ),
+    "gptq-act-order": (
+        GPTQ | {"desc_act": True},
+        lambda shape, seed: integers(shape, seed, shuffled=True),
+    ),
+    "gptq-8": (GPTQ | {"bits": 8}, lambda shape, seed: integers(shape, seed, bits=8)),
+    "gptq-one-group": (
+        GPTQ | {"group_size": -1},
+        lambda shape, seed: integers(shape, seed, group=-1),
+    ),
+    "gptq-groups-of-16": (
+        GPTQ | {"group_size": 16},
+        lambda shape, seed: integers(shape, seed, group=16),
+    ),
+    "gptq-symmetric": (
+        GPTQ | {"sym": True},
+        lambda shape, seed: integers(shape, seed, symmetric=True),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+        lambda shape, seed: integers(shape, seed, awq=True),
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda shape, seed: bytes_(shape, seed, scales=lambda rows, columns: ()),
+    ),
+    "fp8-blocks": (
+        {"quant_method": "fp8", "weight_block_size": list(BLOCKS), "fmt": "e4m3"},
+        lambda shape, seed: bytes_(
+            shape,
+            seed,
+            scales=lambda rows, columns: (-(-rows // BLOCKS[0]), -(-columns // BLOCKS[1])),
+            block=BLOCKS,
+            name="weight_scale_inv",
+        ),
+    ),
+    "fp8-rows": (
+        {"quant_method": "fbgemm_fp8"},
+        lambda shape, seed: bytes_(shape, seed, scales=lambda rows, columns: (rows, 1)),
+    ),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": _CHANNELS, "targets": ["Linear"]}},
+        },
+        lambda shape, seed: bytes_(
+            shape, seed, scales=lambda rows, columns: (rows,), dtype=torch.bfloat16
+        ),
+    ),
+}
+
+
+def write(folder: Path, layout: str, name: str = "llama", **changes: Any) -> Any:
+    """A folder, and the model of transformers with the weights that it stands for."""
+    settings, make = LAYOUTS[layout]
+    model = make_model(name, **{**SIZES, **changes})
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    meant = dict(stored)
+    for seed, (key, value) in enumerate(sorted(stored.items())):
+        if "_proj." not in key or value.ndim != 2:
+            continue
+        written = make((value.shape[0], value.shape[1]), seed)
+        del stored[key]
+        base = key.removesuffix(".weight")
+        stored |= {f"{base}.{ending}": part for ending, part in written.tensors.items()}
+        meant[key] = torch.from_numpy(written.meaning)
+    save_file(stored, folder / "model.safetensors")
+    model.load_state_dict(meant, strict=False)
+    change_config(folder, settings)
+    return model
+
+
+def change_config(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_the_weights_that_are_meant(layout: str, tmp_path: Path) -> None:
+    model = write(tmp_path, layout)
+    checkpoint = open_checkpoint(tmp_path)
+    theirs = expected(model, PROMPT)
+    weights = model.state_dict()
+    for name in checkpoint.tensor_names():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weights[name].numpy(), name)
+    for path in ("torch", "native") if NATIVE else ("torch",):
+        same(Sequence(make_loader(checkpoint, path)).feed(PROMPT), theirs)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "fp8-blocks"])
+def test_fused_matrices_are_cut_into_theirs(layout: str, tmp_path: Path) -> None:
+    # one matrix of q, k and v, and one of gate and up, whose blocks of rows the parts cut
+    model = write(tmp_path, layout, "phi3", num_attention_heads=4, num_key_value_heads=2)
+    checkpoint = open_checkpoint(tmp_path)
+    for path in ("torch", "native") if NATIVE else ("torch",):
+        same(Sequence(make_loader(checkpoint, path)).feed(PROMPT), expected(model, PROMPT))
+    assert isinstance(checkpoint, HFCheckpoint)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    whole = checkpoint.tensor(name)
+    np.testing.assert_array_equal(checkpoint.tensor_row(name, 3), whole[3])
+
+
+@pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
+@pytest.mark.parametrize(
+    ("layout", "exact"),
+    [("gptq-symmetric", True), ("gptq", False), ("gptq-one-group", False), ("awq", False)],
+)
+def test_four_bits_are_kept(layout: str, exact: bool, tmp_path: Path) -> None:
+    write(tmp_path, layout)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.stored_dtype == "Q4_1"
+    kinds = choose_kinds(checkpoint, "q4")
+    # seven matrices in each of three layers, and the embedding and the head
+    assert kinds.note.startswith("21 Q4_1 in their 4 bits, 2 ")
+    largest = 0.0
+    for name, tensor in checkpoint_tensors(checkpoint):
+        if not isinstance(tensor, RawTensor) or tensor.type != "Q4_1":
+            continue
+        meant = checkpoint.tensor(name)
+        packed = PackedMatrix(tensor, "q4").unpack()
+        # a step is the least difference between two values of a group
+        grouped = np.sort(meant.reshape(len(meant), -1, 32), axis=2)
+        gaps = np.diff(grouped, axis=2)
+        step = np.where(gaps > 1e-6, gaps, np.inf).min(axis=2)
+        error = np.abs(packed - meant).reshape(grouped.shape).max(axis=2)
+        largest = max(largest, float((error / step).max()))
+    assert (largest < 1e-6) == exact and largest <= 1 / 128
+    for name, tensor in checkpoint_tensors(checkpoint, in_bits=False):
+        if isinstance(tensor, np.ndarray) and tensor.ndim == 2:
+            np.testing.assert_array_equal(tensor, checkpoint.tensor(name))
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("gptq-act-order", "GPTQ of 4 bits in groups of 32 decoded to float32"),
+        ("awq", "AWQ of 4 bits in groups of 32 decoded to float32"),
+        ("fp8", "FP8 decoded to float32"),
+    ],
+)
+def test_the_ready_line_says_what_became_of_it(layout: str, said: str, tmp_path: Path) -> None:
+    write(tmp_path, layout)
+    backend = load(tmp_path)
+    assert said in backend.info.choice
+    backend.close()
+
+
+@pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
+def test_the_ready_line_counts_what_is_kept(tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    backend = load(tmp_path, dtype="q4", compute="native", block_size=16)
+    assert "AWQ of 4 bits in groups of 32 as blocks of Q4_1; 21 Q4_1" in backend.info.choice
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ in the format 'marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "GPTQ in the format 'marlin'"),
+        (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
+        (GPTQ | {"bits": None}, "GPTQ of None bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv", "group_size": 32}, "'gemv'"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 32}, "AWQ of 8 bits"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False, "group_size": 32}, "zero points"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
+        ({}, "by None"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make_model("llama", **SIZES).save_pretrained(tmp_path)
+    change_config(tmp_path, settings)
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(tmp_path)
+    assert said in str(raised.value) and "use a GGUF file" in str(raised.value)
+
+
+def test_settings_that_make_no_sense(tmp_path: Path) -> None:
+    make_model("llama", **SIZES).save_pretrained(tmp_path)
+    for settings, said in (
+        ("gptq", "must be an object"),
+        (GPTQ | {"group_size": 0}, "group_size is 0"),
+        (GPTQ | {"group_size": "32"}, "group_size is '32'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+        # config.json tells of weights that are not there
+        (GPTQ, "no tensor is stored so"),
+    ):
+        change_config(tmp_path, settings)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(tmp_path)
+
+
+Q_PROJ: Final = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ending", "value", "said"),
+    [
+        ("gptq", "qzeros", None, "has no qzeros"),
+        ("gptq", "scales", torch.ones(1, 64), r"scales has shape \[1, 64\].*implies \[2, 64\]"),
+        ("gptq", "qweight", torch.ones(8, dtype=torch.int32), r"beside a qweight of \[8\]"),
+        ("gptq", "qweight", torch.ones(8, 64), "stored as F32, must be I32"),
+        ("gptq", "g_idx", torch.full((64,), 2, dtype=torch.int32), "among its 2"),
+        ("gptq", "g_idx", torch.full((64,), -1, dtype=torch.int32), "among its 2"),
+        ("gptq", "bias", torch.ones(64), "q_proj.bias"),
+        ("fp8", "weight_scale", None, "no weight_scale beside it"),
+        ("fp8", "weight_scale", torch.ones(3), r"scales of shape \[3\]"),
+        ("fp8-blocks", "weight_scale_inv", torch.ones(2, 1), r"\[3, 2\] are read"),
+    ],
+)
+def test_parts_that_do_not_go_together(
+    layout: str, ending: str, value: torch.Tensor | None, said: str, tmp_path: Path
+) -> None:
+    write(tmp_path, layout)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored[f"{Q_PROJ}.{ending}"]
+    if value is not None:
+        stored[f"{Q_PROJ}.{ending}"] = value
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(tmp_path)
