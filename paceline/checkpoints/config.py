@@ -15,7 +15,7 @@ from paceline.core.errors import CheckpointError
 __all__ = ["ACTIVATIONS", "ROPE_KINDS", "ModelConfig", "RopeConfig"]
 
 ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-ACTIVATIONS: Final = ("silu", "gelu_tanh")
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "clamped_swiglu")
 _MOST_POSITIONS: Final = 2**31
 
 
@@ -142,8 +142,10 @@ class ModelConfig:
     norms_after: bool = False
     # norms multiply by their weight and this; 1 where files hold the weight less one (Gemma)
     norm_offset: float = 0.0
-    # the gate's function, "silu" or "gelu_tanh"
+    # the gate's function, "silu" or "gelu_tanh"; or "clamped_swiglu", gate * sigmoid(1.702 * gate)
+    # times up + 1, of a gate of at most ``swiglu_limit`` and an up within it (gpt-oss)
     activation: str = "silu"
+    swiglu_limit: float = 7.0
     # factors on embeddings, on what a layer's halves add to the sum, and on scores (None:
     # head_dim ** -0.5), and what logits are divided by (Granite)
     embedding_scale: float = 1.0
@@ -162,6 +164,8 @@ class ModelConfig:
     # attend to the last N positions only, in these layers; None: everywhere full
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    # a score for each head that counts in the softmax's sum and has no value (gpt-oss)
+    attention_sinks: bool = False
     # tokens see those behind them too, ``sliding_window`` to either side (EmbeddingGemma)
     bidirectional: bool = False
     # experts of a layer's MLP, which of them a token goes to, and their width; 0: one MLP for all
@@ -170,6 +174,7 @@ class ModelConfig:
     expert_intermediate_size: int = 0
     # weights of a token's experts are divided by their sum
     normalise_experts: bool = False
+    router_bias: bool = False
     # layers with one MLP in a model with experts
     dense_layers: tuple[int, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
@@ -213,7 +218,7 @@ class ModelConfig:
                     0 <= layer < self.num_hidden_layers,
                     f"{what} layer {layer} of a model with {self.num_hidden_layers} layers",
                 )
-        for name in ("embedding_scale", "residual_scale", "logits_divisor"):
+        for name in ("embedding_scale", "residual_scale", "logits_divisor", "swiglu_limit"):
             _require_positive(name, getattr(self, name))
         for name in ("attention_scale", "attention_softcap", "logits_softcap"):
             if getattr(self, name) is not None:

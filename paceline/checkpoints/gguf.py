@@ -229,8 +229,9 @@ class GGUFCheckpoint:
                 continue
             shapes = [expected[part] for part in parts if part in expected]
             rows = [shape[0] for shape in shapes]
-            whole = (sum(rows),) if "*" not in name else (len(parts), *rows[:1])
-            if len(shapes) < len(parts) or tensor.shape[:-1] != whole:
+            inner = shapes[0][1:] if shapes else ()
+            whole = (len(parts), *rows[:1], *inner) if "*" in name else (sum(rows), *inner)
+            if len(shapes) < len(parts) or tensor.shape != whole:
                 continue
             del self._tensors[name]
             start, row_bytes = tensor.start, tensor.num_bytes // sum(rows)
@@ -239,7 +240,7 @@ class GGUFCheckpoint:
                     raise CheckpointError(f"{self.path}: two tensors are both {part}")
                 self._tensors[part] = replace(
                     tensor,
-                    shape=(count, tensor.shape[-1]),
+                    shape=(count, *inner),
                     start=start,
                     num_bytes=count * row_bytes,
                 )

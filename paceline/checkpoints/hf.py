@@ -67,6 +67,7 @@ class HFCheckpoint:
             except CheckpointError as error:
                 raise CheckpointError(f"{folder}: {error}") from None
         self._quantisation = quantisation
+        self._unstack()
         sizes: Counter[str] = Counter()
         for entry in self._entries.values():
             # beside matrices of 4 bits an embedding of 16 may be larger than all of them
@@ -76,6 +77,15 @@ class HFCheckpoint:
         self._config = read_hf_config(folder, DTYPES.get(main_dtype, main_dtype))
         self._parts = _parts_of(folder, self._entries, self._config)
         self._names = self.check_shapes()
+
+    def _unstack(self) -> None:
+        """Give experts that are stored as one tensor names of their own."""
+        architecture = ARCHITECTURES[read_hf_config(self._folder, "float32").model_type]
+        if architecture.unstacked is not None:
+            try:
+                self._entries = architecture.unstacked(self._entries)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self._folder}: {error}") from None
 
     @property
     def path(self) -> Path:

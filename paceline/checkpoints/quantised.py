@@ -36,18 +36,20 @@ from numpy.typing import NDArray
 from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_data, values_of
 from paceline.core.errors import CheckpointError
 
-__all__ = ["FP8", "Q4", "Quantisation", "QuantisedMatrix", "quantisation_of"]
+__all__ = ["FP8", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix", "quantisation_of"]
 
 # what matrices are said to be stored as: bytes that are no integers; integers of 8 bits; of 4 bits
 # in blocks that GGUF has too; and of 4 bits whose groups are no runs of inputs
 FP8: Final = "FP8"
+# of 4 bits that are no integers, experts alone; see ``stacked``
+MXFP4: Final = "MXFP4"
 _INT8: Final = "INT8"
 Q4: Final = "Q4_1"
 _INT4: Final = "INT4"
 
 _READ: Final = (
-    "FP8 (fp8, fbgemm_fp8, or float-quantized of compressed-tensors), GPTQ of 4 or 8 bits and AWQ "
-    "of 4 (gemm) are read"
+    "FP8 (fp8, fbgemm_fp8, or float-quantized of compressed-tensors), GPTQ of 4 or 8 bits, AWQ "
+    "of 4 (gemm) and gpt-oss's MXFP4 are read"
 )
 _INSTEAD: Final = f"use a GGUF file of the model or its unquantised folder; {_READ}"
 # of GGUF's Q4_1
@@ -99,7 +101,7 @@ class QuantisedMatrix(Protocol):
 class Quantisation:
     """``quantization_config`` of a folder, as far as it says how weights lie there."""
 
-    # "FP8", "GPTQ" or "AWQ"
+    # "FP8", "GPTQ", "AWQ" or "MXFP4"
     method: str
     bits: int = 8
     # inputs that have a scale; -1: all of them
@@ -112,8 +114,8 @@ class Quantisation:
     @property
     def text(self) -> str:
         """For people."""
-        if self.method == FP8:
-            return FP8
+        if self.method in (FP8, MXFP4):
+            return self.method
         groups = "" if self.group_size == -1 else f" in groups of {self.group_size}"
         return f"{self.method} of {self.bits} bits{groups}"
 
@@ -126,6 +128,9 @@ class Quantisation:
             CheckpointError: a matrix lacks a part, its parts do not go together, or there is none.
         """
         found: dict[str, SafetensorsEntry | QuantisedMatrix] = dict(entries)
+        if self.method == MXFP4:
+            # in stacks, which the architecture takes apart
+            return found
         count = 0
         for name, entry in entries.items():
             if self.method == FP8 and name.endswith(".weight") and entry.dtype == "F8_E4M3":
@@ -364,6 +369,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
         return _gptq(raw)
     if method == "awq":
         return _awq(raw)
+    if method == "mxfp4":
+        return Quantisation(MXFP4, 4)
     raise CheckpointError(f"weights quantised by {method!r:.40} are not read: {_INSTEAD}")
 
 

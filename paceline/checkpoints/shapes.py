@@ -8,10 +8,12 @@ know one layout. In it, dimension ``i`` of a head is rotated against dimension `
     model.layers.N.input_layernorm.weight      [hidden], norms before
     model.layers.N.self_attn.{q,k,v,o}_proj    .weight, .bias if the config says so
     model.layers.N.self_attn.{q,k}_norm.weight [head_dim], or of all heads together, if any
+    model.layers.N.self_attn.sinks.weight      [heads], if any
     model.layers.N.attention_output_norm.weight [hidden], norms after
     model.layers.N.post_attention_layernorm.weight [hidden], before the MLP: norms before
     model.layers.N.mlp.{gate,up,down}_proj     .weight, .bias if the config says so
-    model.layers.N.mlp.router.weight           [experts, hidden], layers with experts, and of each
+    model.layers.N.mlp.router                  .weight [experts, hidden], .bias if the config says
+                                               so: layers with experts, and of each
     model.layers.N.mlp.experts.E.{gate,up,down}_proj  as above
     model.layers.N.mlp_output_norm.weight      [hidden], norms after
     model.norm.weight                          [hidden]
@@ -67,13 +69,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             whole = config.qk_norm_whole
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (queries if whole else config.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (keys if whole else config.head_dim,)
+        if config.attention_sinks:
+            shapes[f"{prefix}.self_attn.sinks.weight"] = (config.num_attention_heads,)
         if config.norms_after:
             shapes[f"{prefix}.attention_output_norm.weight"] = (hidden,)
             shapes[f"{prefix}.mlp_output_norm.weight"] = (hidden,)
         if config.norms_before:
             shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         if config.num_experts and layer not in config.dense_layers:
-            linear(f"{prefix}.mlp.router", config.num_experts, hidden, False)
+            linear(f"{prefix}.mlp.router", config.num_experts, hidden, config.router_bias)
             for expert in range(config.num_experts):
                 mlp(f"{prefix}.mlp.experts.{expert}", config.expert_intermediate_size)
         else:

@@ -9,7 +9,7 @@ __all__ = ["stored_bits"]
 # those of quantised folders without their scales, a few hundredths of a bit
 _PLAIN: Final = {
     "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "FP8": 8.0, "INT8": 8.0,
-    "INT4": 4.0,
+    "INT4": 4.0, "MXFP4": 4.25,
 }  # fmt: skip
 
 

@@ -215,14 +215,14 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     group.add_argument(
         "--reasoning-parser",
-        choices=("think", "qwen3", "deepseek_r1", "mistral", "granite", "none"),
+        choices=("think", "qwen3", "deepseek_r1", "mistral", "granite", "openai_gptoss", "none"),
         default=None,
         help="how the model marks its thoughts, which chat tells apart as reasoning; none: "
         "they are text; default: as its chat template says",
     )
     group.add_argument(
         "--tool-call-parser",
-        choices=("hermes", "llama3_json", "mistral"),
+        choices=("harmony", "hermes", "llama3_json", "mistral"),
         default=None,
         help="how the model writes tool calls; default: as its chat template says, else hermes",
     )

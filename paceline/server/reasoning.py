@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from paceline.engine.protocol import Tokenizer
+from paceline.server.harmony import HarmonyReader
+from paceline.server.thoughts import Read, Reader
 from paceline.server.tool_formats.base import held_back
 
 __all__ = ["REASONING_FORMATS", "ReasoningFormat", "Thinking", "ThoughtReader", "detect_reasoning"]
@@ -29,6 +31,16 @@ class ReasoningFormat:
     name: str
     begin: str
     end: str
+    # what a chat template has of it; "": ``end``
+    sign: str = ""
+    # thoughts are a channel among others (``harmony``)
+    channels: bool = False
+
+    def reader(self, *, thinking: bool) -> Reader:
+        """Of one output; ``thinking``: the prompt has left the thoughts open."""
+        if self.channels:
+            return HarmonyReader(thinking=thinking)
+        return ThoughtReader(self, thinking=thinking)
 
     def left_open(self, prompt: str) -> bool:
         """Whether a rendered prompt ends within thoughts."""
@@ -43,14 +55,19 @@ REASONING_FORMATS: Final[dict[str, ReasoningFormat]] = {
     "qwen3": _THINK,
     "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     "granite": ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+    "openai_gptoss": ReasoningFormat(
+        "openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", "<|channel|>", channels=True
+    ),
 }
 
 
 def detect_reasoning(template: str | None) -> ReasoningFormat | None:
-    """The format whose closing mark a chat template knows; None: the model does not think."""
+    """The format that a chat template knows, by its closing mark in most cases; None: the model
+    does not think."""
     if template is None:
         return None
-    return next((each for each in REASONING_FORMATS.values() if each.end in template), None)
+    formats = REASONING_FORMATS.values()
+    return next((each for each in formats if (each.sign or each.end) in template), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +106,8 @@ class Thinking:
         return len(token_ids)
 
 
-class Read(NamedTuple):
-    """What more of the output was."""
-
-    thoughts: str
-    text: str
-
-
 class ThoughtReader:
-    """One output being read, in any pieces.
+    """A ``thoughts.Reader`` of two marks.
 
     Args:
         thinking: the prompt has left the thoughts open.

@@ -26,6 +26,8 @@ FILES: Final[dict[str, tuple[str, bool, dict[str, Any]]]] = {
     "mixtral": ("llama", True, {}),
     "qwen3-moe": ("qwen3moe", False, {"norm_topk_prob": True}),
     "granite": ("granite", True, {}),
+    # the file does not hold the limit
+    "gpt-oss": ("gpt-oss", False, {"swiglu_limit": 7.0}),
     "smollm3": ("smollm3", True, {}),
     "olmo2": ("olmo2", False, {}),
     # the file does not hold the scale of scores
@@ -58,7 +60,9 @@ def write_gguf(path: Path, name: str, model: Any) -> Path:
                 values = _interleaved(values, heads)
         if "mlp.experts." in key:
             prefix = f"blk.{key.split('.')[2]}.ffn"
-            if key.endswith("gate_up_proj"):
+            if arch == "gpt-oss":
+                _add_stacked(writer, prefix, key.rpartition(".")[2], values)
+            elif key.endswith("gate_up_proj"):
                 gate, up = np.split(values, 2, axis=1)
                 writer.add_tensor(f"{prefix}_gate_exps.weight", np.ascontiguousarray(gate))
                 writer.add_tensor(f"{prefix}_up_exps.weight", np.ascontiguousarray(up))
@@ -67,6 +71,8 @@ def write_gguf(path: Path, name: str, model: Any) -> Path:
             continue
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
+        if key.endswith("sinks"):
+            stored += ".weight"
         writer.add_tensor(stored, np.ascontiguousarray(values))
     for kind in ("short", "long"):
         if factors := config.rope_parameters.get(f"{kind}_factor"):
@@ -76,6 +82,18 @@ def write_gguf(path: Path, name: str, model: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_stacked(writer: gguf.GGUFWriter, prefix: str, kind: str, values: NDArray[Any]) -> None:
+    """gpt-oss: gate and up in turns, outputs last."""
+    name, is_bias = kind.removesuffix("_bias"), kind.endswith("_bias")
+    rows = values if is_bias else values.swapaxes(1, 2)
+    parts = (
+        {"gate": rows[:, 0::2], "up": rows[:, 1::2]} if name == "gate_up_proj" else {"down": rows}
+    )
+    for part, held in parts.items():
+        ending = "bias" if is_bias else "weight"
+        writer.add_tensor(f"{prefix}_{part}_exps.{ending}", np.ascontiguousarray(held))
 
 
 def _interleaved(rows: NDArray[Any], heads: int) -> NDArray[Any]:
@@ -98,7 +116,7 @@ def _metadata(config: Any, arch: str) -> dict[str, int | float]:
         "attention.value_length": dim,
         "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
     }
-    if arch in ("phi3", "gemma2", "gemma3") and config.sliding_window:
+    if arch in ("phi3", "gemma2", "gemma3", "gpt-oss") and config.sliding_window:
         keys["attention.sliding_window"] = config.sliding_window
     if arch == "phi3":
         keys["rope.dimension_count"] = int(dim * rope.get("partial_rotary_factor", 1.0))
@@ -110,8 +128,12 @@ def _metadata(config: Any, arch: str) -> dict[str, int | float]:
     if (experts := getattr(config, "num_local_experts", 0)) > 0:
         keys["expert_count"] = experts
         keys["expert_used_count"] = config.num_experts_per_tok
-        if arch == "qwen3moe":
-            keys["expert_feed_forward_length"] = config.moe_intermediate_size
+        if arch in ("qwen3moe", "gpt-oss"):
+            width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+            keys["expert_feed_forward_length"] = width
+    if arch == "gpt-oss":
+        keys["rope.scaling.factor"] = float(rope["factor"])
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if arch == "granite":
         keys["attention.scale"] = config.attention_multiplier
         keys["embedding_scale"] = config.embedding_multiplier

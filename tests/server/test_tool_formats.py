@@ -60,6 +60,30 @@ CASES: list[tuple[str, bool, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
+    ("harmony", False, "<|channel|>final is no mark", "<|channel|>final is no mark", []),
+    (
+        "harmony",
+        False,
+        'hm<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|call|>"}'
+        "<|call|><|channel|>commentary to=functions.g<|message|>{}<|call|>",
+        "hm",
+        [("f", '{"a": "<|call|>"}'), ("g", "{}")],
+    ),
+    (
+        "harmony",
+        False,
+        "<|channel|>commentary to=functions.<|message|>{}",
+        "<|channel|>commentary to=functions.<|message|>{}",
+        [],
+    ),
+    (
+        "harmony",
+        False,
+        "<|channel|>commentary to=functions.f<|message|>none",
+        "none",
+        [],
+    ),
+    ("harmony", True, '{"name":"f","arguments":{"x":[]}}', "", [("f", '{"x":[]}')]),
     ("mistral", True, '[{"name":"f","arguments":{"x":[]}}]', "", [("f", '{"x":[]}')]),
 ]
 
@@ -137,4 +161,5 @@ def test_the_template_tells_the_format() -> None:
     assert detect_format("{{ messages }}").name == "hermes"
     assert detect_format("... <|python_tag|> ...").name == "llama3_json"
     assert detect_format("[AVAILABLE_TOOLS] {{ tools }}").name == "mistral"
-    assert json.dumps(sorted(TOOL_FORMATS)) == '["hermes", "llama3_json", "mistral"]'
+    assert detect_format("<|start|>assistant<|channel|>").name == "harmony"
+    assert json.dumps(sorted(TOOL_FORMATS)) == '["harmony", "hermes", "llama3_json", "mistral"]'

@@ -39,6 +39,7 @@ _ONLY: Final[tuple[tuple[str, object, str], ...]] = (
     ("attention_softcap", None, "soft-capped scores"),
     ("logits_softcap", None, "soft-capped logits"),
     ("num_experts", 0, "experts"),
+    ("attention_sinks", False, "attention sinks"),
     ("bidirectional", False, "attention to both sides"),
 )
 

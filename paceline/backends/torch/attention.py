@@ -156,6 +156,8 @@ class TorchAttention:
     Args:
         num_blocks: blocks in the pool; ids are [0, num_blocks).
         num_host_blocks: blocks of host memory to swap to; it is taken when first needed.
+        sinks: of each layer, [heads]: scores that are in the softmax's sum and have no value; None
+            for a layer, or for all: there are none.
     """
 
     def __init__(
@@ -167,10 +169,12 @@ class TorchAttention:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        sinks: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim, self._block_size = config.head_dim, block_size
         self._scale, self._softcap = config.scale, config.attention_softcap
+        self._sinks = [None] * config.num_hidden_layers if sinks is None else list(sinks)
         self._null_block = num_blocks
         self._device, self._dtype = device, dtype
         sliding = frozenset(config.sliding_layers) if config.sliding_window else frozenset()
@@ -354,7 +358,14 @@ class TorchAttention:
         mask = group.window_mask if self._slides[layer] else group.mask
         if mask is not None:
             scores.view(size, kv_heads * shared, queries, keys).add_(mask)
-        out = torch.bmm(torch.softmax(scores, dim=-1), value)
+        sinks = self._sinks[layer]
+        if sinks is None:
+            shares = torch.softmax(scores, dim=-1)
+        else:
+            column = sinks.to(scores.dtype).view(1, -1, 1).expand(size, -1, queries)
+            column = column.reshape(size * kv_heads, shared * queries, 1)
+            shares = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+        out = torch.bmm(shares, value)
         if queries > 1:
             out = out.view(size, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(size * queries, self._heads * head_dim)

@@ -96,6 +96,7 @@ class TorchLoader:
                     dtype=dtype,
                     device=device,
                     num_host_blocks=num_host_blocks,
+                    sinks=[layer.sinks for layer in weights.layers],
                 )
         step = TorchStep(decoder, attention, device)
 

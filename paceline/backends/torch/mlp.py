@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from paceline.backends.torch.linear import Linear
 
 __all__ = ["MLP", "DenseMLP", "SparseMLP"]
+
+_SWIGLU_ALPHA: Final = 1.702
 
 
 class MLP(Protocol):
@@ -19,21 +22,28 @@ class MLP(Protocol):
 
 
 class DenseMLP:
-    """``down(activation(gate(x)) * up(x))``.
+    """``down(activation(gate(x)) * up(x))``, or what ``ModelConfig.activation`` says of another.
 
     Args:
         gate_up: [hidden] -> [2 * intermediate]: gate, up.
         down: [intermediate] -> [hidden].
-        activation: "silu" or "gelu_tanh".
+        activation: of ``config.ACTIVATIONS``.
+        limit: of "clamped_swiglu".
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    def __init__(
+        self, gate_up: Linear, down: Linear, activation: str, limit: float = math.inf
+    ) -> None:
         self._gate_up, self._down = gate_up, down
-        self._gelu = activation == "gelu_tanh"
+        self._activation, self._limit = activation, limit
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        if self._gelu:
+        if self._activation == "clamped_swiglu":
+            gate = gate.clamp(max=self._limit)
+            up = up.clamp(-self._limit, self._limit).add_(1.0)
+            return self._down(torch.sigmoid(gate * _SWIGLU_ALPHA).mul_(gate).mul_(up))
+        if self._activation == "gelu_tanh":
             return self._down(torch.nn.functional.gelu(gate, approximate="tanh").mul_(up))
         return self._down(torch.nn.functional.silu(gate).mul_(up))
 
@@ -45,18 +55,25 @@ class SparseMLP:
 
     Args:
         router: [experts, hidden].
+        bias: [experts], on what the router gives; None: there is none.
         normalise: weights of the chosen experts are divided by their sum.
     """
 
     def __init__(
-        self, router: torch.Tensor, experts: Sequence[MLP], chosen: int, normalise: bool
+        self,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        experts: Sequence[MLP],
+        chosen: int,
+        normalise: bool,
     ) -> None:
         self._router = router.float()
+        self._bias = None if bias is None else bias.float()
         self._experts = experts
         self._chosen, self._normalise = chosen, normalise
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        scores = torch.nn.functional.linear(x.float(), self._router)
+        scores = torch.nn.functional.linear(x.float(), self._router, self._bias)
         weights, experts = scores.softmax(-1).topk(self._chosen, dim=-1)
         if self._normalise:
             weights = weights / weights.sum(-1, keepdim=True)

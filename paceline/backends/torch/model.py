@@ -53,6 +53,8 @@ class LayerWeights:
     # over head_dim, or over all heads together, before rotation
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    # [heads], see ModelConfig.attention_sinks
+    sinks: torch.Tensor | None
     # [heads * head_dim] -> [hidden]
     output: Linear
     # on what attention gives, before it is added to the sum

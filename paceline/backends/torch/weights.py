@@ -105,10 +105,11 @@ class _Reader:
         config = self._source.config
         if f"{name}.router.weight" not in self._shapes:
             gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
-            return DenseMLP(gate_up, self.linear(f"{name}.down_proj"), config.activation)
+            down = self.linear(f"{name}.down_proj")
+            return DenseMLP(gate_up, down, config.activation, config.swiglu_limit)
         experts = [self.mlp(f"{name}.experts.{expert}") for expert in range(config.num_experts)]
-        router = self.get(f"{name}.router.weight")
-        return SparseMLP(router, experts, config.experts_per_token, config.normalise_experts)
+        router, bias = self.get(f"{name}.router.weight"), self.maybe(f"{name}.router.bias")
+        return SparseMLP(router, bias, experts, config.experts_per_token, config.normalise_experts)
 
     def layers(self) -> Iterator[LayerWeights]:
         for index in range(self._source.config.num_hidden_layers):
@@ -119,6 +120,7 @@ class _Reader:
                 qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv")),
                 query_norm=self.maybe_norm(f"{attention}.q_norm.weight"),
                 key_norm=self.maybe_norm(f"{attention}.k_norm.weight"),
+                sinks=self.maybe(f"{attention}.sinks.weight"),
                 output=self.linear(f"{attention}.o_proj"),
                 attention_output_norm=self.maybe_norm(f"{layer}.attention_output_norm.weight"),
                 mlp_norm=self.maybe_norm(f"{layer}.post_attention_layernorm.weight"),

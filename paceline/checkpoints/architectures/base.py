@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from paceline.checkpoints.hf_fields import Fields
+from paceline.checkpoints.stacked import Stored
 
 __all__ = ["Architecture", "GGUFFields"]
 
-_LAYER: Final = re.compile(r"(model\.layers\.[0-9]+\.)(.+?)(\.weight|\.bias)")
+_LAYER: Final = re.compile(r"(model\.layers\.[0-9]+\.)(.+?)(\.weight|\.bias|)")
 _EXPERT: Final = re.compile(r"\.experts\.([0-9]+)\.")
 
 
@@ -80,6 +81,8 @@ class Architecture:
     renames: Mapping[str, str] = field(default_factory=dict)
     # a matrix that holds several of ours, one below the other
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # of a folder's tensors by name, those that hold all experts taken apart; None: there are none
+    unstacked: Callable[[Mapping[str, Stored]], dict[str, Stored]] | None = None
 
     def parts_of(self, name: str) -> tuple[str, ...]:
         """Our names of what a folder's tensor holds; its own where it is called as we call it."""

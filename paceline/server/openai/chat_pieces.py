@@ -18,8 +18,8 @@ from paceline.server.bodies.tool_calls import Call
 from paceline.server.bodies.wire import Usage
 from paceline.server.openai.answers import AnswerHead, UsageCount, generation_request
 from paceline.server.prompts import sampling_for, truncated
-from paceline.server.reasoning import ThoughtReader
 from paceline.server.service import Service
+from paceline.server.thoughts import Reader
 from paceline.server.tool_formats import CallDelta
 
 __all__ = ["ChatPiece", "ChatPieces", "StartedChat", "chat_pieces", "start_chat"]
@@ -81,10 +81,10 @@ class ChatPieces:
         self._tells_reasoning = request.tells_reasoning
         self._thinking = request.thinking
         # of each choice; none where no thoughts are looked for
-        self._readers: list[ThoughtReader] = []
+        self._readers: list[Reader] = []
         if self._thinking is not None:
             marks = self._thinking.marks
-            self._readers = [ThoughtReader(marks, thinking=thinking) for _ in range(n)]
+            self._readers = [marks.reader(thinking=thinking) for _ in range(n)]
             self.count.add_reasoning(0)
         self._collectors = [] if self.plan is None else [self.plan.collector() for _ in range(n)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from paceline.server.tool_formats.base import CallDelta, Piece, ToolFormat, ToolParser, call_schema
+from paceline.server.tool_formats.harmony import Harmony
 from paceline.server.tool_formats.hermes import Hermes
 from paceline.server.tool_formats.llama3_json import Llama3Json
 from paceline.server.tool_formats.mistral import Mistral
@@ -19,7 +20,7 @@ __all__ = [
     "detect_format",
 ]
 
-_ALL: Final[tuple[ToolFormat, ...]] = (Hermes(), Llama3Json(), Mistral())
+_ALL: Final[tuple[ToolFormat, ...]] = (Hermes(), Llama3Json(), Mistral(), Harmony())
 TOOL_FORMATS: Final[dict[str, ToolFormat]] = {each.name: each for each in _ALL}
 
 

@@ -168,6 +168,18 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
     "qwen3-moe-sliding": ("Qwen3Moe", _EXPERTS | {"use_sliding_window": True, "sliding_window": 9}),
+    # biases and sinks are drawn below, and a limit as low as that cuts
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "swiglu_limit": 0.6,
+            "pad_token_id": 0,
+            "num_hidden_layers": 4,
+        },
+    ),
     "granite-biases": ("Granite", {"attention_bias": True, "mlp_bias": True}),
 }
 
@@ -187,7 +199,7 @@ def make_model(name: str, **changes: Any) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # transformers starts biases at 0 and norms at 1, which would hide a missing one
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or key.endswith("_bias"):
                 noise = torch.randn(parameter.shape) * 0.3
                 # Gemma stores norms' weights less one
                 around = 0.0 if key.endswith("bias") or prefix.startswith("Gemma") else 1.0
