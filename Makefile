@@ -22,6 +22,8 @@
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
 #   make pictures       the pictures of docs/images, of the page that the default model answers
 #   make five-minutes   a newcomer's way in a fresh clone, timed: from nothing to a paced answer
+#   make ten-minutes    docs/start-gateway.md followed with the default model, timed: from one engine to
+#                       a gateway whose engines are killed
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
@@ -97,7 +99,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
 .PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-ui test-services test-docs \
-	docs docs-serve pictures five-minutes quick check rooms api-tables replay format model venv clean clean-venv \
+	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
@@ -165,6 +167,9 @@ pictures: $(READY) model test-services
 # makes an environment of its own in a temporary folder, which goes again
 five-minutes:
 	@scripts/five-minutes
+
+ten-minutes: $(READY) model
+	@$(BIN)/python -m tests.docs.follow docs/start-gateway.md
 
 quick: $(READY) check
 	@$(PYTEST) -n $(WORKERS) -m "not slow and not thorough" $(QUICK_TESTS)

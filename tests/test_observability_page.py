@@ -11,6 +11,7 @@ from paceline.cli.main import build_parser
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "observability.md").read_text()
 TRACING = (ROOT / "paceline" / "server" / "tracing.py").read_text()
+GATEWAY_TRACING = (ROOT / "paceline" / "gateway" / "tracing.py").read_text()
 
 
 def test_commands_are_taken() -> None:
@@ -27,6 +28,14 @@ def test_attributes_are_those_that_are_set() -> None:
     listed -= {"paceline.waited.REASON"}
     assert 'f"paceline.waited.{reason}"' in TRACING
     assert listed == set(re.findall(r'"((?:gen_ai|paceline|error)\.[\w.]+)"', TRACING))
+
+
+def test_attributes_of_a_gateway_are_those_that_are_set() -> None:
+    pattern = re.compile(r"^\| span of a gateway \| .*?\n(.*?)\n\n", re.MULTILINE | re.DOTALL)
+    (table,) = pattern.findall(PAGE)
+    names = r"((?:gen_ai|paceline|error|server|http)\.[\w.]+)"
+    set_there = set(re.findall(f'"{names}"', GATEWAY_TRACING))
+    assert set(re.findall(f"`{names}`", table)) == set_there
 
 
 def test_files_are_there() -> None:

@@ -65,6 +65,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--check", action="store_true", help="read the file, say what is wrong with it, and end"
     )
     parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of every request to this OTLP/HTTP collector, such as "
+        "http://127.0.0.1:4318; needs paceline[otel]; default: the file's, else no traces",
+    )
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
@@ -74,20 +80,20 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.logs import configure_logging
     from paceline.core.errors import ConfigError
-    from paceline.gateway.config import EngineConfig, GatewayConfig, check_config, read_config
+    from paceline.gateway.config import EngineConfig, GatewayConfig, check_config
     from paceline.http.listening import bind
 
     configure_logging(args.log_level, args.log_format)
     if (args.config is None) == (not args.engine):
         raise ConfigError("give a file or --engine URL, one of them")
     if args.config is not None:
-        config = read_config(args.config)
+        config = _read(args)
     else:
         engines = tuple(
             EngineConfig(name=f"engine{number}", url=url)
             for number, url in enumerate(args.engine, 1)
         )
-        config = GatewayConfig(engines=engines)
+        config = GatewayConfig(engines=engines, otlp_endpoint=args.otlp_endpoint or "")
         check_config(config)
     keys = _keys(config)
     if args.check:
@@ -108,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             gateway = Gateway(config, keys)
 
             def read() -> tuple[GatewayConfig, KeyRing]:
-                again = read_config(args.config)
+                again = _read(args)
                 return again, _keys(again)
 
             def ready(host: str, port: int) -> None:
@@ -129,6 +135,19 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("paceline.gateway").info("starting engines=%d", len(config.engines))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve())
+
+
+def _read(args: argparse.Namespace) -> GatewayConfig:
+    """The file, with what flags say instead. Raises ConfigError."""
+    import msgspec
+
+    from paceline.gateway.config import check_config, read_config
+
+    config = read_config(args.config)
+    if args.otlp_endpoint is not None:
+        config = msgspec.structs.replace(config, otlp_endpoint=args.otlp_endpoint)
+        check_config(config)
+    return config
 
 
 def _keys(config: GatewayConfig) -> KeyRing:

@@ -31,6 +31,7 @@ from paceline.gateway.pages import Pages, as_json
 from paceline.gateway.pick import Picker
 from paceline.gateway.routes import Route, Routes
 from paceline.gateway.spending import Spending
+from paceline.gateway.tracing import NO_TRACING, Traces, Tracing
 from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing
@@ -52,7 +53,7 @@ _FIXED: Final = frozenset(
     {
         "host", "port", "rate_limit_requests", "rate_limit_tokens", "max_concurrent_per_key",
         "rate_limit_storage", "retry_share", "retries_per_second", "salt_env", "spend_storage",
-        "prices", "keys", "currency", "slow_start", "hedge_share",
+        "prices", "keys", "currency", "slow_start", "hedge_share", "otlp_endpoint",
     }
 )  # fmt: skip
 # tokens that an answer is expected to have before any has ended, as a share of what it may have
@@ -121,6 +122,7 @@ class Gateway:
             self.counts.registry.register(self._limiter)
         self.spending = Spending(config)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
+        self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._pages = Pages(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -205,6 +207,9 @@ class Gateway:
         charge = await self.spending.reserve(
             tenant, route, round(tokens), most, other if allowed.fallback else None
         )
+        trace = self.tracing.begin(
+            call.path, route.model, call.request_id, call.scope["headers"], self.now()
+        )
         exchange = Exchange(
             config=self.config,
             picker=self._picker,
@@ -225,6 +230,7 @@ class Gateway:
                 call.scope["headers"],
                 Caller.salt_of(self._salt, tenant),
                 call.headers.get("x-stainless-retry-count", "0") != "0",
+                trace,
             ),
             scope=call.scope,
             receive=call.receive,
@@ -239,6 +245,7 @@ class Gateway:
         finally:
             if charge is not None:
                 self.spending.settle(charge, exchange.served_by, exchange.used())
+            trace.close(exchange.used(), self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
@@ -298,6 +305,7 @@ class Gateway:
         await self.spending.close()
         if self._limiter is not None:
             await self._limiter.close()
+        await asyncio.to_thread(self.tracing.close)
 
     def _expected(self, model: str, most: int) -> float:
         """Tokens that an answer of ``model`` will have, as far as one can know."""

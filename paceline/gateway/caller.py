@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline.gateway.splice import DONE
+from paceline.gateway.tracing import NO_TRACE, Trace
 from paceline.http.upstream import Headers
 
 __all__ = ["Allowed", "Caller", "broken_event"]
@@ -47,6 +48,7 @@ class Caller:
     salt: str = ""
     # its client's own library tries again: what it asks for is no new work
     tries_again: bool = False
+    trace: Trace = NO_TRACE
 
     @classmethod
     def salt_of(cls, secret: str, tenant: str) -> str:

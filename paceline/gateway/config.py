@@ -29,6 +29,7 @@ import msgspec
 from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
 from paceline.gateway.money import Budget, Price, Prices, parse_amount
+from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
 
@@ -190,6 +191,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # that a request waits where every engine has asked for a pause (Retry-After)
     max_rest_wait: float = 5.0
     sse_keep_alive: float = 15.0
+    # of an OTLP/HTTP collector that gets a trace of every request; "": none is made
+    otlp_endpoint: str = ""
     drain_timeout: float = 30.0
     max_body_size: int = 32 * 1024 * 1024
 
@@ -280,6 +283,8 @@ def check_config(config: GatewayConfig) -> None:
             f"1.5; got {config.hedge_share}, {config.hedge_below} and {config.slow_factor}"
         )
     key_limits(config)
+    if config.otlp_endpoint:
+        check_endpoint(config.otlp_endpoint)
     if config.rate_limit_storage:
         check_storage_url(config.rate_limit_storage)
     if config.queue_policy not in POLICIES:

@@ -95,7 +95,7 @@ class Exchange:
         self._path, self._body, self._route = path, body, route
         # the model's name as the caller knows it
         self._asked = asked
-        self._demand, self._caller = demand, caller
+        self._demand, self._caller, self.trace = demand, caller, caller.trace
         self._receive = receive
         self._arrived = now()
         self.out = Outgoing(
@@ -251,7 +251,10 @@ class Exchange:
 
     async def _attempt_all(self) -> None:
         while True:
-            leg = await self._attempt(*(await self._begin()))
+            since = self.now()
+            begun = await self._begin()
+            self.trace.waited(since, self.now())
+            leg = await self._attempt(*begun)
             verdict = leg.verdict
             assert verdict is not None, "the leg is over"
             if verdict.kind == "done":
@@ -454,6 +457,7 @@ class Exchange:
     def _ended(self, result: str) -> None:
         engine = self._leg.site.engine.name if self._attempts.num else ""
         self._counts.ended(engine, result, self.now() - self._arrived)
+        self.trace.ended(result, self._note)
 
     async def _finish(self, leg: Leg) -> None:
         if leg.streams:

@@ -13,6 +13,7 @@ from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
+from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers
 from paceline.routing import Dispatch
@@ -38,6 +39,7 @@ class Owner(Protocol):
     wake: asyncio.Event
     # None: the answer is not streamed
     splice: Splice | None
+    trace: Trace
 
     def write(self, data: bytes) -> None: ...
     def first_token(self, now: float) -> None: ...
@@ -88,6 +90,7 @@ class Leg:
         self._request = b""
         self._path = ""
         self._translator: Translator | None = None
+        self._trace: AttemptTrace = NO_ATTEMPT
         self._probe = probe
         self._kept = bytearray()
 
@@ -103,9 +106,12 @@ class Leg:
 
     async def send(self, path: str, headers: Headers, body: bytes) -> None:
         """Raises nothing: what goes wrong is the verdict."""
-        engine = self._engine
+        engine, now = self._engine, self._owner.now()
         engine.running.add(self)
-        engine.breaker.begin(self._owner.now())
+        engine.breaker.begin(now)
+        hedge = self._probe is not None
+        self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
+        headers = self._trace.headers(headers)
         pool = engine.pool
         target = engine.dialect.target(path, self.site.model)
         request = pool.origin.head("POST", target, headers, len(body)) + body
@@ -188,6 +194,7 @@ class Leg:
             self._heard_at = owner.now()
         if splice.emitted and self._dispatch.first_at is None:
             self._dispatch.first_token(self._heard_at)
+            self._trace.first_token(self._heard_at)
             owner.first_token(self._heard_at)
         if splice.failed is not None:
             self.give_up(splice.failed)
@@ -290,6 +297,7 @@ class Leg:
             else splice.num_output_tokens - self._tokens_before
         )
         self._dispatch.end(now, made)
+        self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
         if verdict is None:
             engine.breaker.abandon()
         elif verdict.kind == "lost" or verdict.status in _FAULTS:

@@ -14,13 +14,13 @@ from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
 from paceline.http.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.http.keys import ApiKey, KeyRing
+from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits.rates import NO_LIMITS, KeyLimits
 from paceline.http.rate_limits.store import check_storage_url
 from paceline.http.tls import check_tls_files
 from paceline.server.batch_config import BatchConfig
 from paceline.server.reasoning import REASONING_FORMATS
 from paceline.server.tool_formats import TOOL_FORMATS
-from paceline.server.tracing import check_endpoint
 
 __all__ = ["MAX_METRICS_TENANTS", "MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
 

@@ -9,47 +9,34 @@
 
 Attributes follow OpenTelemetry's conventions for generative AI (``gen_ai.*``), those of vLLM for
 latencies (``gen_ai.latency.*``), and ``paceline.*`` says what the scheduler did. Never a word of
-prompt or output, and so no messages of errors. A caller's W3C ``traceparent`` is the parent;
-whether it is sampled is its say, and otherwise that of the SDK's own environment variables
-(OTEL_TRACES_SAMPLER and so on).
+prompt or output, and so no messages of errors. A caller's W3C ``traceparent`` is the parent.
 
-Spans are made when a request has ended, from the times that metrics are made of; a thread of the
-SDK's sends them, and drops what it cannot send. Nothing of OpenTelemetry is imported before
-``Tracing`` is made; it comes with the extra ``otel``.
+Spans are made when a request has ended, from the times that metrics are made of, and sent as
+``http.otlp`` says. Nothing of OpenTelemetry is imported before ``Tracing`` is made.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from paceline import __version__
-from paceline.core.errors import ConfigError
 from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
     RequestTimes,
     Timeline,
 )
+from paceline.http.otlp import SpanSource, carrier_of, to_epoch
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["RequestTrace", "Tracing", "check_endpoint"]
+__all__ = ["RequestTrace", "Tracing"]
 
-# seconds an export may take, and what has not been sent at the end
-_EXPORT_TIMEOUT: Final = 5.0
-_CLOSE_TIMEOUT: Final = 3.0
-_MAX_HEADER_BYTES: Final = 512
-_PROPAGATED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
@@ -71,35 +58,6 @@ class _Caller:
 _caller: ContextVar[_Caller] = ContextVar("caller")
 
 
-def check_endpoint(endpoint: str) -> str:
-    """The URL that spans are posted to: ``endpoint``, with /v1/traces where it has no path.
-
-    Raises:
-        ConfigError: not an http or https URL, or the libraries are not installed.
-    """
-    try:
-        parts = urlsplit(endpoint)
-        # a port out of range raises here
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ConfigError(
-            f"an OTLP endpoint is an http or https URL such as http://127.0.0.1:4318, "
-            f"got {endpoint!r}"
-        )
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"traces need the extra otel ({error}): pip install 'paceline[otel]'"
-        ) from None
-    if parts.path in ("", "/"):
-        return parts._replace(path="/v1/traces").geturl()
-    return endpoint
-
-
 class Tracing:
     """Traces of one app. Used on the event loop; ``close`` on any thread.
 
@@ -111,31 +69,12 @@ class Tracing:
     def __init__(
         self, endpoint: str, model_name: str, *, exporter: SpanExporter | None = None
     ) -> None:
-        url = check_endpoint(endpoint)
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        resource = Resource.create()
-        if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
-            # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES do not name it
-            resource = resource.merge(Resource({SERVICE_NAME: "paceline"}))
-        resource = resource.merge(Resource({SERVICE_VERSION: __version__}))
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(
-            BatchSpanProcessor(exporter or OTLPSpanExporter(url, timeout=_EXPORT_TIMEOUT))
-        )
-        self.tracer = self._provider.get_tracer("paceline", __version__)
+        self.spans = SpanSource(endpoint, "paceline", exporter=exporter)
         self.model_name = model_name
 
     def arrive(self, scope: Scope) -> None:
         """Note who asks; requests that this task, or one it starts, runs are this caller's."""
-        carrier = {
-            _PROPAGATED[name]: value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name in _PROPAGATED and len(value) <= _MAX_HEADER_BYTES
-        }
+        carrier = carrier_of(scope["headers"])
         _caller.set(_Caller(_OPERATIONS.get(scope["path"], _OTHER_OPERATION), carrier))
 
     def follow(self, request: GenerationRequest) -> RequestTrace:
@@ -144,10 +83,7 @@ class Tracing:
 
     def close(self) -> None:
         """Send what has not been sent, for a few seconds at most."""
-        # daemonic: an endpoint that is gone must not keep the process
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-        closing.start()
-        closing.join(_CLOSE_TIMEOUT)
+        self.spans.close()
 
 
 class RequestTrace:
@@ -178,15 +114,17 @@ class RequestTrace:
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        request, tracer = self._request, self._tracing.tracer
-        epoch = time.time_ns() - time.monotonic_ns()
+        request, spans = self._request, self._tracing.spans
+        tracer = spans.tracer
+        # one reading of both clocks, or the phases would not meet
+        epoch = to_epoch(0.0)
 
         def at(seconds: float) -> int:
             return epoch + int(seconds * 1e9)
 
         root = tracer.start_span(
             f"{self._caller.operation} {self._tracing.model_name}",
-            self._parent(),
+            spans.parent(self._caller.carrier),
             SpanKind.SERVER,
             self._attributes(now),
             start_time=at(request.arrival_time),
@@ -202,13 +140,6 @@ class RequestTrace:
                 )
                 span.end(at(ends))
         root.end(at(now))
-
-    def _parent(self) -> Context:
-        """Of the caller's trace if it has one; of none otherwise, whatever runs around us."""
-        from opentelemetry.context import Context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        return TraceContextTextMapPropagator().extract(self._caller.carrier, Context())
 
     def _phases(self, now: float) -> list[tuple[str, float, float, dict[str, Any]]]:
         """(name, begin, end, attributes) as far as the request came."""

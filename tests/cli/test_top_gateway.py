@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -119,6 +121,25 @@ def test_what_people_see() -> None:
     assert "it is gone" in shown(render_gateway(FRAME, "u", "it is gone"))
     assert "draining" in shown(render_gateway(replace(FRAME, draining=True), "u"))
     assert "keys" not in shown(render_gateway(replace(FRAME, keys=()), "u"))
+
+
+def test_the_pages_screen_is_one() -> None:
+    """docs/gateway.md shows the table of engines as it is."""
+    a, b = FRAME.engines
+    gone = replace(b, name="gpu2", sent_per_s=0.0, sent_share=0.0, requests=0, failures={})
+    one = replace(
+        a, name="gpu1", requests=7, running=9, kv=0.71, predicted_first=0.19, actual_first=0.21
+    )
+    other = replace(
+        a, name="laptop", state="starting", requests=2, running=2, waiting=0, kv=0.12,
+        sent_per_s=2.5, sent_share=0.25, predicted_first=0.48, actual_first=0.455,
+    )  # fmt: skip
+    text = shown(render_gateway(replace(FRAME, engines=(one, gone, other)), "u"))
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    (screen,) = re.findall(r"```\n( +TTFT .*?)```", page, re.DOTALL)
+    table = [line.strip("│").strip() for line in text.splitlines()]
+    for line in screen.splitlines():
+        assert line.split() in [there.split() for there in table], line
 
 
 def test_eighty_columns_are_enough() -> None:

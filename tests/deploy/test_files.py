@@ -20,6 +20,7 @@ from paceline.checkpoints.resolve import default_cache_dir
 from paceline.cli.batch_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.gateway.config import read_config
+from paceline.gateway.counts import Counts
 from paceline.http.keys import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,7 @@ def flags(arguments: list[str]) -> argparse.Namespace:
 
 CONTAINER = load("kubernetes/deployment.yaml")["spec"]["template"]["spec"]["containers"][0]
 COMPOSE = load("compose.yaml")
+COMPOSE_GATEWAY = load("compose.gateway.yaml")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
@@ -228,8 +230,12 @@ def test_every_alert_is_explained_and_tried() -> None:
     assert set(re.findall(r'alertname="(\w+)"', tried)) == set(names)
 
 
-def test_the_dashboard_is_laid_out() -> None:
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "paceline.json").read_text())
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_the_dashboard_is_laid_out(path: Path) -> None:
+    dashboard = json.loads(path.read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -252,10 +258,22 @@ def test_the_dashboard_is_laid_out() -> None:
     assert used - {"__rate_interval"} <= variables
 
 
+def test_dashboards_are_told_apart() -> None:
+    found = [json.loads(path.read_text()) for path in DASHBOARDS]
+    assert len({each["uid"] for each in found}) == len({each["title"] for each in found}) == 2
+
+
+def test_the_gateways_dashboard_shows_all_of_its_metrics() -> None:
+    text = (DEPLOY / "grafana" / "dashboards" / "gateway.json").read_text()
+    for family in Counts().registry.describe():
+        # how often a breaker opened is in the log; it is open or not here
+        if family.name != "paceline:gateway_breaker_opened":
+            assert family.name in text, family.name
+
+
 def test_the_gateways_compose_file_names_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "a-key-of-tests")
-    compose = load("compose.gateway.yaml")
-    services = compose["services"]
+    services = COMPOSE_GATEWAY["services"]
     for name in ("engine-a", "engine-b"):
         assert flags(services[name]["command"]).port == 8000
     assert flags(services["gateway"]["command"]).host == "0.0.0.0"
@@ -268,4 +286,13 @@ def test_the_gateways_compose_file_names_what_there_is(monkeypatch: pytest.Monke
     targets = {target for job in scraped for group in job["static_configs"]
                for target in group["targets"]}  # fmt: skip
     assert targets == {"engine-a:9400", "engine-b:9400", f"gateway:{config.port}"}
-    assert services["prometheus"]["secrets"] == list(compose["secrets"])
+    assert services["prometheus"]["secrets"] == list(COMPOSE_GATEWAY["secrets"])
+    # what is spent outlives the container
+    folder = Path(config.spend_storage).parent
+    (mounted,) = [v.split(":")[1] for v in services["gateway"]["volumes"] if v.startswith("state:")]
+    assert Path(mounted) == folder and mounted in DOCKERFILE
+    # and the image's own check, which asks a server's port, is not the gateway's
+    asked = re.findall(
+        r"http://127\.0\.0\.1:(\d+)(/\w+)", services["gateway"]["healthcheck"]["test"][-1]
+    )
+    assert asked == [(str(config.port), "/health")] and "/health" in OPEN_PATHS

@@ -10,11 +10,13 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,10 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
-def test_promtool_takes_the_configuration() -> None:
-    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+@pytest.mark.parametrize("name", ["prometheus.yml", "gateway.yml"])
+def test_promtool_takes_the_configuration(name: str) -> None:
+    # the key is a secret of the container
+    assert "SUCCESS" in promtool("check", "config", "--syntax-only", name)
 
 
 def test_alerts_fire_on_faults_and_only_then() -> None:
@@ -50,12 +54,16 @@ def test_alerts_fire_on_faults_and_only_then() -> None:
 
 
 class Prometheus:
-    """One server process that scrapes ``target``, configured by the file in ``deploy/``."""
+    """One server process that scrapes a server and a gateway, configured as in ``deploy/``."""
 
-    def __init__(self, folder: Path, target: str) -> None:
-        config = yaml.safe_load((RULES / "prometheus.yml").read_text())
+    def __init__(self, folder: Path, target: str, gateway: str) -> None:
+        config = yaml.safe_load((RULES / "gateway.yml").read_text())
         config["global"] = {"scrape_interval": "200ms", "evaluation_interval": "500ms"}
-        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        of_servers, of_gateways = config["scrape_configs"]
+        of_servers["static_configs"] = [{"targets": [target]}]
+        of_gateways["static_configs"] = [{"targets": [gateway]}]
+        # of the file in the container; nobody is asked for a key here
+        del of_gateways["authorization"]
         shutil.copy(RULES / "alerts.yml", folder)
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -92,45 +100,82 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Prometheus]]:
+def started(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[LiveServer, str, Prometheus]]:
     """Begun with the first test: Prometheus asks its targets no sooner than 5 s after its start."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with live_server(
-        folder / "server-log",
-        metrics_port=0,
-        backend={"step_time": 0.004, "num_blocks": 24, "poison_token": 7},
-        core={
-            "pipeline_depth": 1,
-            "max_num_seqs": 3,
-            "max_num_waiting": 3,
-            "future_memory_check": False,
-        },
-        config={"price_per_hour": 2.0},
-    ) as server:
-        made = Prometheus(folder, f"127.0.0.1:{server.metrics_port}")
+    with (
+        live_server(
+            folder / "server-log",
+            metrics_port=0,
+            backend={"step_time": 0.004, "num_blocks": 24, "poison_token": 7},
+            core={
+                "pipeline_depth": 1,
+                "max_num_seqs": 3,
+                "max_num_waiting": 3,
+                "future_memory_check": False,
+            },
+            config={"price_per_hour": 2.0},
+        ) as server,
+        gateway_over(server, folder) as gateway,
+    ):
+        address = gateway.removeprefix("http://")
+        made = Prometheus(folder, f"127.0.0.1:{server.metrics_port}", address)
         try:
-            yield server, made
+            yield server, gateway, made
         finally:
             made.process.terminate()
             made.process.wait(20)
 
 
+@contextmanager
+def gateway_over(server: LiveServer, folder: Path) -> Iterator[str]:
+    """The address of a gateway with prices before the server."""
+    config = folder / "gateway.toml"
+    config.write_text(
+        f'spend_storage = ""\n[[engines]]\nname = "a"\nurl = "{server.url}"\n'
+        "[[prices]]\ninput = 1\noutput = 2\n"
+    )
+    with (folder / "gateway-log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli.main", "gateway", str(config), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[3].removesuffix("/v1")
+        finally:
+            process.terminate()
+            process.wait(20)
+            process.stdout.close()
+
+
 @pytest.fixture(scope="module")
-def prometheus(started: tuple[LiveServer, Prometheus]) -> Prometheus:
-    """After a few seconds in which everything happened that the dashboard shows."""
-    server, made = started
+def prometheus(started: tuple[LiveServer, str, Prometheus]) -> Prometheus:
+    """After a few seconds in which everything happened that the dashboards show."""
+    server, gateway, made = started
     eventually(made.is_scraping, timeout=30)
     # a rate needs what was before as well as what is
-    keep_busy(server, seconds=1.0)
+    keep_busy(server, gateway, seconds=1.0)
     eventually(lambda: len(made.result("paceline:slo_requests_total")) >= 2, timeout=30)
-    keep_busy(server, seconds=2.0)
+    eventually(lambda: bool(made.result("paceline:gateway_attempts_total")), timeout=30)
+    keep_busy(server, gateway, seconds=2.0)
     time.sleep(0.5)
     return made
 
 
-def keep_busy(server: LiveServer, seconds: float) -> None:
-    """Requests of several classes at once: met and missed targets, refusals, failures, waits."""
+def keep_busy(server: LiveServer, gateway: str, seconds: float) -> None:
+    """Requests of several classes at once: met and missed targets, refusals, failures, waits; and
+    some through the gateway."""
     until = time.monotonic() + seconds
+
+    def ask_gateway() -> None:
+        while time.monotonic() < until:
+            body = {"prompt": [5] * 9, "max_tokens": 4, "stream": True}
+            httpx.post(f"{gateway}/v1/completions", json=body, timeout=30)
 
     def ask(number: int) -> None:
         while time.monotonic() < until:
@@ -144,17 +189,22 @@ def keep_busy(server: LiveServer, seconds: float) -> None:
                 body["prompt"] = [7]
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
 
-    with ThreadPoolExecutor(9) as threads:
+    with ThreadPoolExecutor(10) as threads:
+        through = threads.submit(ask_gateway)
         list(threads.map(ask, range(9)))
+        through.result()
+
+
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """(panel, PromQL) of the dashboard, as Grafana would ask."""
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "paceline.json").read_text())
-    for panel in dashboard["panels"]:
-        for target in panel["targets"]:
-            query = target["expr"].replace("$__rate_interval", "30s")
-            yield panel["title"], query.replace("$model", ".*").replace("$instance", ".*")
+    """(panel, PromQL) of the dashboards, as Grafana would ask."""
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$__rate_interval", "30s")
+                yield panel["title"], re.sub(r"\$(model|instance|engine)", ".*", query)
 
 
 @pytest.mark.parametrize(("title", "query"), list(queries()))
@@ -178,8 +228,9 @@ def test_the_pages_queries_find_something(prometheus: Prometheus, query: str) ->
     assert prometheus.result(query.replace("[5m]", "[30s]"))
 
 
-def test_variables_of_the_dashboard_find_something(prometheus: Prometheus) -> None:
-    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "paceline.json").read_text())
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_variables_of_the_dashboard_find_something(prometheus: Prometheus, path: Path) -> None:
+    dashboard = json.loads(path.read_text())
     asked = [each["query"]["query"] for each in dashboard["templating"]["list"][1:]]
     for query in asked:
         series, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", query).groups()  # type: ignore[union-attr]
@@ -205,10 +256,11 @@ def _unevaluated(prometheus: Prometheus) -> list[str]:
 
 
 def test_the_scrapes_lose_nothing(prometheus: Prometheus) -> None:
-    """What Prometheus kept of the last scrape is what the server showed."""
-    assert prometheus.result('up{job="paceline"}')[0]["value"][1] == "1"
+    """What Prometheus kept of the last scrapes is what server and gateway showed."""
+    for job in ("paceline", "gateway"):
+        assert prometheus.result(f'up{{job="{job}"}}')[0]["value"][1] == "1"
     names = prometheus.ask("label/__name__/values")
     for kind in ("vllm:", "paceline:", "http_"):
         assert any(name.startswith(kind) for name in names)
-    (dropped,) = prometheus.result("scrape_samples_scraped - scrape_samples_post_metric_relabeling")
-    assert dropped["value"][1] == "0"
+    dropped = prometheus.result("scrape_samples_scraped - scrape_samples_post_metric_relabeling")
+    assert [each["value"][1] for each in dropped] == ["0", "0"]

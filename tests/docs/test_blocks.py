@@ -147,7 +147,7 @@ def test_commands_exist_whether_they_are_run_or_not(block: Block) -> None:
     parser = build_parser()
     for line in block.code.replace("\\\n", " ").splitlines():
         # what follows two spaces, or a hash, is said to people
-        command = re.split(r"  +(?=[^\s-])| &(?: |$)", line.strip())[0]
+        command = re.split(r"  +(?=[^\s-])| &(?: |$)| \d?>", line.strip())[0]
         make = re.match(r"(?:\w+=\S+ )*make ([a-z][\w-]*)", command)
         if make:
             assert make[1] in targets, line

@@ -18,9 +18,9 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError
 from paceline.engine.testing import null_client
+from paceline.http.otlp import check_endpoint
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.tracing import check_endpoint
 from tests.server.helpers import VOCAB, chat_body, connect, say
 from tests.server.live_process import live_server
 from tests.server.otlp_receiver import Receiver, attributes, receiving
