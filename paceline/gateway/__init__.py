@@ -8,8 +8,11 @@ soonest, elsewhere when an engine fails, and goes on with a stream whose engine 
     turns      whose turn it is            slot_queue         the scheduler of that
     bodies     a request's few fields      config    the file
     exchange   one request on its way      leg       a request at one engine
+    waiting    until it may be sent        hedge     a second engine for a late first token
     attempts   whether it may be tried once more     refusals  what a refusal means
-    outgoing   the caller's connection     splice    one stream of several
+    answers    what its caller is told     outgoing  the caller's connection
+    splice     one stream of several       shape     what its chunks have in common
+    bill       what its key is charged
     dialects   APIs other than OpenAI's    caller    who asks, and what they allow
     app        endpoints                   lifecycle bind, serve, drain
 

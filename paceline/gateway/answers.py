@@ -1,26 +1,211 @@
-"""What a caller is sent besides what the engine said: notes of what was done, in headers and in the
-body of an answer that is no stream.
+"""What the caller of a request is told: the head with notes of what was done, what waits to be
+read, and the end in each way that a request can end.
 
 This module does not know which engines are asked, or when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 
+from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
+from paceline.gateway.caller import broken_event
+from paceline.gateway.counts import Counts
 from paceline.gateway.dialects import map_error, map_status
 from paceline.gateway.leg import Leg
-from paceline.gateway.refusals import told
+from paceline.gateway.outgoing import Call, Outgoing
+from paceline.gateway.refusals import retry_after, told
+from paceline.gateway.sending import RESUMABLE, Sending
+from paceline.gateway.splice import DONE, Splice
+from paceline.gateway.tracing import Trace
+from paceline.http.errors import HttpError
+from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
 
-__all__ = ["note_headers", "whole_answer"]
+__all__ = ["Answer"]
+
+# of a stream whose engine has not said what it is
+_EVENTS: Final = [(b"content-type", SSE.encode())]
 
 
-def note_headers(
+class Answer:
+    """Of one request. Whoever runs it says whose leg the answer comes from, and calls one of the
+    ends, once.
+
+    Args:
+        asked: the model's name as the caller knows it.
+        splice: what came of the answer; None: it is not streamed.
+        note: what was done to the answer, for its headers and, by the splice, its last chunk.
+        now: seconds of a clock that never goes back.
+        wake: set when there is something to flush, or the caller is gone.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        body: Body,
+        asked: str,
+        call: Call,
+        splice: Splice | None,
+        sending: Sending,
+        attempts: Attempts,
+        note: dict[str, Any],
+        counts: Counts,
+        trace: Trace,
+        now: Callable[[], float],
+        arrived: float,
+        wake: asyncio.Event,
+    ) -> None:
+        self.out = Outgoing(call, stream=body.stream, wake=wake, source=self, now=arrived)
+        self._path, self._body, self._asked = path, body, asked
+        self._splice, self._sending, self._attempts = splice, sending, attempts
+        self._note, self._counts, self._trace = note, counts, trace
+        self._now, self._arrived = now, arrived
+        self._leg: Leg | None = None
+        self._failures: list[str] = []
+        self._retry_after: float | None = None
+
+    @property
+    def leg(self) -> Leg | None:
+        """What it comes from; None: no engine was asked."""
+        return self._leg
+
+    def comes_from(self, leg: Leg) -> None:
+        """From here on."""
+        self._leg = leg
+
+    def note(self, **what: Any) -> None:
+        """Something was done that the caller may want to know."""
+        self._note |= what
+
+    def failed(self, leg: Leg) -> None:
+        """An attempt has failed, which is told if no other one succeeds."""
+        assert leg.verdict is not None, "the leg is over"
+        self._failures.append(f"{leg.site.engine.name}: {leg.verdict.why}")
+        if leg.verdict.kind == "refused":
+            wait = retry_after(leg.headers)
+            if wait is not None:
+                self._retry_after = min(wait, self._retry_after or wait)
+
+    # ---------------------------------------------------------------- of what goes out
+
+    def head(self) -> tuple[Headers, Headers] | None:
+        """See ``outgoing.Source``."""
+        leg = self._leg
+        return None if leg is None else (_headers_of(leg), self._notes())
+
+    def hold_back(self) -> None:
+        """See ``outgoing.Source``."""
+        if self._leg is not None and self._leg.connection is not None:
+            self._leg.connection.pause()
+
+    def _notes(self) -> Headers:
+        return _note_headers(self._leg, self._path, self._body, self._attempts.num, self._note)
+
+    async def flush(self, *, comments: bool = False) -> None:
+        """What waits for the caller; returns once one who reads slowly has read enough.
+
+        Args:
+            comments: nothing but those, while no engine is at it.
+        """
+        leg = None if comments else self._leg
+        if not self.out.started:
+            await self._start(200, _EVENTS if leg is None else _headers_of(leg))
+        await self.out.flush()
+        if leg is not None and leg.connection is not None and leg.verdict is None:
+            leg.connection.resume()
+
+    async def _start(self, status: int, headers: Headers, *more: tuple[bytes, bytes]) -> None:
+        await self.out.start(status, headers, [*more, *self._notes()])
+
+    # ---------------------------------------------------------------- ends
+
+    def ended(self, result: str) -> None:
+        """Counts and traces it; see ``Counts.ended``."""
+        engine = "" if self._leg is None else self._leg.site.engine.name
+        self._counts.ended(engine, result, self._now() - self._arrived)
+        self._trace.ended(result, self._note)
+
+    async def finish(self, leg: Leg) -> None:
+        """All of it is there."""
+        if leg.streams:
+            # an engine that said nothing but the end, too, has answered
+            if not self.out.started:
+                await self._start(200, leg.headers)
+            await self.out.end()
+        else:
+            await self._whole(leg)
+        self.ended("ok")
+
+    async def _whole(self, leg: Leg) -> None:
+        """An answer that is no stream."""
+        status, headers, body = _whole_answer(leg, self._path, self._asked, self._note)
+        if self.out.started:
+            # comments went out while this was waited for
+            await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
+            return
+        await self._start(status, headers, (b"content-length", b"%d" % len(body)))
+        await self.out.end(body)
+
+    async def refuse(self, leg: Leg) -> None:
+        """The engine's refusal is the answer. Raises HttpError where it was the gateway's fault."""
+        name, status = leg.site.engine.name, leg.status
+        if self.out.started:
+            await self.break_off(f"engine {name} refused it ({status})")
+            return
+        self.ended("refused")
+        if status in (401, 403):
+            # it is the gateway's key that was refused, not the caller's
+            raise HttpError(502, f"engine {name} refused the gateway's credentials")
+        if status < 400:
+            raise HttpError(502, f"engine {name} answered with status {status}")
+        await self._whole(leg)
+
+    async def give_up(self) -> None:
+        """Nobody answered. Raises HttpError while a status can be told."""
+        self.ended("failed")
+        tried = "; ".join(self._failures[-3:])
+        failure = HttpError(
+            503, f"no engine answered: {tried}", retry_after=self._retry_after or 1.0
+        )
+        if not self.out.started:
+            raise failure
+        await self._break(str(failure))
+
+    async def break_off(self, why: str) -> None:
+        """A stream that cannot go on."""
+        self.ended("broken")
+        await self._break(why)
+
+    async def _break(self, why: str) -> None:
+        splice = self._splice
+        assert splice is not None, "a stream was asked for"
+        resumable, secret = False, ""
+        if self._leg is not None:
+            site = self._leg.site
+            resumable, secret = self._sending.can_go_on(site, site), site.engine.key
+        event = told(self._path, 200, splice.failure_event, secret)
+        if not event or self._path in RESUMABLE:
+            event = broken_event(
+                self._path,
+                f"{why}, and the answer cannot go on elsewhere",
+                splice.num_output_tokens,
+                "no other engine of this model" if resumable else "this engine's kind cannot",
+            )
+        await self.out.end(event)
+
+
+def _headers_of(leg: Leg) -> Headers:
+    """Of a stream that comes from it; comments may begin it before it has said anything."""
+    return leg.headers if leg.streams else _EVENTS
+
+
+def _note_headers(
     leg: Leg | None, path: str, body: Body, attempts: int, note: Mapping[str, Any]
 ) -> Headers:
     """What callers may want to know, in headers.
@@ -44,7 +229,7 @@ def note_headers(
     return found
 
 
-def whole_answer(
+def _whole_answer(
     leg: Leg, path: str, model: str, note: Mapping[str, Any]
 ) -> tuple[int, Headers, bytes]:
     """Status, headers and body of an answer that is no stream, in the API of ``path``.

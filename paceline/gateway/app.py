@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from uuid import uuid4
 
 from starlette.types import Receive, Scope, Send
 
@@ -39,6 +38,7 @@ from paceline.http.rate_limits import RateLimiter, Tally, Ticket, caller_of
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders
+from paceline.http.upstream import Headers
 from paceline.http.web import refuse_other_origins
 from paceline.routing import Demand, HedgeBudget, RetryBudget, prefix_chain
 
@@ -66,6 +66,7 @@ _LEARN: Final = 0.05
 class _Call:
     """One exchange at the door."""
 
+    gateway: Gateway
     scope: Scope
     # in small letters
     headers: Mapping[str, str]
@@ -88,6 +89,16 @@ class _Call:
     def method(self) -> str:
         method: str = self.scope["method"]
         return method
+
+    def begin(self) -> Headers:
+        """See ``outgoing.Call``."""
+        self.started = True
+        headers = [(b"x-request-id", self.request_id.encode())]
+        if self.ticket is not None:
+            headers += self.ticket.headers()
+        if self.gateway.draining:
+            headers.append((b"connection", b"close"))
+        return headers
 
     @property
     def tenant(self) -> str:
@@ -132,20 +143,15 @@ class Gateway:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        # to tell requests apart in logs; no secret
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                call.started = True
-                message["headers"] = [
-                    *message["headers"], (b"x-request-id", request_id.encode()),
-                    *(() if call.ticket is None else call.ticket.headers()),
-                ]  # fmt: skip
-                if self.draining:
-                    message["headers"].append((b"connection", b"close"))
+                message["headers"] = [*message["headers"], *call.begin()]
             await send(message)
 
-        call = _Call(scope, headers, receive, send_with_id, request_id)
+        call = _Call(self, scope, headers, receive, send_with_id, request_id)
         try:
             if "origin" in headers or "sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
@@ -232,9 +238,8 @@ class Gateway:
                 call.headers.get("x-stainless-retry-count", "0") != "0",
                 trace,
             ),
-            scope=call.scope,
+            call=call,
             receive=call.receive,
-            send=call.send,
         )
         self.in_flight += 1
         self.idle.clear()
@@ -244,8 +249,8 @@ class Gateway:
                 self._learn(route.model, exchange.num_output_tokens)
         finally:
             if charge is not None:
-                self.spending.settle(charge, exchange.served_by, exchange.used())
-            trace.close(exchange.used(), self.now())
+                self.spending.settle(charge, exchange.shares())
+            trace.close(exchange.used, self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()

@@ -7,7 +7,8 @@ and engine never read different ones.
 
 from __future__ import annotations
 
-import secrets
+import functools
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -74,7 +75,7 @@ class Body:
                 fields.pop(name, None)
             else:
                 fields[name] = msgspec.json.encode(value)
-        return b"{" + b",".join(_encode_key(k) + bytes(v) for k, v in fields.items()) + b"}"
+        return b"{" + b",".join([_key(k) + bytes(v) for k, v in fields.items()]) + b"}"
 
     def stream_options(self) -> dict[str, Any]:
         """As the caller sent them."""
@@ -85,13 +86,19 @@ class Body:
         return found if isinstance(found, dict) else {}
 
 
-def _encode_key(name: str) -> bytes:
+def _key(name: str) -> bytes:
+    # what is remembered is short, whatever callers send
+    return _usual_key(name) if len(name) <= 32 else msgspec.json.encode(name) + b":"
+
+
+@functools.lru_cache(maxsize=256)
+def _usual_key(name: str) -> bytes:
     return msgspec.json.encode(name) + b":"
 
 
 def new_seed() -> int:
-    """For a request without one, so that each engine draws the same."""
-    return secrets.randbits(63)
+    """For a request without one, so that each engine draws the same. No secret."""
+    return random.getrandbits(63)
 
 
 def read_body(data: bytes) -> Body:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,7 +24,7 @@ from paceline.gateway.money import Budget, Used, show_amount
 from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import go_duration
 
-__all__ = ["BudgetStore", "Budgets", "LocalStore", "Reservation"]
+__all__ = ["BudgetStore", "Budgets", "Cost", "LocalStore", "Reservation"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -34,11 +34,22 @@ _WARN_AT: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Of one request. ``amount`` 0: nothing was reserved."""
+    """Of one request."""
 
     key: str
     amount: int
-    begins: str
+    # the window that it counts in; None: the key has no budget
+    begins: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of what one engine made of an answer."""
+
+    engine: str
+    model: str
+    used: Used
+    amount: int
 
 
 class BudgetStore(Protocol):
@@ -113,7 +124,7 @@ class Budgets:
         """Raises HttpError 429 or 402, with the numbers, where it does not fit."""
         budget = self.budget(key)
         if budget is None:
-            return Reservation(key, 0, "")
+            return Reservation(key, 0, None)
         now = self._wall()
         begins = budget.begins(now)
         fits, before = await self._store.take(key, begins, worst, budget.amount)
@@ -124,7 +135,8 @@ class Budgets:
         if fits:
             return Reservation(key, worst, begins)
         if (key if key in self._by_key else "*") in self._soft:
-            return Reservation(key, 0, "")
+            # nothing is held back for it, and what it costs is counted all the same
+            return Reservation(key, 0, begins)
         raise self._refusal(budget, before, worst, now)
 
     def _refusal(self, budget: Budget, before: int, worst: int, now: float) -> HttpError:
@@ -138,15 +150,17 @@ class Budgets:
             return HttpError(402, told)
         return HttpError(429, f"{told}. It begins anew in {go_duration(wait)}", retry_after=wait)
 
-    def settle(
-        self, reservation: Reservation, engine: str, model: str, used: Used, cost: int
-    ) -> None:
-        """A request has ended; ``engine``: "" where none answered it, and it costs nothing."""
-        if reservation.amount:
+    def settle(self, reservation: Reservation, costs: Sequence[Cost]) -> None:
+        """A request has ended; ``costs``: at each engine that made a part of its answer."""
+        cost = sum(each.amount for each in costs)
+        if reservation.begins is not None and reservation.amount != cost:
             self._store.give_back(reservation.key, reservation.begins, reservation.amount - cost)
-        if engine:
-            day = Budget(0, "day").begins(self._wall())
-            self._ledger.add(reservation.key, day, engine, model, used, cost)
+        day = Budget(0, "day").begins(self._wall())
+        for number, each in enumerate(costs):
+            self._ledger.add(
+                reservation.key, day, each.engine, each.model, each.used, each.amount,
+                requests=int(not number),
+            )  # fmt: skip
 
     def status(self, key: str) -> Mapping[str, str | None]:
         """What a key has spent of its budget, and today where it has none."""

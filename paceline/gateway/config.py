@@ -65,6 +65,13 @@ class Secret(str):
         return "'***'"
 
 
+class SecretBytes(bytes):
+    """Bytes with a key in them, the same."""
+
+    def __repr__(self) -> str:
+        return "b'***'"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server that runs models."""
 

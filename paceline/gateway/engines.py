@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret
+from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret, SecretBytes
 from paceline.gateway.dialects import Dialect, dialect_of
 from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
 from paceline.http.upstream import ConnectError, Headers, Origin, Pool
@@ -77,6 +77,8 @@ class Engine:
         self.pool = Pool(
             Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
         )
+        # by path and what is accepted: few, as the configuration and the engine name them
+        self._starts: dict[tuple[str, bytes], SecretBytes] = {}
         self.load = EngineLoad(config.name)
         self.load.sent_at = now
         self.breaker = Breaker()
@@ -112,6 +114,15 @@ class Engine:
     def headers(self) -> Headers:
         """That every request to it has."""
         return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
+
+    def start_of(self, target: str, accept: bytes) -> bytes:
+        """Of the head of a request to it, what all to this path have in common."""
+        start = self._starts.get((target, accept))
+        if start is None:
+            headers = [(b"content-type", b"application/json"), (b"accept", accept)]
+            found = self.pool.origin.start("POST", target, [*headers, *self.headers()])
+            start = self._starts[target, accept] = SecretBytes(found)
+        return start
 
     @property
     def places_in_all(self) -> float:

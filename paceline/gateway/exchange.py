@@ -2,7 +2,7 @@
 
 ::
 
-    Exchange   (a task a request)   choose -> Leg -> wait -> done | choose again
+    Exchange   (a task a request)   Waiting -> Leg -> done | once more -> Answer
     Leg        (callbacks)          engine's bytes -> Splice -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task wakes for the head,
@@ -18,40 +18,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from paceline.core.errors import RequestError
-from paceline.gateway.answers import note_headers, whole_answer
+from paceline.gateway.answers import Answer
 from paceline.gateway.attempts import Attempts
+from paceline.gateway.bill import Bill
 from paceline.gateway.bodies import Body
-from paceline.gateway.caller import Caller, broken_event
+from paceline.gateway.caller import Caller
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
 from paceline.gateway.hedge import Hedge
 from paceline.gateway.kinds import VECTOR_PATHS
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
-from paceline.gateway.outgoing import Outgoing
-from paceline.gateway.pick import AllRestError, Pick, Picker
-from paceline.gateway.refusals import is_too_long, rest_of, retry_after, told
+from paceline.gateway.outgoing import Call
+from paceline.gateway.pick import Pick, Picker
+from paceline.gateway.refusals import is_too_long, rest_of
 from paceline.gateway.routes import Route, Site
-from paceline.gateway.sending import CHAT, RESUMABLE, Sending
-from paceline.gateway.slot_queue import Queued
-from paceline.gateway.splice import DONE, Splice, make_splice
+from paceline.gateway.sending import CHAT, Sending
+from paceline.gateway.splice import Splice, make_splice
 from paceline.gateway.turns import Turns
-from paceline.gateway.usage import used_by
+from paceline.gateway.waiting import Waiting
 from paceline.http.errors import ClientDisconnectedError, HttpError
-from paceline.http.sse import SSE
-from paceline.http.upstream import Headers
 from paceline.routing import Demand, Dispatch, HedgeBudget, RetryBudget
 
 __all__ = ["RELAYED", "Exchange"]
 
 _log = logging.getLogger("paceline.gateway")
-_T = TypeVar("_T")
 
 # endpoints that are relayed
 RELAYED: Final = VECTOR_PATHS | {
@@ -60,12 +57,10 @@ RELAYED: Final = VECTOR_PATHS | {
 _RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 # of a body that is read without the connection being held back on the way
 _READ_AT_ONCE: Final = 60_000
-# between two looks at whether the caller of a waiting request is still there
-_LOOK_SECONDS: Final = 0.1
 
 
 class Exchange:
-    """One request of one caller."""
+    """One request of one caller; the owner of its legs."""
 
     def __init__(
         self,
@@ -83,47 +78,43 @@ class Exchange:
         asked: str,
         demand: Demand,
         caller: Caller,
-        scope: Scope,
+        call: Call,
         receive: Receive,
-        send: Send,
     ) -> None:
         self.config = config
         self.now = now
         self.wake = asyncio.Event()
-        self.splice: Splice | None = None
-        self._picker, self._turns, self._budget, self._counts = picker, turns, budget, counts
+        self._turns, self._budget, self._counts = turns, budget, counts
         self._path, self._body, self._route = path, body, route
         # the model's name as the caller knows it
         self._asked = asked
         self._demand, self._caller, self.trace = demand, caller, caller.trace
         self._receive = receive
         self._arrived = now()
-        self.out = Outgoing(
-            scope,
-            send,
-            stream=body.stream,
-            wake=self.wake,
-            hold_back=self._hold_back,
-            now=self._arrived,
-        )
-        self._again: Leg | None = None
         # what was done to the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
         if asked != route.model:
             # its key's budget does not reach for what it asked for
             self._note["fallback"] = route.model
-        self._failures: list[str] = []
-        # of a whole answer
-        self._used: Used | None = None
-        self._retry_after: float | None = None
-        if body.stream:
-            self.splice = self._new_splice()
+        self.splice: Splice | None = self._new_splice() if body.stream else None
         self._sending = Sending(path, body, caller, self.splice)
         self._attempts = Attempts(
             config, picker, budget, route, demand, caller.allowed, self._sending, self.splice
         )
-        self._hedge = Hedge(config, hedges, picker, self._attempts, demand, body)
-        self._connecting: asyncio.Future[None] | None = None
+        self._answer = Answer(
+            path, body, asked, call, self.splice, self._sending, self._attempts, self._note,
+            counts, self.trace, now, self._arrived, self.wake,
+        )  # fmt: skip
+        self.out = self._answer.out
+        # of the legs, which call it for every part
+        self.write: Callable[[bytes], None] = self.out.write
+        self._waiting = Waiting(
+            config, turns, self._attempts, demand, body, caller, self._answer, self, self._arrived
+        )
+        self._hedge = Hedge(
+            config, hedges, picker, self._attempts, demand, body, self._sending, counts
+        )
+        self._bill = Bill(path, demand.prompt_tokens, self.splice)
 
     def _new_splice(self) -> Splice:
         body = self._body
@@ -138,75 +129,53 @@ class Exchange:
         )
 
     @property
-    def num_output_tokens(self) -> int:
-        """Of an answer that has ended, as far as anything was counted."""
-        return self.used().output
+    def _leg(self) -> Leg:
+        """The one that the answer comes from, once an engine is asked."""
+        leg = self._answer.leg
+        assert leg is not None, "an engine is asked"
+        return leg
 
     @property
-    def served_by(self) -> Site | None:
-        """Where the answer came from, or as much of it as there was; None: nowhere was one."""
-        if not self._attempts.num:
-            return None
-        site, used = self._leg.site, self.used()
-        return site if used.output or self._leg.is_answer else None
-
     def used(self) -> Used:
-        """Tokens of an answer that has ended, and of its prompt, as far as anything was counted:
-        once, whatever was tried for it."""
-        if not self._attempts.num:
-            return Used()
-        splice = self.splice
-        if splice is None:
-            if self._used is None and self._leg.is_answer:
-                self._used = used_by(self._path, bytes(self._leg.body))
-            return self._used or Used()
-        output, prompt = splice.num_output_tokens, splice.prompt_tokens
-        if prompt is None:
-            # the engine did not live to count it, or counts nothing
-            prompt = round(self._demand.prompt_tokens) if output else 0
-        return Used(prompt, splice.cached_tokens, output)
+        """Tokens of an answer that has ended, as far as anything was counted."""
+        return self._bill.used(self._answer.leg)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of an answer that has ended."""
+        return self.used.output
+
+    def shares(self) -> Sequence[tuple[Site, Used]]:
+        """Who made what of an answer that has ended; see ``Bill.shares``."""
+        return self._bill.shares(self._answer.leg)
 
     # ---------------------------------------------------------------- of the legs
 
-    def write(self, data: bytes) -> None:
-        self.out.write(data)
-
-    def _hold_back(self) -> None:
-        if self._leg.connection is not None:
-            self._leg.connection.pause()
+    def sent(self, leg: Leg) -> None:
+        # of the engine that was really asked
+        leg.site.engine.load.prefixes.add(self._demand.prefix)
 
     def first_token(self, now: float) -> None:
-        self._hedge.disarm()
-        spare, self._hedge.spare = self._hedge.spare, None
-        if spare is not None:
-            self._counts.hedged(spare.site, "lost")
-            spare.abandon()
+        self._hedge.first_spoke()
         if not self._attempts.num_resumes:
             self._counts.first_token(self._leg.site, now - self._arrived)
 
     def spare_spoke(self, leg: Leg) -> None:
         assert leg is self._hedge.spare, "the other one was dropped"
-        first = self._leg
         # before anything is told, or it would count as what the first one said
-        first.abandon()
-        self._take_spare(leg)
-        self._counts.hedged(leg.site, "won")
+        self._leg.abandon()
+        self._go_on_with(self._hedge.take(won=True))
 
-    def _take_spare(self, leg: Leg) -> None:
+    def _go_on_with(self, spare: Leg) -> None:
         """The answer is the second engine's from here on."""
-        self._hedge.spare = None
-        self._leg = leg
-        self._note |= {"engine": leg.site.engine.name, "attempts": self._attempts.num}
-        leg.adopt()
+        self._answer.comes_from(spare)
+        self._answer.note(engine=spare.site.engine.name, attempts=self._attempts.num)
+        spare.adopt()
 
     def tick(self, now: float) -> None:
         self.out.tick(now, self.config.sse_keep_alive)
         if self._hedge.is_due(now):
             self.wake.set()
-
-    def again(self, leg: Leg) -> None:
-        self._again = leg
-        self.wake.set()
 
     # ---------------------------------------------------------------- the task
 
@@ -229,19 +198,19 @@ class Exchange:
                 self._budget.deposit(self._arrived)
             await self._attempt_all()
         except ClientDisconnectedError:
-            self._ended("gone")
+            self._answer.ended("gone")
             raise
         except RequestError:
             # what no engine was asked, as it cannot be said in that engine's API
-            self._ended("refused")
+            self._answer.ended("refused")
             raise
         except HttpError as error:
             if self.out.started:
                 # no status can be told any more
-                await self._break_off(str(error))
+                await self._answer.break_off(str(error))
                 return
             if not self._attempts.num:
-                self._ended("failed")
+                self._answer.ended("failed")
             raise
         finally:
             if watch is not None:
@@ -250,18 +219,20 @@ class Exchange:
                     await watch
 
     async def _attempt_all(self) -> None:
+        last = None
         while True:
             since = self.now()
-            begun = await self._begin()
+            begun = await self._waiting.place(last)
             self.trace.waited(since, self.now())
             leg = await self._attempt(*begun)
-            verdict = leg.verdict
+            verdict, last = leg.verdict, leg.site
             assert verdict is not None, "the leg is over"
             if verdict.kind == "done":
-                await self._finish(leg)
+                await self._answer.finish(leg)
                 return
             self._note_failure(leg)
-            if verdict.kind == "refused" and not await self._may_pass_on(leg):
+            if verdict.kind == "refused" and not self._may_pass_on(leg):
+                await self._answer.refuse(leg)
                 return
             # an engine that dies leaves many requests at once, each through no fault of its own:
             # the first move away is free, and the budget is for what keeps failing
@@ -269,104 +240,45 @@ class Exchange:
             self._attempts.num_lost += verdict.kind == "lost"
             if self.splice is not None and self.splice.emitted:
                 if not self._attempts.may_resume(self.now(), leg.site, free=free):
-                    await self._break_off(verdict.why)
+                    await self._answer.break_off(verdict.why)
                     return
+                self._bill.goes_on_behind(leg.site)
             elif not self._attempts.may_retry(self.now(), free=free):
-                await self._give_up(leg)
+                await self._answer.give_up()
                 return
 
-    async def _begin(self) -> tuple[Pick, Dispatch]:
-        """Choose an engine, and count the request there, once one may be asked."""
-        while True:
-            try:
-                return await self._begin_now()
-            except AllRestError as error:
-                seconds = error.seconds
-                if seconds > self.config.max_rest_wait - (self.now() - self._arrived):
-                    raise
-            await self._unless_gone(asyncio.sleep(seconds))
-
-    async def _begin_now(self) -> tuple[Pick, Dispatch]:
-        """Once it is its turn."""
-        if self._attempts.num or not self._turns.must_wait(self._attempts.route, self._demand):
-            return self._dispatched()
-        queued = Queued(
-            # callers may use one id of theirs for several requests
-            f"{self._caller.request_id} {id(self)}",
-            self._arrived,
-            round(self._demand.output_tokens),
-            self._body.priority,
-            self._caller.tenant,
-            self._body.slo,
-        )
-        return await self._unless_gone(self._turn(queued))
-
-    async def _unless_gone(self, what: Coroutine[Any, Any, _T]) -> _T:
-        """Raises ClientDisconnectedError where the caller hangs up meanwhile."""
-        waiting = asyncio.ensure_future(what)
-        while not waiting.done() and not self.out.gone:
-            waking = asyncio.ensure_future(self.wake.wait())
-            await asyncio.wait(
-                (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
-            waking.cancel()
-            self.wake.clear()
-            self.out.tick(self.now(), self.config.sse_keep_alive)
-            if self.out.num_waiting:
-                await self._flush(None)
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            raise ClientDisconnectedError
-        return waiting.result()
-
-    async def _turn(self, queued: Queued) -> tuple[Pick, Dispatch]:
-        async with self._turns.turn(self._attempts.route, self._demand, queued):
-            return self._dispatched()
-
-    def _dispatched(self) -> tuple[Pick, Dispatch]:
-        last = self._leg.site if self._attempts.num else None
-        pick = self._attempts.pick(self.now(), last)
-        return pick, pick.site.engine.load.dispatch(self._demand, pick.view, self.now())
-
     async def _attempt(self, pick: Pick, dispatch: Dispatch) -> Leg:
-        site, engine = pick.site, pick.site.engine
+        site = pick.site
+        attempts, resumed = self._attempts, bool(self._attempts.num_resumes)
         try:
-            headers = self._sending.headers(site)
-            body = self._sending.body(site, resumed=bool(self._attempts.num_resumes))
+            request = self._sending.request(site, resumed=resumed)
         except BaseException:
             dispatch.end(self.now())
             raise
-        self._attempts.num += 1
-        if site.tier or self._attempts.route is not self._route:
+        attempts.num += 1
+        if site.tier or attempts.route is not self._route:
             self._note["fallback"] = site.model
-        if self._attempts.num > 1 or self._note:
-            self._note |= {"engine": engine.name, "attempts": self._attempts.num}
-        resumed = bool(self._attempts.num_resumes)
+        if attempts.num > 1 or self._note:
+            self._answer.note(engine=site.engine.name, attempts=attempts.num)
         if resumed:
-            self._note["resumed"] = self._attempts.num_resumes
-        leg = self._leg = Leg(self, site, dispatch)
+            self._answer.note(resumed=attempts.num_resumes)
+        leg = Leg(self, site, dispatch)
+        self._answer.comes_from(leg)
         self._counts.attempt(site, resumed=resumed, fallback=bool(site.tier))
         by_text = resumed and not self._sending.exactly(site)
         if self.splice is not None:
             self.splice.begin_leg(by_text=by_text)
-            if self._attempts.num == 1:
+            if attempts.num == 1:
                 self._hedge.arm(pick, self.now())
         if by_text:
-            self._note["exact"] = False
+            self._answer.note(exact=False)
         try:
-            await leg.send(self._path, headers, body)
-            if leg.connection is not None:
-                engine.load.prefixes.add(self._demand.prefix)
+            leg.send(self._path, request)
             await self._pump()
         finally:
-            self._hedge.disarm()
-            for each in (leg, self._leg, self._hedge.spare):
-                if each is not None:
-                    each.abandon()
-            self._hedge.spare = None
-            if self._connecting is not None:
-                self._connecting.cancel()
+            leg.abandon()
+            self._leg.abandon()
+            self._hedge.end()
             self._turns.pump()
         return self._leg
 
@@ -375,165 +287,56 @@ class Exchange:
         while True:
             if self.out.gone:
                 raise ClientDisconnectedError
-            if self._again is not None:
-                again, self._again = self._again, None
-                await again.resend()
-            if self._hedge.is_due(self.now()):
-                self._ask_another()
+            if self._hedge.is_due(self.now()) and self._hedge.ask(
+                self._leg.site, self, self._path, self._new_splice
+            ):
+                self._answer.note(hedged=True)
             self._look_after_spare()
-            leg = self._leg
             if self.out.num_waiting:
-                await self._flush(leg)
-            elif leg.verdict is not None:
+                await self._answer.flush()
+            elif self._leg.verdict is not None:
                 return
             else:
                 await self.wake.wait()
                 self.wake.clear()
 
-    def _ask_another(self) -> None:
-        """A second engine, while the first one says nothing."""
-        pick = self._hedge.pick(self._leg.site, self.now())
-        if pick is None:
-            return
-        site, load = pick.site, pick.site.engine.load
-        try:
-            headers, body = self._sending.headers(site), self._sending.body(site, resumed=False)
-        except RequestError:
-            # what cannot be said in the second engine's API is no trouble of the first one's
-            return
-        self._attempts.num += 1
-        self._note["hedged"] = True
-        dispatch = load.dispatch(self._demand, pick.view, self.now())
-        spare = self._hedge.spare = Leg(self, site, dispatch, probe=self._new_splice())
-        self._counts.attempt(site, resumed=False, fallback=False)
-        self._connecting = asyncio.ensure_future(spare.send(self._path, headers, body))
-
     def _look_after_spare(self) -> None:
         """One of two engines has failed: the other one is all there is."""
-        spare, verdict = self._hedge.spare, self._leg.verdict
-        if spare is None:
-            return
-        if spare.verdict is not None:
-            self._hedge.spare = None
-            self._counts.hedged(spare.site, "failed")
-            self._note_failure(spare)
-        elif verdict is not None and (verdict.kind == "lost" or verdict.status in _RETRYABLE):
-            self._note_failure(self._leg)
-            self._take_spare(spare)
+        leg, failed = self._leg, self._hedge.second_failed()
+        if failed is not None:
+            self._note_failure(failed)
+        elif (
+            self._hedge.spare is not None
+            and leg.verdict is not None
+            and (leg.verdict.kind == "lost" or leg.verdict.status in _RETRYABLE)
+        ):
+            self._note_failure(leg)
+            self._go_on_with(self._hedge.take(won=False))
 
     def _note_failure(self, leg: Leg) -> None:
         assert leg.verdict is not None, "the leg is over"
         engine = leg.site.engine
-        self._failures.append(f"{engine.name}: {leg.verdict.why}")
         _log.warning(
             "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
             self._caller.request_id, engine.name, self._attempts.num, leg.verdict.why,
             self.splice.emitted if self.splice else False,
         )  # fmt: skip
+        self._answer.failed(leg)
         if leg.verdict.kind == "refused":
-            wait = retry_after(leg.headers)
-            if wait is not None:
-                self._retry_after = min(wait, self._retry_after or wait)
             engine.rest(self.now() + rest_of(leg.status, leg.headers))
         self._counts.failed(leg.site, leg.verdict.kind)
         self._attempts.tried.add(engine.name)
 
-    async def _flush(self, leg: Leg | None) -> None:
-        """What waits for the caller; ``leg``: what it comes from, None: comments alone."""
-        if not self.out.started:
-            headers = [] if leg is None else leg.headers
-            await self._start(200, headers or [(b"content-type", SSE.encode())])
-        await self.out.flush()
-        if leg is not None and leg.connection is not None and leg.verdict is None:
-            leg.connection.resume()
-
-    async def _start(self, status: int, headers: Headers, *more: tuple[bytes, bytes]) -> None:
-        leg = self._leg if self._attempts.num else None
-        notes = note_headers(leg, self._path, self._body, self._attempts.num, self._note)
-        await self.out.start(status, headers, [*more, *notes])
-
-    # ---------------------------------------------------------------- ends
-
-    def _ended(self, result: str) -> None:
-        engine = self._leg.site.engine.name if self._attempts.num else ""
-        self._counts.ended(engine, result, self.now() - self._arrived)
-        self.trace.ended(result, self._note)
-
-    async def _finish(self, leg: Leg) -> None:
-        if leg.streams:
-            # an engine that said nothing but the end, too, has answered
-            if not self.out.started:
-                await self._start(200, leg.headers)
-            await self.out.end()
-        else:
-            await self._whole(leg)
-        self._ended("ok")
-
-    async def _whole(self, leg: Leg) -> None:
-        """An answer that is no stream."""
-        status, headers, body = whole_answer(leg, self._path, self._asked, self._note)
-        if self.out.started:
-            # comments went out while this was waited for
-            await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
-            return
-        await self._start(status, headers, (b"content-length", b"%d" % len(body)))
-        await self.out.end(body)
-
-    async def _may_pass_on(self, leg: Leg) -> bool:
+    def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine; otherwise the caller has the answer."""
-        headers = leg.headers
+        now = self.now()
         if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
-            self.now(), leg.site
+            now, leg.site
         ):
             return True
-        should = dict(headers).get(b"x-should-retry", b"true")
+        should = dict(leg.headers).get(b"x-should-retry", b"true")
         retryable = leg.status in _RETRYABLE and should != b"false"
-        if retryable and self._attempts.may_retry(self.now(), peek=True):
-            return True
-        await self._refuse(leg)
-        return False
-
-    async def _refuse(self, leg: Leg) -> None:
-        if self.out.started:
-            await self._break_off(f"engine {leg.site.engine.name} refused it ({leg.status})")
-            return
-        self._ended("refused")
-        if leg.status in (401, 403):
-            # it is the gateway's key that was refused, not the caller's
-            raise HttpError(502, f"engine {leg.site.engine.name} refused the gateway's credentials")
-        if leg.status < 400:
-            raise HttpError(502, f"engine {leg.site.engine.name} answered with status {leg.status}")
-        await self._whole(leg)
-
-    async def _give_up(self, leg: Leg) -> None:
-        self._ended("failed")
-        failure = self._failed("no engine answered")
-        if not self.out.started:
-            raise failure
-        await self._break_off(str(failure))
-
-    def _failed(self, what: str) -> HttpError:
-        tried = "; ".join(self._failures[-3:])
-        return HttpError(503, f"{what}: {tried}", retry_after=self._retry_after or 1.0)
-
-    async def _break_off(self, why: str) -> None:
-        """The end of a stream that cannot go on."""
-        splice = self.splice
-        assert splice is not None, "a stream was asked for"
-        self._ended("broken")
-        resumable, secret = False, ""
-        if self._attempts.num:
-            site = self._leg.site
-            resumable, secret = self._sending.can_go_on(site, site), site.engine.key
-        event = told(self._path, 200, splice.failure_event, secret)
-        if not event or self._path in RESUMABLE:
-            event = broken_event(
-                self._path,
-                f"{why}, and the answer cannot go on elsewhere",
-                splice.num_output_tokens,
-                "no other engine of this model" if resumable else "this engine's kind cannot",
-            )
-        await self.out.end(event)
+        return retryable and self._attempts.may_retry(now, peek=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""A second engine for a first token that is late: whether, when and which.
+"""A second engine for a first token that is late: whether, when and which, and what becomes of it.
 
 ::
 
@@ -13,12 +13,18 @@ further attempts are paid from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from paceline.core.errors import RequestError
 from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.leg import Leg
+from paceline.gateway.counts import Counts
+from paceline.gateway.leg import Leg, Owner
 from paceline.gateway.pick import Pick, Picker
 from paceline.gateway.routes import Site
+from paceline.gateway.sending import Sending
+from paceline.gateway.splice import Splice
 from paceline.http.errors import HttpError
 from paceline.routing import Demand, HedgeBudget, hedge_delay, is_worth_it, saturation
 
@@ -36,32 +42,96 @@ class Hedge:
         attempts: Attempts,
         demand: Demand,
         body: Body,
+        sending: Sending,
+        counts: Counts,
     ) -> None:
         self._config, self._budget, self._picker = config, budget, picker
         self._attempts, self._demand = attempts, demand
+        self._sending, self._counts = sending, counts
         # work that can wait, and answers that would be paid for several times, are not hedged
         self._wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
         self._due_at: float | None = None
         self._sent_at = 0.0
         # the second engine's, while both run
-        self.spare: Leg | None = None
+        self._spare: Leg | None = None
+
+    @property
+    def spare(self) -> Leg | None:
+        """The second engine's leg, while both run."""
+        return self._spare
 
     def arm(self, pick: Pick, now: float) -> None:
-        """The first attempt is sent."""
+        """The first attempt is made."""
         if self._wanted:
             self._budget.deposit()
             delay = hedge_delay(pick.site.engine.load, pick.view, self._config.hedge_after)
             self._sent_at = now
             self._due_at = None if delay is None else now + delay
 
-    def disarm(self) -> None:
-        """It has said something, or is over."""
-        self._due_at = None
-
     def is_due(self, now: float) -> bool:
         return self._due_at is not None and now >= self._due_at
 
-    def pick(self, first: Site, now: float) -> Pick | None:
+    def ask(self, first: Site, owner: Owner, path: str, probe: Callable[[], Splice]) -> bool:
+        """Send it to a second engine, if there is one for it; whether it was.
+
+        Args:
+            owner: of the leg there.
+            probe: makes a splice that what it says is tried on.
+        """
+        now = owner.now()
+        pick = self._pick(first, now)
+        if pick is None:
+            return False
+        site = pick.site
+        try:
+            request = self._sending.request(site, resumed=False)
+        except RequestError:
+            # what cannot be said in the second engine's API is no trouble of the first one's
+            return False
+        self._attempts.num += 1
+        dispatch = site.engine.load.dispatch(self._demand, pick.view, now)
+        self._spare = Leg(owner, site, dispatch, probe=probe())
+        self._counts.attempt(site, resumed=False, fallback=False)
+        self._spare.send(path, request)
+        return True
+
+    def first_spoke(self) -> None:
+        """The first engine has said something: the second one is not needed any more."""
+        self._due_at = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._counts.hedged(spare.site, "lost")
+            spare.abandon()
+
+    def second_failed(self) -> Leg | None:
+        """The second one's leg, once, if it has failed while the first one has not answered."""
+        spare = self._spare
+        if spare is None or spare.verdict is None:
+            return None
+        self._spare = None
+        self._counts.hedged(spare.site, "failed")
+        return spare
+
+    def take(self, *, won: bool) -> Leg:
+        """The second one's leg is the request's own from here on.
+
+        Args:
+            won: it spoke first; else the first engine has failed.
+        """
+        spare, self._spare = self._spare, None
+        assert spare is not None, "there are two"
+        if won:
+            self._counts.hedged(spare.site, "won")
+        return spare
+
+    def end(self) -> None:
+        """The attempt is over."""
+        self._due_at = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.abandon()
+
+    def _pick(self, first: Site, now: float) -> Pick | None:
         """The second engine, paid for; None: it is not to be."""
         self._due_at = None
         if not self._budget.has_one:

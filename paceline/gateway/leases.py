@@ -3,11 +3,13 @@
 A gateway takes a hundredth of a budget ahead, and what it serves is counted against that lease in
 memory; Redis is asked when a lease is used up, and in the background before that. What is left at
 the end goes back, and so does what requests leave of what they reserved, beyond two leases. So at
-most two leases a gateway lie idle, and none is spent twice. It takes no
+most two leases a gateway lie idle, and none is spent twice. What was spent beyond a lease (by a
+request that cost more than it was said to, or whose budget only warns) is told at once. It takes no
 scripts: ``INCRBY`` alone, and back where the sum went beyond the budget.
 
 While Redis does not answer, each gateway counts alone from what it last saw, and asks again once a
-second: a counter that is away must be neither an outage nor an open door.
+second: a counter that is away must be neither an outage nor an open door. A counter that was
+flushed begins at nothing, and so does the budget.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ _log = logging.getLogger("paceline.gateway")
 _TIMEOUT: Final = 0.25
 _RETRY_SECONDS: Final = 1.0
 _TRIES: Final = 4
+# of a counter, beyond which nothing is told apart; Redis counts with 63 bits
+_MOST: Final = 2**62
 # of a budget, that one gateway takes ahead
 _LEASE_SHARE: Final = 0.01
 # seconds that a window's counter is kept after its last use
@@ -47,7 +51,7 @@ class _Lease:
     step: int = 0
     # the counter in Redis when it was last seen
     total: int = 0
-    # used beyond the lease while Redis was away
+    # to be added to the counter: used beyond the lease while Redis was away; below 0: taken in vain
     owed: int = 0
     refilling: bool = False
     # what is on its way back to the counter, where it is counted as used until it is there
@@ -86,6 +90,9 @@ class LeaseStore:
     async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
         lease = self._lease(key, begins)
         lease.step = step = max(1, int(most * _LEASE_SHARE))
+        if amount > most:
+            # it never fits, and may be more than Redis counts with
+            return False, lease.total - lease.left + lease.owed
         for _ in range(_TRIES):
             if lease.left >= amount or not self._may_ask(lease, amount - lease.left):
                 break
@@ -107,21 +114,27 @@ class LeaseStore:
                 lease.owed += amount
                 return True, used
             return False, used
-        return False, lease.total - lease.left
+        return False, lease.total - lease.left + lease.owed
 
     def give_back(self, key: str, begins: str, amount: int) -> None:
         lease = self._leases.get((key, begins))
         if lease is None:
             return
         lease.left += amount
-        if lease.left > 2 * lease.step and lease.returning is None and not self._is_away():
-            excess = lease.left - lease.step
-            lease.left -= excess
-            lease.returning = self._spawn(self._return(key, begins, lease, excess))
+        if lease.returning is not None or self._is_away():
+            return
+        if lease.left > 2 * lease.step:
+            self._give(key, begins, lease, lease.left - lease.step)
+        elif lease.left < 0 and lease.total < _MOST:
+            self._give(key, begins, lease, lease.left)
+
+    def _give(self, key: str, begins: str, lease: _Lease, amount: int) -> None:
+        lease.left -= amount
+        lease.returning = self._spawn(self._return(key, begins, lease, amount))
 
     async def _return(self, key: str, begins: str, lease: _Lease, amount: int) -> None:
-        """To the counter, for other gateways."""
-        total = await self._add(key, begins, -amount)
+        """To the counter, for other gateways; below 0: from it."""
+        total = await self._add_with_owed(key, begins, lease, -amount)
         lease.returning = None
         if total is None:
             lease.left += amount
@@ -151,18 +164,22 @@ class LeaseStore:
     ) -> None:
         """As much as is needed and a step more, or what is needed alone where that is all."""
         for wanted in (needed + step, needed):
-            total = await self._add(key, begins, wanted + lease.owed)
+            total = await self._add_with_owed(key, begins, lease, wanted)
             if total is None:
                 return
-            lease.owed = 0
             if total <= most:
                 lease.total, lease.left = total, lease.left + wanted
                 return
             back = await self._add(key, begins, -wanted)
-            lease.total = total - wanted if back is None else back
+            if back is None:
+                # the counter has it still, until something else is added
+                lease.total = total
+                lease.owed -= wanted
+            else:
+                lease.total = back
             lease.refused = wanted
             lease.refused_until = asyncio.get_running_loop().time() + _RETRY_SECONDS
-            if lease.total + needed > most:
+            if lease.total + lease.owed + needed > most:
                 lease.refused = needed
                 return
 
@@ -171,6 +188,14 @@ class LeaseStore:
             await self._lend(key, begins, lease, step, 0, most)
         finally:
             lease.refilling = False
+
+    async def _add_with_owed(self, key: str, begins: str, lease: _Lease, amount: int) -> int | None:
+        # taken before others may ask meanwhile, so that it is added once
+        owed, lease.owed = lease.owed, 0
+        total = await self._add(key, begins, amount + owed)
+        if total is None:
+            lease.owed += owed
+        return total
 
     async def _add(self, key: str, begins: str, amount: int) -> int | None:
         """The counter after that; None: Redis does not answer."""

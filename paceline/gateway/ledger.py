@@ -32,22 +32,24 @@ CREATE TABLE IF NOT EXISTS spend (
     PRIMARY KEY (key, day, engine, model)
 ) WITHOUT ROWID
 """
+# what a column holds; SQLite counts with 63 bits
+_MOST: Final = 2**62
 # what was written by others since (another gateway with this file) is kept: counts are added
-_ADD: Final = """
+_ADD: Final = f"""
 INSERT INTO spend VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (key, day, engine, model) DO UPDATE SET
     requests = requests + excluded.requests,
-    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
-    cached_tokens = cached_tokens + excluded.cached_tokens,
-    output_tokens = output_tokens + excluded.output_tokens,
-    amount = amount + excluded.amount
+    prompt_tokens = MIN(prompt_tokens + excluded.prompt_tokens, {_MOST}),
+    cached_tokens = MIN(cached_tokens + excluded.cached_tokens, {_MOST}),
+    output_tokens = MIN(output_tokens + excluded.output_tokens, {_MOST}),
+    amount = MIN(amount + excluded.amount, {_MOST})
 """
+# in two parts, as the sum of amounts may be more than SQLite counts with
 _SUMS: Final = """
-SELECT key, CASE WHEN day >= ? THEN day ELSE '' END AS since, SUM(amount)
+SELECT key, CASE WHEN day >= ? THEN day ELSE '' END AS since,
+    SUM(CAST(amount AS INTEGER) / 1000000), SUM(CAST(amount AS INTEGER) % 1000000)
 FROM spend GROUP BY key, since
 """
-# what a column holds
-_MOST: Final = 2**62
 _EVERY_SECONDS: Final = 1.0
 # days that are kept apart in memory; what is older counts for budgets that never end alone
 _DAYS: Final = 62
@@ -66,8 +68,8 @@ class Spent:
     output: int = 0
     amount: int = 0
 
-    def add(self, used: Used, amount: int) -> None:
-        self.requests += 1
+    def add(self, used: Used, amount: int, requests: int) -> None:
+        self.requests += requests
         self.prompt += used.prompt
         self.cached += used.cached
         self.output += used.output
@@ -90,6 +92,7 @@ class Ledger:
         # by key, and day: what was spent
         self._totals: dict[str, dict[str, int]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         if path is not None:
             self._load(path)
 
@@ -101,8 +104,9 @@ class Ledger:
                 database.execute("PRAGMA journal_mode=WAL")
                 database.execute(_TABLE)
                 oldest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=_DAYS)
-                for key, day, total in database.execute(_SUMS, (oldest.date().isoformat(),)):
-                    self._totals.setdefault(key, {})[day] = int(total)
+                sums = database.execute(_SUMS, (oldest.date().isoformat(),))
+                for key, day, millions, rest in sums:
+                    self._totals.setdefault(key, {})[day] = millions * 1_000_000 + rest
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"spend_storage: {path} cannot be used: {error}") from None
 
@@ -114,12 +118,23 @@ class Ledger:
         if self._path is not None and self._task is None:
             self._task = asyncio.ensure_future(self._write_now_and_then())
 
-    def add(self, key: str, day: str, engine: str, model: str, used: Used, amount: int) -> None:
-        """A request has ended."""
+    def add(
+        self,
+        key: str,
+        day: str,
+        engine: str,
+        model: str,
+        used: Used,
+        amount: int,
+        requests: int = 1,
+    ) -> None:
+        """A request has ended; ``requests``: 0 for what further engines made of it."""
         days = self._totals.setdefault(key, {})
         days[day] = days.get(day, 0) + amount
         if self._path is not None:
-            self._unwritten.setdefault((key, day, engine, model), Spent()).add(used, amount)
+            self._unwritten.setdefault((key, day, engine, model), Spent()).add(
+                used, amount, requests
+            )
 
     def spent(self, key: str, since: str) -> int:
         """By a key, from the day ``since`` on ("": ever)."""
@@ -131,36 +146,49 @@ class Ledger:
         return {key: days[day] for key, days in self._totals.items() if day in days}
 
     async def close(self) -> None:
+        """What was spent until now is in the file then, if it can be written."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            self._closing.set()
+            await self._task
             await self._flush()
 
     async def _write_now_and_then(self) -> None:
-        while True:
-            await asyncio.sleep(_EVERY_SECONDS)
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _EVERY_SECONDS)
             await self._flush()
 
     async def _flush(self) -> None:
         if not self._unwritten:
             return
         rows, self._unwritten = self._unwritten, {}
-        values = [
-            (*row, *(min(getattr(s, name), _MOST) for name in Spent.__slots__))
-            for row, s in rows.items()
-        ]
         try:
-            await asyncio.shield(asyncio.to_thread(self._write, values))
+            refused = await asyncio.to_thread(self._write, rows)
         except Exception as error:
-            # whatever it is, the next try must have these rows too
+            # nothing was written: the next try must have these rows too
             _log.error("spend_not_written rows=%d error=%r", len(rows), str(error)[:100])
             for row, spent in rows.items():
                 kept = self._unwritten.setdefault(row, Spent())
                 for name in Spent.__slots__:
                     setattr(kept, name, getattr(kept, name) + getattr(spent, name))
+            return
+        for row, why in refused:
+            _log.error("spend_row_refused row=%r spent=%r error=%r", row, rows[row], why)
 
-    def _write(self, values: Sequence[tuple[object, ...]]) -> None:
+    def _write(self, rows: Mapping[_Row, Spent]) -> Sequence[tuple[_Row, str]]:
+        """All of them or none; but a row that the file can never hold keeps no other one out of it.
+        Those, and why."""
+        refused = []
         with contextlib.closing(self._open()) as database:
             database.execute("BEGIN IMMEDIATE")
-            database.executemany(_ADD, values)
+            for row, spent in rows.items():
+                counts = (min(getattr(spent, name), _MOST) for name in Spent.__slots__)
+                try:
+                    database.execute(_ADD, (*row, *counts))
+                except sqlite3.OperationalError:
+                    # of the file, not of the row: it is full, or somebody else's
+                    raise
+                except (sqlite3.Error, ValueError, OverflowError) as error:
+                    refused.append((row, str(error)[:100]))
             database.execute("COMMIT")
+        return refused

@@ -15,7 +15,7 @@ from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
 from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.http.sse import SSE
-from paceline.http.upstream import ConnectError, Connection, Headers
+from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
 
 __all__ = ["Leg", "Owner", "Verdict"]
@@ -27,6 +27,7 @@ _FAULTS: Final = frozenset({500, 502, 503, 504, 529})
 _STALE: Final = 1.0
 # of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
+_SSE: Final = SSE.encode()
 
 
 class Owner(Protocol):
@@ -41,7 +42,9 @@ class Owner(Protocol):
     splice: Splice | None
     trace: Trace
 
-    def write(self, data: bytes) -> None: ...
+    # to the caller
+    write: Callable[[bytes], None]
+
     def first_token(self, now: float) -> None: ...
     def spare_spoke(self, leg: Leg) -> None:
         """A second engine has something to say."""
@@ -49,8 +52,8 @@ class Owner(Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def again(self, leg: Leg) -> None:
-        """Its connection was closed as it was used again: to be sent on another."""
+    def sent(self, leg: Leg) -> None:
+        """Its request is on the way to its engine."""
         ...
 
 
@@ -80,6 +83,8 @@ class Leg:
         self.body = bytearray()
         self.verdict: Verdict | None = None
         self.connection: Connection | None = None
+        # given up for no fault of the engine's
+        self.was_abandoned = False
         self._owner = request
         self._engine = site.engine
         self._dispatch = dispatch
@@ -88,11 +93,14 @@ class Leg:
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
+        self._connecting: asyncio.Task[None] | None = None
         self._path = ""
         self._translator: Translator | None = None
         self._trace: AttemptTrace = NO_ATTEMPT
         self._probe = probe
         self._kept = bytearray()
+        # takes a part of the answer, by what kind of answer it is
+        self._take: Callable[[bytes], None] = self._keep_whole
 
     @property
     def streams(self) -> bool:
@@ -104,30 +112,43 @@ class Leg:
         """Whether the engine answered, and all of it came."""
         return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
 
-    async def send(self, path: str, headers: Headers, body: bytes) -> None:
-        """Raises nothing: what goes wrong is the verdict."""
+    @property
+    def was_sent(self) -> bool:
+        """Whether the engine was told of it."""
+        return self.connection is not None
+
+    def send(self, path: str, request: bytes) -> None:
+        """On a connection that is open, else as soon as one is; what goes wrong is the verdict."""
         engine, now = self._engine, self._owner.now()
         engine.running.add(self)
         engine.breaker.begin(now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
-        headers = self._trace.headers(headers)
-        pool = engine.pool
-        target = engine.dialect.target(path, self.site.model)
-        request = pool.origin.head("POST", target, headers, len(body)) + body
+        self._request = _with_headers(request, self._trace.headers([]))
         self._path = path
+        connection = engine.pool.free()
+        if connection is None:
+            self._connecting = asyncio.ensure_future(self._send_on_new())
+        else:
+            self._send_on(connection)
+
+    async def _send_on_new(self) -> None:
         try:
-            connection = pool.free() or await pool.connect()
+            connection = await self._engine.pool.connect()
         except ConnectError as error:
+            self._connecting = None
             self._end(Verdict("lost", str(error)))
             return
+        self._connecting = None
         if self.verdict is not None:
-            # given up while connecting
             connection.drop()
             return
+        self._send_on(connection)
+
+    def _send_on(self, connection: Connection) -> None:
         self.connection = connection
-        self._request = request
-        connection.send(request, self)
+        connection.send(self._request, self)
+        self._owner.sent(self)
 
     # ---------------------------------------------------------------- of the sink
 
@@ -142,20 +163,24 @@ class Leg:
         kind = found.get(b"content-type", b"")
         # an answer that was not asked for as a stream is relayed as it is
         asked = self._owner.splice is not None
-        self._streams = asked and status == 200 and kind.lower().startswith(SSE.encode())
+        self._streams = asked and status == 200 and kind.lower().startswith(_SSE)
         if self._streams:
             self._translator = self._engine.dialect.translator(self._path)
+            plain = self._translator is None and self._probe is None
+            self._take = self._relay if plain else self._take_stream
         self._heard_at = self._owner.now()
 
     def on_data(self, data: bytes) -> None:
         self._engine.alive()
-        if self.verdict is not None:
-            return
-        if not self._streams:
-            self.body += data
-            if len(self.body) > _MAX_ANSWER_BYTES:
-                self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
-            return
+        if self.verdict is None:
+            self._take(data)
+
+    def _keep_whole(self, data: bytes) -> None:
+        self.body += data
+        if len(self.body) > _MAX_ANSWER_BYTES:
+            self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+
+    def _take_stream(self, data: bytes) -> None:
         if self._translator is not None:
             try:
                 data = self._translator.feed(data)
@@ -177,6 +202,8 @@ class Leg:
         """From here on the answer is this engine's: what it said goes to the caller."""
         assert self._owner.splice is not None, "a stream was asked for"
         self._probe = None
+        if self._streams and self._translator is None:
+            self._take = self._relay
         self._owner.splice.begin_leg()
         kept, self._kept = bytes(self._kept), bytearray()
         if kept:
@@ -218,7 +245,7 @@ class Leg:
         connection = self.connection
         if connection is not None and not connection.begun and connection.was_idle > _STALE:
             # the engine closed an idle connection just as it was used again: no attempt of its own
-            self._owner.again(self)
+            self._connecting = asyncio.ensure_future(self._send_on_new())
             return
         if self._streams:
             self._finish_stream(why)
@@ -261,26 +288,14 @@ class Leg:
 
     # ---------------------------------------------------------------- ends
 
-    async def resend(self) -> None:
-        """On a connection of its own."""
-        try:
-            connection = await self._engine.pool.connect()
-        except ConnectError as error:
-            self._end(Verdict("lost", str(error)))
-            return
-        if self.verdict is not None:
-            connection.drop()
-            return
-        self.connection = connection
-        connection.send(self._request, self)
-
     def give_up(self, why: str) -> None:
         """The engine's fault."""
         self._end(Verdict("lost", why))
 
     def abandon(self) -> None:
-        """Not its fault: the caller is gone."""
+        """Not its fault: the caller is gone, or has the answer from another one."""
         if self.verdict is None:
+            self.was_abandoned = True
             self._end(None)
 
     def _end(self, verdict: Verdict | None) -> None:
@@ -290,6 +305,8 @@ class Leg:
         engine = self._engine
         self.verdict = verdict or Verdict("lost", "abandoned")
         engine.running.discard(self)
+        if self._connecting is not None:
+            self._connecting.cancel()
         splice = self._owner.splice
         made = (
             0
@@ -309,3 +326,11 @@ class Leg:
         if self.connection is not None and (verdict is None or verdict.kind == "lost"):
             self.connection.drop()
         self._owner.wake.set()
+
+
+def _with_headers(request: bytes, headers: Headers) -> bytes:
+    """A request, head and body, with more headers before its own."""
+    if not headers:
+        return request
+    first = request.index(b"\r\n") + 2
+    return request[:first] + lines_of(headers) + request[first:]

@@ -26,21 +26,23 @@ from paceline.http.bounds import DEFAULT_BOUNDS
 from paceline.http.connections import Connection, allow_open_files
 from paceline.http.keys import KeyRing
 
-__all__ = ["make_server", "serve_gateway"]
+__all__ = ["GatewayServer", "make_server", "serve_gateway"]
 
 _log = logging.getLogger("paceline.gateway")
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 # seconds for what was answered to reach its callers
 _FLUSH_SECONDS: Final = 2
+# between two looks at whether all callers are gone
+_LOOK_SECONDS: Final = 0.005
 # seconds after which a caller who reads nothing is cut off
 _SLOW_READER_SECONDS: Final = 30.0
 
 
-def make_server(gateway: Gateway) -> uvicorn.Server:
+def make_server(gateway: Gateway) -> GatewayServer:
     """uvicorn over a gateway, with the bounds of ``http``, which leaves signals alone."""
     bounds = replace(DEFAULT_BOUNDS, max_connections=allow_open_files(DEFAULT_BOUNDS))
-    return _Server(
+    return GatewayServer(
         uvicorn.Config(
             gateway,
             http=functools.partial(  # type: ignore[arg-type]
@@ -111,7 +113,7 @@ async def serve_gateway(
                 async with asyncio.timeout(gateway.config.drain_timeout):
                     await _first_of(gateway.idle.wait(), at_once.wait())
     finally:
-        server.should_exit = True
+        server.stop()
         await serving
         await gateway.close()
         for number in (*_SIGNALS, signal.SIGHUP):
@@ -140,8 +142,42 @@ async def _first_of(*waits: object) -> None:
             task.cancel()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, which would close its sockets at the first signal."""
+class GatewayServer(uvicorn.Server):
+    """uvicorn, which would close its sockets at the first signal, and look ten times a second at
+    whether it is to end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take no more connections; ``serve`` returns once what is being answered is."""
+        self.should_exit = True
+        self._stop.set()
+
+    async def main_loop(self) -> None:
+        # once, for the headers that every answer has
+        await self.on_tick(0)
+        await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                for server in self.servers:
+                    await server.wait_closed()
+        except TimeoutError:
+            _log.warning("cut_off requests=%d", len(state.tasks))
+            for task in state.tasks:
+                task.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -19,8 +19,11 @@ __all__ = ["Budget", "Price", "Prices", "Used", "Window", "parse_amount", "show_
 
 _UNIT: Final = 10**12
 _MILLION: Final = 10**6
-# of any amount: sums of them fit 63 bits, which SQLite and Redis count with
+# of any price and budget
 _MAX: Final = Decimal(10**6)
+# of one request, whatever was counted: as much as any budget has; SQLite and Redis count with 63
+# bits, which is nine times that
+_MOST_COST: Final = 10**18
 _BUDGET: Final = re.compile(r"([0-9.]{1,20})/(day|month|total)")
 
 Window = Literal["day", "month", "total"]
@@ -74,14 +77,16 @@ class Price:
         """Of tokens whose prices are said per million, as every vendor does."""
         return cls(input // _MILLION, cached_input // _MILLION, output // _MILLION, request)
 
-    def of(self, used: Used) -> int:
+    def of(self, used: Used, *, whole: bool = True) -> int:
+        """``whole``: False for what further engines made of a request, which is paid for once."""
         cached = min(used.cached, used.prompt)
-        return (
-            self.request
+        cost = (
+            (self.request if whole else 0)
             + (used.prompt - cached) * self.input
             + cached * self.cached_input
             + used.output * self.output
         )
+        return min(cost, _MOST_COST)
 
 
 class Prices:

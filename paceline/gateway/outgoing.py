@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.types import Scope, Send
 
-from paceline.http.shortcut import BODY_WRITER, BodyWriter
+from paceline.http.shortcut import BODY_WRITER, AnswerWriter
 from paceline.http.sse import KEEP_ALIVE
 from paceline.http.upstream import Headers
 
-__all__ = ["Outgoing"]
+__all__ = ["Outgoing", "Source"]
 
 # waiting for the caller to read before the engine is read no further
 _MAX_BACKLOG: Final = 64 * 1024
@@ -26,6 +25,35 @@ _ANSWER_HEADERS: Final = frozenset(
         b"x-llm-d-request-dropped-reason",
     }
 )
+# so that no proxy on the way keeps a part back
+_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class Call(Protocol):
+    """The exchange at the door that a request came with."""
+
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def send(self) -> Send: ...
+
+    def begin(self) -> Headers:
+        """The answer begins: what every one has among its headers. For who does not ``send`` it,
+        which adds them by itself."""
+        ...
+
+
+class Source(Protocol):
+    """Where what is written comes from."""
+
+    def head(self) -> tuple[Headers, Headers] | None:
+        """Of a stream that begins now: the engine's headers, and what callers are told beside them;
+        None: no engine is at it."""
+        ...
+
+    def hold_back(self) -> None:
+        """More waits than may: no more for now."""
+        ...
 
 
 class Outgoing:
@@ -35,21 +63,19 @@ class Outgoing:
     Args:
         stream: the caller asked for events.
         wake: set when there is something to flush, or the caller is gone.
-        hold_back: called when more waits than may.
     """
 
     def __init__(
         self,
-        scope: Scope,
-        send: Send,
+        call: Call,
         *,
         stream: bool,
         wake: asyncio.Event,
-        hold_back: Callable[[], None],
+        source: Source,
         now: float,
     ) -> None:
-        self._writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
-        self._send, self._stream, self._wake, self._hold_back = send, stream, wake, hold_back
+        self._writer: AnswerWriter | None = call.scope.get("extensions", {}).get(BODY_WRITER)
+        self._call, self._source, self._stream, self._wake = call, source, stream, wake
         self._backlog = bytearray()
         # the status is told
         self.started = False
@@ -72,14 +98,34 @@ class Outgoing:
     def write(self, data: bytes) -> None:
         """To the caller, now or when its connection takes it."""
         writer = self._writer
-        if self.started and not self._backlog and writer is not None and writer.is_ready:
-            writer.write(data)
+        if (
+            writer is not None
+            and not self._backlog
+            and (writer.offer(data) if self.started else self._start_with(data, writer))
+        ):
             self._quiet_for = 0
             return
         self._backlog += data
         if len(self._backlog) > _MAX_BACKLOG:
-            self._hold_back()
+            self._source.hold_back()
         self._wake.set()
+
+    def _start_with(self, data: bytes, writer: AnswerWriter) -> bool:
+        """Head and first part in one; False: they go the usual way."""
+        found = self._source.head() if self._stream else None
+        if found is None:
+            return False
+        self.started = writer.start(
+            200, [*self._kept(200, found[0]), *found[1], *self._call.begin()], data
+        )
+        return self.started
+
+    def _kept(self, status: int, headers: Headers) -> Headers:
+        """Of the engine's headers those that callers get."""
+        kept = [header for header in headers if header[0] in _ANSWER_HEADERS]
+        if self._stream and status == 200:
+            kept += _STREAM_HEADERS
+        return kept
 
     def tick(self, now: float, keep_alive: float) -> None:
         """A comment where nothing else is said for ``keep_alive`` seconds (0.0: never): no proxy on
@@ -103,17 +149,14 @@ class Outgoing:
     async def start(self, status: int, headers: Headers, told: Headers) -> None:
         """The head: of the engine's headers those that callers get, and ``told``."""
         self.started = True
-        kept = [header for header in headers if header[0] in _ANSWER_HEADERS]
-        if self._stream and status == 200:
-            kept += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        kept += told
-        await self._send({"type": "http.response.start", "status": status, "headers": kept})
+        found = [*self._kept(status, headers), *told]
+        await self._call.send({"type": "http.response.start", "status": status, "headers": found})
 
     async def flush(self) -> None:
         """What waits; returns once a caller who reads slowly has read enough, or hung up."""
         data, self._backlog = bytes(self._backlog), bytearray()
         self._quiet_for = 0
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._call.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._call.send({"type": "http.response.body", "body": body, "more_body": False})

@@ -11,7 +11,8 @@ from paceline.gateway.bodies import Body, new_seed
 from paceline.gateway.caller import Caller
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
-from paceline.http.upstream import Headers
+from paceline.gateway.tracing import NO_TRACE
+from paceline.http.upstream import Headers, lines_of
 
 __all__ = ["CHAT", "RESUMABLE", "Sending"]
 
@@ -23,11 +24,11 @@ _BOUND_TO_TOKENS: Final = (
     "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
     "continue_final_message",
 )  # fmt: skip
+_TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 # of callers that engines get
 _REQUEST_HEADERS: Final = frozenset(
     {
-        b"traceparent",
-        b"tracestate",
+        *_TRACE_HEADERS,
         b"anthropic-version",
         b"anthropic-beta",
         b"x-llm-d-slo-ttft-ms",
@@ -82,23 +83,40 @@ class Sending:
         splice = self._splice
         return site.engine.facts.resumes and splice is not None and splice.resume_ids() is not None
 
-    def headers(self, site: Site) -> Headers:
-        caller = self._caller
-        passed = [header for header in caller.headers if header[0] in _REQUEST_HEADERS]
-        names = {name for name, _ in passed}
-        found: Headers = [
-            (b"content-type", b"application/json"),
-            (b"accept", b"text/event-stream" if self._body.stream else b"application/json"),
-            (b"x-request-id", caller.request_id.encode()),
-            *(header for header in site.engine.headers() if header[0] not in names),
-            *passed,
-        ]
-        if caller.tenant and site.engine.kind == "paceline":
-            found.append((_TENANT_HEADER, caller.tenant.encode()))
-        return found
+    def request(self, site: Site, *, resumed: bool) -> bytes:
+        """Head and body. Raises RequestError for what cannot be said in the engine's API.
 
-    def body(self, site: Site, *, resumed: bool) -> bytes:
-        """``resumed``: it goes on behind what the splice has."""
+        Args:
+            resumed: it goes on behind what the splice has.
+        """
+        body = self._encoded(site, resumed=resumed)
+        return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(site), len(body), body)
+
+    def _head(self, site: Site) -> bytes:
+        """But for its end."""
+        caller, engine = self._caller, site.engine
+        target = engine.dialect.target(self._path, site.model)
+        accept = b"text/event-stream" if self._body.stream else b"application/json"
+        # a trace of this request's own comes with its attempt
+        own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
+        found: Headers = [
+            header
+            for header in caller.headers
+            if header[0] in _REQUEST_HEADERS and header[0] not in own
+        ]
+        start = engine.start_of(target, accept)
+        if found:
+            # what a caller says of an API's version stands over the engine's own
+            said = {name for name, _ in found}
+            found += [header for header in engine.headers() if header[0] not in said]
+            common = [(b"content-type", b"application/json"), (b"accept", accept)]
+            start = engine.pool.origin.start("POST", target, common)
+        found.append((b"x-request-id", caller.request_id.encode()))
+        if caller.tenant and engine.kind == "paceline":
+            found.append((_TENANT_HEADER, caller.tenant.encode()))
+        return start + lines_of(found)
+
+    def _encoded(self, site: Site, *, resumed: bool) -> bytes:
         body, facts = self._body, site.engine.facts
         changes: dict[str, Any] = {}
         if "model" not in body.fields or site.model != body.model:

@@ -4,12 +4,12 @@ are kept, and what of it is told."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.gateway.budgets import Budgets, LocalStore, Reservation
+from paceline.gateway.budgets import Budgets, Cost, LocalStore, Reservation
 from paceline.gateway.config import GatewayConfig, KeyConfig, budgets_of, prices_of
 from paceline.gateway.leases import LeaseStore
 from paceline.gateway.ledger import Ledger
@@ -109,19 +109,20 @@ class Spending:
 
     async def _reserve(self, name: str, route: Route, prompt: int, most: int) -> Reservation:
         if self._budgets.budget(name) is None:
-            return Reservation(name, 0, "")
+            return Reservation(name, 0, None)
         places = [(site.engine.name, site.model) for tier in route.tiers for site in tier]
         return await self._budgets.reserve(name, self.prices.worst(places, prompt, most))
 
-    def settle(self, charge: Charge, site: Site | None, used: Used) -> int:
-        """A request has ended; ``site``: None where none answered. What it cost."""
-        if site is None:
-            self._budgets.settle(charge.reservation, "", "", used, 0)
-            return 0
-        price = self.prices.find(site.engine.name, site.model)
-        cost = 0 if price is None else price.of(used)
-        self._budgets.settle(charge.reservation, site.engine.name, site.model, used, cost)
-        return cost
+    def settle(self, charge: Charge, shares: Sequence[tuple[Site, Used]]) -> None:
+        """A request has ended; ``shares``: who made what of its answer, nobody where there is
+        none."""
+        costs = []
+        for number, (site, used) in enumerate(shares):
+            name, model = site.engine.name, site.model
+            price = self.prices.find(name, model)
+            amount = 0 if price is None else price.of(used, whole=not number)
+            costs.append(Cost(name, model, used, amount))
+        self._budgets.settle(charge.reservation, costs)
 
     def status(self) -> Mapping[str, Any]:
         """By key of the configuration, and of others what they spent today."""

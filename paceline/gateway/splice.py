@@ -15,13 +15,14 @@ connection said; it never becomes a "stop" here. Pure: no clock, no socket.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from paceline.gateway.plain_splice import PlainSplice
+from paceline.gateway.shape import Shape
 from paceline.gateway.usage import Usage
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
@@ -65,6 +66,15 @@ class _Delta(msgspec.Struct):
             or self.refusal
         )
 
+    @property
+    def says_alone(self) -> Any:
+        """The text, of one that has nothing beside it."""
+        others = (
+            self.role, self.tool_calls, self.reasoning_content, self.reasoning,
+            self.function_call, self.refusal,
+        )  # fmt: skip
+        return None if any(others) else self.content
+
 
 class _Choice(msgspec.Struct):
     index: int = 0
@@ -84,6 +94,8 @@ class _Chunk(msgspec.Struct):
 
 _decode: Final = msgspec.json.Decoder(_Chunk).decode
 _NULL: Final = (b"", b"null")
+# chunks of a leg that are learned from
+_LESSONS: Final = 16
 
 
 class Splice(Protocol):
@@ -159,6 +171,10 @@ class OpenAISplice:
     # the first chunk's id, created and model, as JSON has them
     _head: dict[str, bytes] = field(default_factory=dict)
     _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
+    # what the next chunks of the leg will look like; None: nobody knows
+    _shape: Shape | None = None
+    # chunks that may still be learned from: of some streams no two look alike
+    _lessons: int = 0
     _events: SseEvents = field(default_factory=SseEvents)
 
     @property
@@ -175,11 +191,20 @@ class OpenAISplice:
         self._leg += 1
         self._first_of_leg = True
         self._swaps = []
+        # text is kept, and ids are shown, by who reads chunks whole
+        learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
+        self._shape, self._lessons = None, _LESSONS if learns else 0
         self._events.clear()
         self.failed, self.failure_event = None, b""
 
     def feed(self, data: bytes) -> bytes:
         """What the caller is to get of ``data``. Once ``failed`` is set, nothing more."""
+        shape = self._shape
+        if shape is not None and self._events.is_between and not self.done and self.failed is None:
+            found = shape.relay(data)
+            if found is not None:
+                self._parts += self._lost_ids
+                return found
         out = b""
         for event in self._events.feed(data):
             if self.failed is not None or self.done:
@@ -251,7 +276,7 @@ class OpenAISplice:
         return self._chunk(payload, chunk)
 
     def _chunk(self, payload: bytes, chunk: _Chunk) -> bytes:
-        first = self._first_of_leg
+        first, whole = self._first_of_leg, payload
         if first and (chunk.choices or b'"id":""' not in payload):
             # what Azure says of a prompt before the answer has no head of its own
             self._first_of_leg = False
@@ -301,7 +326,24 @@ class OpenAISplice:
             payload = payload.replace(old, new, 1)
         if ends and self.note:
             payload = payload[:-1] + b',"paceline":' + msgspec.json.encode(self.note) + b"}"
-        return b"data: " + payload + b"\n\n"
+        out = b"data: " + payload + b"\n\n"
+        if self._lessons and says and not (first or ends or has_usage or prompt):
+            self._learn(whole, out, chunk.choices)
+        return out
+
+    def _learn(self, payload: bytes, out: bytes, choices: Sequence[_Choice]) -> None:
+        """From a chunk in the middle, what the next ones will look like."""
+        self._lessons -= 1
+        self._shape = None
+        choice = choices[0]
+        delta = choice.delta
+        text = choice.text if delta is None else delta.says_alone
+        if len(choices) == 1 and isinstance(text, str) and text:
+            has_ids = choice.token_ids is not None
+            # where ids come and go, nothing is usual
+            if has_ids != self._lost_ids:
+                ids = self._ids[choice.index] if has_ids else None
+                self._shape = Shape.of(payload, out, ids)
 
     def _remember(self, choice: _Choice) -> None:
         said = choice.delta.content if choice.delta is not None else choice.text
@@ -338,10 +380,12 @@ class OpenAISplice:
         except msgspec.MsgspecError:
             return
         self._counted = True
-        self._completion_tokens = max(self._completion_tokens, counted.output)
+        # what was said before is a part of the prompt there, about a token a part of it
+        before = self._said_before if self._by_text else 0
+        self._completion_tokens = max(self._completion_tokens, counted.output + before)
         self.cached_tokens = max(self.cached_tokens, counted.cached)
         if counted.prompt and self.prompt_tokens is None and not self._ids:
-            self.prompt_tokens = counted.prompt
+            self.prompt_tokens = max(1, counted.prompt - before)
 
     def _recounted(self, payload: bytes) -> bytes:
         """Usage that the last engine of several counted: choices that had ended before it came are

@@ -8,10 +8,15 @@ import msgspec
 
 from paceline.gateway.money import Used
 
-__all__ = ["Usage", "used_by"]
-
+__all__ = ["Usage", "believed", "used_by"]
 
 _MOST_TOKENS: Final = 10**9
+
+
+def believed(count: int | None) -> int:
+    """A count of tokens as an engine told it, within what can be: no engine's word makes a spend go
+    down, or beyond what can be counted."""
+    return min(max(count or 0, 0), _MOST_TOKENS)
 
 
 class _Details(msgspec.Struct):
@@ -32,15 +37,15 @@ class Usage(msgspec.Struct):
 
     def used(self, path: str) -> Used:
         details = self.prompt_tokens_details or self.input_tokens_details
-        cached = (details.cached_tokens if details else None) or 0
-        prompt = self.prompt_tokens or self.input_tokens or 0
+        cached = believed(details.cached_tokens if details else None)
+        prompt = believed(self.prompt_tokens or self.input_tokens)
         if path == "/v1/messages":
             # there what was cached is not in the count of the prompt
-            cached = self.cache_read_input_tokens or 0
-            prompt += cached + (self.cache_creation_input_tokens or 0)
-        output = self.completion_tokens or self.output_tokens or 0
-        # no engine's word makes a spend go down, or beyond what can be counted
-        return Used(*(min(max(count, 0), _MOST_TOKENS) for count in (prompt, cached, output)))
+            cached = believed(self.cache_read_input_tokens)
+            prompt += cached + believed(self.cache_creation_input_tokens)
+        return Used(
+            believed(prompt), cached, believed(self.completion_tokens or self.output_tokens)
+        )
 
 
 class _Answer(msgspec.Struct):

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Final
 from uuid import uuid4
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from paceline.http.bounds import Bounds
 from paceline.http.errors import Reply, error_body
@@ -210,6 +211,47 @@ class _BodyWriter:
     def write(self, body: bytes) -> None:
         self.num_bytes += len(body)
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def offer(self, body: bytes) -> bool:
+        cycle = self._cycle
+        if (
+            cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not cycle.response_started
+            or not cycle.chunked_encoding
+        ):
+            return False
+        self.num_bytes += len(body)
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        cycle = self._cycle
+        if (
+            cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_started
+            or cycle.scope["method"] == "HEAD"
+        ):
+            return False
+        lines = [STATUS_LINE[status]]
+        closes = False
+        for name, value in headers:
+            if b"\n" in value or b"\r" in value or b"\0" in value:
+                raise ValueError(f"a header's value is one line, got {value[:60]!r}")
+            closes = closes or (name == b"connection" and value == b"close")
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if closes:
+            cycle.keep_alive = False
+        elif not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(body), body))
+        cycle.response_started = cycle.chunked_encoding = True
+        cycle.waiting_for_100_continue = False
+        self.num_bytes += len(body)
+        cycle.transport.write(b"".join(lines))
+        return True
 
 
 class _RefusedError(Exception):

@@ -23,10 +23,10 @@ takes more. What keeps both ways in order:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["BODY_WRITER", "BodyWriter", "Shortcut"]
+__all__ = ["BODY_WRITER", "AnswerWriter", "BodyWriter", "Shortcut"]
 
 _Output = TypeVar("_Output")
 
@@ -53,6 +53,26 @@ class BodyWriter(Protocol):
 
     def write(self, body: bytes) -> None:
         """One part, not empty, while ``is_ready``."""
+        ...
+
+
+class AnswerWriter(BodyWriter, Protocol):
+    """One that can begin an answer, too."""
+
+    def offer(self, body: bytes) -> bool:
+        """``write`` if it ``is_ready``; whether it was."""
+        ...
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """The head of an answer in parts, and its first part; False: nothing was written, as the
+        connection takes nothing now or the head is out already.
+
+        Args:
+            headers: names in small letters; none of them says how the body is framed.
+
+        Raises:
+            ValueError: a value has more than one line.
+        """
         ...
 
 

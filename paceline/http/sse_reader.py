@@ -27,6 +27,11 @@ class SseEvents:
         return [event.lstrip(b"\n") for event in events if event.strip(b"\n")]
 
     @property
+    def is_between(self) -> bool:
+        """Whether nothing of an event is kept whose end has not come."""
+        return not self._rest
+
+    @property
     def too_long(self) -> bool:
         return len(self._rest) > MAX_EVENT_BYTES
 

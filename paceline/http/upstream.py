@@ -20,7 +20,7 @@ import httptools
 
 _log = logging.getLogger("paceline.gateway")
 
-__all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Sink"]
+__all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Sink", "lines_of"]
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -32,6 +32,11 @@ _MAX_IDLE: Final = 1024
 _CREDENTIALS: Final = frozenset(
     map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "168.63.129.16"))
 )
+
+
+def lines_of(headers: Headers) -> bytes:
+    """As a head has them; they hold no line breaks."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 class ConnectError(Exception):
@@ -86,12 +91,13 @@ class Origin:
 
     def head(self, method: str, path: str, headers: Headers, length: int | None) -> bytes:
         """Of a request; ``headers`` hold no line breaks."""
-        lines = [f"{method} {self.base}{path} HTTP/1.1\r\nhost: {self.authority}\r\n".encode()]
-        lines += [b"%b: %b\r\n" % header for header in headers]
-        if length is not None:
-            lines.append(b"content-length: %d\r\n" % length)
-        lines.append(b"\r\n")
-        return b"".join(lines)
+        start = self.start(method, path, headers)
+        return start + (b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length)
+
+    def start(self, method: str, path: str, headers: Headers) -> bytes:
+        """Of a head, to which more headers are added."""
+        line = f"{method} {self.base}{path} HTTP/1.1\r\nhost: {self.authority}\r\n".encode()
+        return line + lines_of(headers)
 
 
 class Connection(asyncio.Protocol):
@@ -239,6 +245,7 @@ class Connection(asyncio.Protocol):
         self._whole = True
         sink, self._sink = self._sink, None
         if sink is None:
+            # dropped
             return
         self._in_head = True
         if self._keep:
@@ -246,7 +253,12 @@ class Connection(asyncio.Protocol):
             self._pool.give_back(self)
         elif self._transport is not None:
             self._transport.close()
-        sink.on_end()
+        try:
+            sink.on_end()
+        except Exception:
+            # it must hear of an end, or its request waits for ever
+            _log.exception("sink_failed")
+            sink.on_lost("the gateway failed on this answer")
 
 
 class Pool:
@@ -293,8 +305,10 @@ class Pool:
                 )
         except TimeoutError:
             raise ConnectError(f"no connection within {self._connect_timeout:g} s") from None
-        except OSError as error:
-            raise ConnectError(f"no connection: {error.strerror or type(error).__name__}") from None
+        except (OSError, UnicodeError) as error:
+            # a name that no resolver can be asked for is a UnicodeError
+            why = getattr(error, "strerror", None) or type(error).__name__
+            raise ConnectError(f"no connection: {why}") from None
         self._open.add(connection)
         if connection.leads_to_credentials:
             # whatever the name said: the address that answered is what counts

@@ -54,7 +54,7 @@ async def gateway_over(
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield gateway, client
     finally:
-        server.should_exit = True
+        server.stop()
         await serving
         await gateway.close()
 

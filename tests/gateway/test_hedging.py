@@ -100,6 +100,93 @@ async def test_one_of_both_may_fail(fails: str) -> None:
         assert all(not e.running for e in gateway.engines.by_name.values())
 
 
+async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
+    async with (
+        scripted(replace(GOOD, delay=0.5), metrics=PACELINE_METRICS) as one,
+        scripted(refused(429, retry_after="7"), metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert answer.headers["x-paceline-engine"] == "e1" and len(two.bodies) == 1
+        rests = {n: e.rests_for(gateway.now()) for n, e in gateway.engines.by_name.items()}
+        assert 5.0 < rests["e2"] <= 7.0 and rests["e1"] == 0.0
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_hedges_total{engine="e2",result="failed"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("first", "status", "wait"),
+    # the refusal of the engine that was asked first is the answer, as without a hedge; where that
+    # one said nothing, the pause that the second one asked for is told
+    [(refused(429, retry_after="50"), 429, "50"), (Step(raw=b""), 503, "40")],
+    ids=["refuses", "dies"],
+)
+async def test_where_both_fail_the_pause_is_told(first: Step, status: int, wait: str) -> None:
+    async with (
+        scripted(replace(first, delay=0.5), metrics=PACELINE_METRICS) as a,
+        scripted(refused(503, retry_after="40"), metrics=PACELINE_METRICS) as b,
+        gateway_over(configured(a, b, max_attempts=2, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert (len(a.bodies), len(b.bodies)) == (1, 1)
+        assert (answer.status_code, answer.headers["retry-after"]) == (status, wait)
+        assert 35.0 < gateway.engines.by_name["e2"].rests_for(gateway.now()) <= 40.0
+
+
+class _NoConnection:
+    """In place of an engine's pool, whose engine takes no connection and refuses none."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.num_asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def free(self) -> None:
+        return None
+
+    async def connect(self) -> Any:
+        self.num_asked += 1
+        await asyncio.Event().wait()
+
+
+async def test_a_connection_that_is_late_is_a_late_first_token() -> None:
+    fields = {**HEDGED, "poll_interval": 30.0}
+    async with (
+        scripted(GOOD, metrics=PACELINE_METRICS) as one,
+        scripted(OTHER, metrics=PACELINE_METRICS) as two,
+        gateway_over(configured(one, two, **fields)) as (gateway, client),
+    ):
+        _known(gateway)
+        state: Any = gateway.engines.by_name["e1"]
+        state.pool = _NoConnection(state.pool)
+        long = [{"role": "user", "content": "word " * 200}]
+        answer = await client.post(CHAT, json=chat(stream=True, messages=long))
+        assert text_of(streamed(answer)) == "".join(WORDS)
+        assert answer.headers["x-paceline-engine"] == "e2" and state.pool.num_asked == 1
+        assert not one.bodies and not state.running and not state.load.running
+        # what went nowhere is not taken for what it has in its cache, and what was won is
+        held = [len(e.load.prefixes) for e in gateway.engines.by_name.values()]
+        assert held[0] == 0 and held[1] > 0
+
+
+async def test_who_hangs_up_while_a_connection_is_made_is_seen() -> None:
+    async with (
+        scripted(GOOD, metrics=PACELINE_METRICS) as one,
+        gateway_over(configured(one, poll_interval=30.0, silence=30.0)) as (gateway, client),
+    ):
+        state: Any = gateway.engines.by_name["e1"]
+        state.pool = _NoConnection(state.pool)
+        sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
+        await _until(lambda: state.pool.num_asked == 1)
+        sent.cancel()
+        await _until(lambda: gateway.in_flight == 0)
+        assert not state.running and not state.load.running
+
+
 FULL = PACELINE_METRICS.replace("usage_perc 0.1", "usage_perc 0.8")
 SILENT = "paceline:ready 1.0\n"
 
@@ -208,9 +295,9 @@ async def test_slow_factor(factor: float, few: bool) -> None:
         for _ in range(20):
             state.pace.saw(1.0, 0.1)
         # answers that are not streamed teach nothing, so both look alike but for that
-        for _ in range(40):
+        for _ in range(80):
             await client.post(CHAT, json=chat())
-        assert (len(one.bodies) < 12) == few and len(one.bodies) > 0
+        assert (len(one.bodies) < 24) == few and len(one.bodies) > 0
 
 
 @pytest.mark.parametrize(("seconds", "few"), [(60.0, True), (0.0, False)])
@@ -222,9 +309,9 @@ async def test_slow_start(seconds: float, few: bool) -> None:
     ):
         gateway._drain("e1", True)
         gateway._drain("e1", False)
-        for _ in range(40):
+        for _ in range(80):
             await client.post(CHAT, json=chat())
-        assert (len(one.bodies) < 12) == few and len(two.bodies) >= 10
+        assert (len(one.bodies) < 24) == few and len(two.bodies) >= 20
 
 
 async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:

@@ -6,11 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import json
-import os
 import re
-import sqlite3
-import stat
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +17,15 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.gateway import ModelConfig
-from paceline.gateway.budgets import Budgets, LocalStore, Reservation
+from paceline.gateway.budgets import Budgets, Cost, LocalStore, Reservation
 from paceline.gateway.config import KeyConfig, PriceConfig, parse_config
-from paceline.gateway.leases import LeaseStore
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Budget, Price, Prices, Used, parse_amount, show_amount
-from paceline.gateway.usage import used_by
 from paceline.http.errors import HttpError
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over
 from tests.gateway.test_gateway import WORDS, _until, pieces, refused
-from tests.http.rate_limits.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
 
@@ -112,46 +105,6 @@ def test_windows_are_of_the_calendar() -> None:
             Budget.parse(text)
 
 
-# ------------------------------------------------------------------------------ the ledger
-
-
-async def test_what_was_spent_outlives_the_gateway(tmp_path: Path) -> None:
-    path = tmp_path / "spend.sqlite"
-    for _ in range(2):
-        ledger = Ledger(path)
-        ledger.start()
-        for number in range(3):
-            ledger.add("ann", TODAY, "e", "m", Used(10, 4, number), 7)
-        ledger.add("ann", "2999-04-01", "e", "m", Used(1, 0, 1), 5)
-        await ledger.close()
-    again = Ledger(path)
-    assert again.spent("ann", "") == 52
-    assert again.spent("ann", "2999-04-01") == 10 and again.spent("bob", "") == 0
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        (row,) = database.execute("SELECT * FROM spend WHERE day = ?", (TODAY,))
-    assert row == ("ann", TODAY, "e", "m", 6, 60, 24, 6, 42)
-
-
-async def test_two_gateways_may_share_the_file(tmp_path: Path) -> None:
-    ledgers = [Ledger(tmp_path / "spend.sqlite") for _ in range(2)]
-    for ledger in ledgers:
-        ledger.start()
-        ledger.add("ann", "2026-03-31", "e", "m", Used(1, 0, 1), 5)
-    for ledger in ledgers:
-        await ledger.close()
-    assert Ledger(tmp_path / "spend.sqlite").spent("ann", "") == 10
-
-
-def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"this is no database" * 100)
-    with pytest.raises(ConfigError, match="spend_storage"):
-        Ledger(path)
-    with pytest.raises(ConfigError, match="spend_storage"):
-        Ledger(tmp_path / "no" / "folder")
-
-
 # ------------------------------------------------------------------------------ budgets
 
 
@@ -168,14 +121,14 @@ async def test_a_budget_is_reserved_settled_and_begins_anew() -> None:
     with pytest.raises(HttpError, match=r"10.00/day EUR: 6.00 are .* may cost 5.00") as caught:
         await found.reserve("ann", 5 * ONE)
     assert caught.value.status == 429 and caught.value.retry_after == 3600.0
-    found.settle(first, "e", "m", Used(1, 0, 1), 2 * ONE)
+    found.settle(first, [Cost("e", "m", Used(1, 0, 1), 2 * ONE)])
     second = await found.reserve("ann", 8 * ONE)
-    found.settle(second, "", "", Used(), 0)
+    found.settle(second, [])
     assert found.status("ann") == {"spent": "2.00", "budget": "10.00/day", "currency": "EUR"}
     now[0] += 3600.0
     await found.reserve("ann", 10 * ONE)
     # others have no budget here
-    assert await found.reserve("bob", 99 * ONE) == Reservation("bob", 0, "")
+    assert await found.reserve("bob", 99 * ONE) == Reservation("bob", 0, None)
 
 
 async def test_a_budget_that_never_begins_anew_is_402() -> None:
@@ -192,6 +145,17 @@ async def test_a_soft_budget_is_told_in_the_log(caplog: pytest.LogCaptureFixture
     assert caplog.text.count("budget_nearly_spent key=ann") == 1
 
 
+async def test_what_a_soft_budget_is_overspent_by_counts() -> None:
+    ledger = Ledger(None)
+    store = LocalStore(ledger)
+    found = Budgets({"ann": Budget.parse("1/total")}, frozenset({"ann"}), ledger, store, "EUR")
+    for _ in range(2):
+        reserved = await found.reserve("ann", 2 * ONE)
+        found.settle(reserved, [Cost("e", "m", Used(1, 0, 1), 2 * ONE)])
+    assert await store.take("ann", "", 0, 9 * ONE) == (True, 4 * ONE)
+    assert found.status("ann")["spent"] == "4.00"
+
+
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 100)), max_size=40))
 def test_no_order_of_requests_spends_more_than_there_is(steps: list[tuple[int, int]]) -> None:
     """Unless a request costs more than it was said to at most, which one after it pays for."""
@@ -206,153 +170,15 @@ def test_no_order_of_requests_spends_more_than_there_is(steps: list[tuple[int, i
             with contextlib.suppress(HttpError):
                 running.append((await found.reserve("ann", worst), worst * share // 100))
             if len(running) > 3:
-                found.settle(running[0][0], "e", "m", Used(), running.pop(0)[1])
+                done, cost = running.pop(0)
+                found.settle(done, [Cost("e", "m", Used(), cost)])
             reserved = sum(each.amount for each, _ in running)
             assert ledger.spent("ann", "") + reserved <= most
         for each, cost in running:
-            found.settle(each, "e", "m", Used(), cost)
+            found.settle(each, [Cost("e", "m", Used(), cost)])
         assert ledger.spent("ann", "") <= most
 
     asyncio.run(run())
-
-
-# ------------------------------------------------------------------------------ leases
-
-
-class CountingRedis:
-    """As much of a Redis as leases take; ``down``: it says nothing."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[bytes, int] = {}
-        self.num_operations = 0
-        self.commands: set[bytes] = set()
-        self.down = False
-        self.port = 0
-        self.writers: list[asyncio.StreamWriter] = []
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.writers.append(writer)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while line := await reader.readline():
-                words = []
-                for _ in range(int(line[1:])):
-                    length = int((await reader.readline())[1:])
-                    words.append((await reader.readexactly(length + 2))[:-2])
-                if self.down:
-                    continue
-                self.commands.add(words[0].upper())
-                if words[0].upper() == b"INCRBY":
-                    self.num_operations += 1
-                    self.numbers[words[1]] = self.numbers.get(words[1], 0) + int(words[2])
-                    writer.write(b":%d\r\n" % self.numbers[words[1]])
-                elif words[0].upper() == b"EXPIRE":
-                    writer.write(b":1\r\n")
-                else:
-                    writer.write(b"+OK\r\n")
-        writer.close()
-
-
-@contextlib.asynccontextmanager
-async def counting_redis() -> AsyncIterator[CountingRedis]:
-    redis = CountingRedis()
-    server = await asyncio.start_server(redis.serve, "127.0.0.1", 0)
-    redis.port = server.sockets[0].getsockname()[1]
-    try:
-        yield redis
-    finally:
-        server.close()
-        for writer in redis.writers:
-            writer.transport.abort()
-        await asyncio.sleep(0)
-
-
-async def test_leases_keep_redis_off_the_way_and_the_sum_below_the_budget() -> None:
-    async with counting_redis() as redis:
-        stores = [LeaseStore(f"redis://127.0.0.1:{redis.port}/0") for _ in range(3)]
-        most, each = 1_000_000, 100
-        taken = 0
-        for number in range(10_600):
-            fits, _ = await stores[number % 3].take("ann", "2026-03-31", each, most)
-            taken += each * fits
-        # all of it but what lies in the others' leases, and never more
-        assert most - 3 * most // 100 <= taken <= most
-        assert redis.num_operations < 1000
-        for store in stores:
-            await store.close()
-        assert set(redis.numbers.values()) == {taken}
-
-
-async def test_what_costs_less_goes_back_to_the_lease() -> None:
-    async with counting_redis() as redis:
-        store = LeaseStore(f"redis://127.0.0.1:{redis.port}/0")
-        for _ in range(10):
-            fits, _ = await store.take("ann", "", 900, 1000)
-            assert fits
-            store.give_back("ann", "", 890)
-        fits, before = await store.take("ann", "", 901, 1000)
-        assert not fits and before >= 100
-        await store.close()
-        assert redis.numbers == {b"paceline:budget:{ann}:": 100}
-
-
-async def test_what_one_gateway_reserved_and_did_not_use_is_there_for_another() -> None:
-    async with counting_redis() as redis:
-        one, other = (LeaseStore(f"redis://127.0.0.1:{redis.port}/0") for _ in range(2))
-        assert (await one.take("ann", "", 900, 1000))[0]
-        one.give_back("ann", "", 899)
-        await asyncio.gather(*one._tasks)
-        assert (await other.take("ann", "", 900, 1000))[0]
-        # nothing that a budget for good has spent is forgotten
-        assert b"EXPIRE" not in redis.commands
-        await one.close()
-        await other.close()
-        assert redis.numbers == {b"paceline:budget:{ann}:": 901}
-
-
-async def test_absurd_counts_lose_no_spend(tmp_path: Path) -> None:
-    told = b'{"usage": {"prompt_tokens": -5, "completion_tokens": 99999999999999}}'
-    assert used_by("/v1/chat/completions", told) == Used(0, 0, 10**9)
-    ledger = Ledger(tmp_path / "spend.sqlite")
-    ledger.add("bob", "2026-03-31", "e", "m", Used(1, 0, 1), 2**80)
-    ledger.add("ann", "2026-03-31", "e", "m", Used(1, 0, 1), 7)
-    ledger.start()
-    await ledger.close()
-    again = Ledger(tmp_path / "spend.sqlite")
-    assert (again.spent("ann", ""), again.spent("bob", "")) == (7, 2**62)
-
-
-async def test_without_redis_each_gateway_counts_from_what_it_saw() -> None:
-    async with counting_redis() as redis:
-        store = LeaseStore(f"redis://127.0.0.1:{redis.port}/0")
-        assert (await store.take("ann", "", 400, 1000))[0]
-        redis.down = True
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        found = [(await store.take("ann", "", 200, 1000))[0] for _ in range(6)]
-        # neither an outage nor an open door, and nobody waits twice
-        assert found.count(True) in (2, 3) and loop.time() - began < 0.8
-        redis.down = False
-        store._away_until = 0.0
-        await store.take("ann", "", 1, 1000)
-        await store.close()
-        assert 800 <= redis.numbers[b"paceline:budget:{ann}:"] <= 1001
-
-
-async def test_over_a_real_redis(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    try:
-        stores = [LeaseStore(server.url) for _ in range(2)]
-        found = [(await stores[number % 2].take("ann", "", 100, 1000))[0] for number in range(14)]
-        assert found.count(True) >= 9 and not found[-1]
-        for store in stores:
-            await store.close()
-    finally:
-        server.stop()
-
-
-def test_a_url_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="not the URL of a Redis"):
-        LeaseStore("ftp://x")
 
 
 # ------------------------------------------------------------------------------ the gateway

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.gateway.usage import believed
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
 __all__ = ["AnthropicStream", "chat_answer"]
@@ -51,9 +52,9 @@ class _Usage(msgspec.Struct):
                 setattr(self, name, value)
 
     def as_openai(self) -> dict[str, Any]:
-        cached = self.cache_read_input_tokens or 0
-        prompt = (self.input_tokens or 0) + cached + (self.cache_creation_input_tokens or 0)
-        made = self.output_tokens or 0
+        cached = believed(self.cache_read_input_tokens)
+        prompt = believed(self.input_tokens) + cached + believed(self.cache_creation_input_tokens)
+        made = believed(self.output_tokens)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,

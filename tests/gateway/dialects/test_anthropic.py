@@ -19,6 +19,9 @@ from paceline.gateway.bodies import read_body
 from paceline.gateway.dialects import AnthropicDialect, map_error, map_status
 from paceline.gateway.dialects.anthropic_answer import AnthropicStream, chat_answer
 from paceline.gateway.dialects.anthropic_request import messages_request
+from paceline.gateway.money import Used
+from paceline.gateway.splice import OpenAISplice
+from paceline.gateway.usage import used_by
 from tests.gateway.dialects.samples import (
     ANTHROPIC_ERRORS,
     ANTHROPIC_TOOL_STREAM,
@@ -112,6 +115,25 @@ def test_a_whole_answer() -> None:
     assert found.usage is not None and found.usage.prompt_tokens == 572
     with pytest.raises(Exception, match="id"):
         chat_answer(b'{"type":"message"}')
+
+
+def test_counts_that_cannot_be_are_believed_no_further_than_the_gateways_own() -> None:
+    usage = {"input_tokens": 10**30, "cache_read_input_tokens": -7, "output_tokens": -5}
+    whole = chat_answer(json.dumps({**ANTHROPIC_WHOLE, "usage": usage}).encode())
+    stream = AnthropicStream()
+    start = {**ANTHROPIC_WHOLE, "content": [], "usage": usage}
+    events = [{"type": "message_start", "message": start}, {"type": "message_stop"}]
+    data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    last = chunks(stream.feed(data))[-2]
+    for told in (json.loads(whole)["usage"], last["usage"]):
+        assert (told["prompt_tokens"], told["completion_tokens"]) == (10**9, 0)
+        assert told["prompt_tokens_details"]["cached_tokens"] == 0
+    # and what is charged is what the caller reads
+    assert used_by(CHAT, whole) == Used(10**9, 0, 0)
+    splice = OpenAISplice(num_choices=1)
+    splice.begin_leg()
+    splice.feed(AnthropicStream().feed(data))
+    assert (splice.prompt_tokens, splice.num_output_tokens) == (10**9, 0)
 
 
 @pytest.mark.parametrize(

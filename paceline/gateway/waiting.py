@@ -1,0 +1,109 @@
+"""Until a request may be sent: others whose turn comes first, engines that asked for a pause, and a
+caller who hangs up meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+from paceline.gateway.answers import Answer
+from paceline.gateway.attempts import Attempts
+from paceline.gateway.bodies import Body
+from paceline.gateway.caller import Caller
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.leg import Owner
+from paceline.gateway.pick import AllRestError, Pick
+from paceline.gateway.routes import Site
+from paceline.gateway.slot_queue import Queued
+from paceline.gateway.turns import Turns
+from paceline.http.errors import ClientDisconnectedError
+from paceline.routing import Demand, Dispatch
+
+__all__ = ["Waiting"]
+
+_T = TypeVar("_T")
+
+# between two looks at whether the caller of a waiting request is still there
+_LOOK_SECONDS: Final = 0.1
+
+
+class Waiting:
+    """Of one request, which came at ``arrived``."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        turns: Turns,
+        attempts: Attempts,
+        demand: Demand,
+        body: Body,
+        caller: Caller,
+        answer: Answer,
+        owner: Owner,
+        arrived: float,
+    ) -> None:
+        self._config, self._turns, self._attempts = config, turns, attempts
+        self._demand, self._body, self._caller = demand, body, caller
+        self._answer, self._owner, self._arrived = answer, owner, arrived
+
+    async def place(self, last: Site | None) -> tuple[Pick, Dispatch]:
+        """An engine, and the request counted there, once one may be asked.
+
+        Args:
+            last: where it was sent before.
+
+        Raises:
+            HttpError: none can take it, or it would wait too long.
+            ClientDisconnectedError: the caller hung up.
+        """
+        while True:
+            try:
+                # further attempts have waited their turn once
+                if last is None and self._turns.must_wait(self._attempts.route, self._demand):
+                    return await self._unless_gone(self._turn())
+                return self._dispatched(last)
+            except AllRestError as error:
+                seconds = error.seconds
+                waited = self._owner.now() - self._arrived
+                if seconds > self._config.max_rest_wait - waited:
+                    raise
+            await self._unless_gone(asyncio.sleep(seconds))
+
+    async def _turn(self) -> tuple[Pick, Dispatch]:
+        queued = Queued(
+            # callers may use one id of theirs for several requests
+            f"{self._caller.request_id} {id(self)}",
+            self._arrived,
+            round(self._demand.output_tokens),
+            self._body.priority,
+            self._caller.tenant,
+            self._body.slo,
+        )
+        async with self._turns.turn(self._attempts.route, self._demand, queued):
+            return self._dispatched(None)
+
+    def _dispatched(self, last: Site | None) -> tuple[Pick, Dispatch]:
+        now = self._owner.now()
+        pick = self._attempts.pick(now, last)
+        return pick, pick.site.engine.load.dispatch(self._demand, pick.view, now)
+
+    async def _unless_gone(self, what: Coroutine[Any, Any, _T]) -> _T:
+        """Raises ClientDisconnectedError where the caller hangs up meanwhile."""
+        out, wake = self._answer.out, self._owner.wake
+        waiting = asyncio.ensure_future(what)
+        while not waiting.done() and not out.gone:
+            waking = asyncio.ensure_future(wake.wait())
+            await asyncio.wait(
+                (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            waking.cancel()
+            wake.clear()
+            out.tick(self._owner.now(), self._config.sse_keep_alive)
+            if out.num_waiting:
+                await self._answer.flush(comments=True)
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            raise ClientDisconnectedError
+        return waiting.result()
