@@ -2,10 +2,11 @@
 
 ::
 
-    scrape.py    GET /metrics -> Scrape           numbers by name and labels
-    frame.py     two Scrapes -> Frame             what happened in between, plain values
-    view.py      Frame -> rich                    for people
-    command.py   flags, the loop, JSON
+    scrape.py          GET /metrics -> text
+    server/readings    text -> Scrape                   numbers by name and labels
+                       two Scrapes -> Frame             what happened in between, plain values
+    view.py            Frame -> rich                    for people
+    command.py         flags, the loop, JSON
 """
 
 from paceline.cli.top.command import add_parser

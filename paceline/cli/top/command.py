@@ -9,9 +9,9 @@ import time
 from dataclasses import asdict
 
 from paceline.cli.arguments import Parser, bounded_float
-from paceline.cli.top.frame import Frame, make_frame
-from paceline.cli.top.scrape import Scrape, Source, parse_metrics
+from paceline.cli.top.scrape import Source
 from paceline.core.errors import ConfigError
+from paceline.server.readings import Frame, Scrape, make_frame, parse_metrics
 
 __all__ = ["add_parser"]
 

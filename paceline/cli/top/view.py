@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.top.frame import Frame, Quantiles
+from paceline.server.readings import Frame, Quantiles
 
 __all__ = ["render"]
 

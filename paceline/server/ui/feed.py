@@ -116,6 +116,16 @@ class Feed:
         """Of frames that are kept."""
         return self._size + len(self._segments[-1].data)
 
+    @property
+    def num_requests(self) -> int:
+        """Of those that the frames that are kept tell of."""
+        return len(self._announced)
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the oldest of what is kept was."""
+        return self._clock() - self._segments[0].began
+
     # ------------------------------------------------------------------ from the engine
 
     def take(self, frames: bytes | None) -> None:

@@ -1,0 +1,19 @@
+"""Two readings of a server's metrics, and what it did in between.
+
+The arithmetic of ``paceline top`` and of the page's promises. Imported when somebody looks.
+
+This module does not know where readings come from, or how they are shown.
+"""
+
+from paceline.server.readings.frame import ClassRow, Frame, Quantiles, TenantRow, make_frame
+from paceline.server.readings.scrape import Scrape, parse_metrics
+
+__all__ = [
+    "ClassRow",
+    "Frame",
+    "Quantiles",
+    "Scrape",
+    "TenantRow",
+    "make_frame",
+    "parse_metrics",
+]
