@@ -27,7 +27,7 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.config import WhatIfConfig
 from paceline.server.ui import what_if as module
-from paceline.server.ui.what_if import parse_job
+from paceline.server.ui.what_if_job import parse_job
 from tests.server.helpers import VOCAB
 
 pytestmark = pytest.mark.anyio
@@ -341,7 +341,8 @@ async def test_a_drain_ends_it_and_its_files(ask: Ask) -> None:
     assert (await asker.http.put(f"{PATH}/trace", content=TRACE)).status_code == 503
 
 
-async def test_it_takes_too_long(ask: Ask) -> None:
+async def test_it_takes_too_long(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK", 0.05)
     asker = ask(configured(SLEEPS, seconds=0.5))
     pid = await begun(asker)
     job = await asker.ended()
@@ -360,11 +361,11 @@ async def test_nobody_asks_for_it(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_what_it_may_take(ask: Ask) -> None:
     """Of processor and of memory; what was done before stays."""
-    asker = ask(configured(cpu_seconds=4))
+    asker = ask(configured(cpu_seconds=3))
     await asker.http.put(f"{PATH}/trace", content=MANY)
     await asker.start(workload="trace", **CARD)
     job = await asker.ended()
-    assert job["status"] == "failed" and "more than 4 s of processor" in job["error"], job
+    assert job["status"] == "failed" and "more than 3 s of processor" in job["error"], job
     assert job["requests"] == 20_000 and job["left_out"] == 500
     small = ask(configured(memory=90 * 2**20))
     await small.http.put(f"{PATH}/trace", content=TRACE)
@@ -404,7 +405,11 @@ async def test_no_secret_is_handed_on(ask: Ask, monkeypatch: pytest.MonkeyPatch)
         ("print('{}' * 2, flush=True); time.sleep(60)", "no answer"),
     ],
 )
-async def test_a_child_that_misbehaves(ask: Ask, text: str, said: str) -> None:
+async def test_a_child_that_misbehaves(
+    ask: Ask, text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # how long it may linger
+    monkeypatch.setattr(module, "_LOOK", 0.2)
     asker = ask(configured(script(text)))
     await asker.http.put(f"{PATH}/trace", content=TRACE)
     await asker.start(workload="trace", **CARD)

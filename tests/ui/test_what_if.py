@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -53,9 +53,13 @@ def choose(page: Any, *policies: str, loads: str = "1") -> None:
     page.get_by_label("Loads, several").fill(loads)
 
 
-def simulate(page: Any) -> None:
-    page.get_by_role("button", name=re.compile("^Simulate")).click()
-    page.get_by_text(re.compile("^Done in")).wait_for(timeout=60_000)
+def simulate(page: Any, press: Callable[[], None] | None = None) -> None:
+    """Until it is done; by the button, unless told how else."""
+    before = asked(page, "w.told.value.job.number ?? 0")
+    (press or page.get_by_role("button", name=re.compile("^Simulate")).click)()
+    job = "w.told.value.job"
+    eventually(lambda: asked(page, f"{job}.number > {before} && {job}.status === 'done'"), 60)
+    page.get_by_text(re.compile("^Done in")).wait_for()
 
 
 def test_policies_compared_on_the_last_minutes(told: LiveServer, open_page: OpenPage) -> None:
@@ -192,8 +196,7 @@ def test_by_keyboard_alone(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/what-if")
     choose(page, "fcfs", "sjf")
     page.get_by_label("Loads, several").focus()
-    page.keyboard.press("Enter")
-    page.get_by_text(re.compile("^Done in")).wait_for(timeout=60_000)
+    simulate(page, lambda: page.keyboard.press("Enter"))
     eventually(lambda: asked(page, "w.pair.value && w.painters.a && w.painters.a.frames > 0"))
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Home")

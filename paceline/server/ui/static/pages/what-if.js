@@ -11,7 +11,7 @@ import { wordsOf } from "../timeline/story.js";
 /** @type {{ value: any }} what the server says */
 const told = signal(null);
 const failed = signal("");
-const uploading = signal("");
+const sending = signal("");
 /** @type {{ value: { param: string | null, message: string } | null }} why the last job was refused */
 const bad = signal(null);
 /** @type {{ value: any }} what the form holds */
@@ -70,10 +70,11 @@ async function run() {
   };
   try {
     if (workload === "trace" && file && file !== sent) {
-      uploading.value = `Sending ${visible(file.name)}.`;
+      sending.value = `Sending ${visible(file.name)}.`;
       await call("/ui/api/what-if/trace", { method: "PUT", body: file });
       sent = file;
     }
+    sending.value = "Asking the server.";
     const job = await (await call("/ui/api/what-if", { method: "POST", body: JSON.stringify(body) })).json();
     sides.value = { job: null, a: 0, b: 0 };
     pair.value = null;
@@ -81,7 +82,7 @@ async function run() {
   } catch (error) {
     bad.value = { param: error instanceof ApiError ? error.param : null, message: error instanceof Error ? error.message : String(error) };
   } finally {
-    uploading.value = "";
+    sending.value = "";
   }
 }
 
@@ -150,8 +151,8 @@ function Form() {
         h(Field, { name: "tpot_ms", label: "Each token, ms" }, h("input", { ...about("tpot_ms"), inputMode: "decimal", placeholder: "none" }))),
       h("p", { class: "quiet hint-line" }, "Targets of requests that have none.")),
     h("div", { class: "what-if-run" },
-      running() ? h("button", { type: "button", onClick: cancel }, "Cancel") : h("button", { type: "submit", class: "main", disabled: !runs || runs > most || uploading.value !== "" }, runs === 1 ? "Simulate" : `Simulate ${runs} runs`),
-      h("span", { class: "quiet", role: "status" }, uploading.value || (runs > most ? `At most ${most} runs at once.` : "")),
+      running() ? h("button", { type: "button", onClick: cancel }, "Cancel") : h("button", { type: "submit", class: "main", disabled: !runs || runs > most || sending.value !== "" }, runs === 1 ? "Simulate" : `Simulate ${runs} runs`),
+      h("span", { class: "quiet", role: "status" }, sending.value || (runs > most ? `At most ${most} runs at once.` : "")),
       bad.value && !["workload", "minutes", "policies", "budgets", "loads", "max_num_seqs", "hardware", "model", "ttft_ms", "tpot_ms"].includes(bad.value.param ?? "") &&
         h("div", { class: "error", role: "alert" }, visible(bad.value.message))));
 }
@@ -488,4 +489,4 @@ export function WhatIf({ shown }) {
 }
 
 // for tests and for whoever asks in the console
-/** @type {any} */ (globalThis).pacelineWhatIf = { view, cursor, pair, painters };
+/** @type {any} */ (globalThis).pacelineWhatIf = { told, view, cursor, pair, painters };
