@@ -13,7 +13,7 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.cli.batch_options import add_batch_options, batch_config
@@ -32,7 +32,7 @@ from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from paceline.cli.settings import EngineSettings
     from paceline.engine.types import EngineInfo
@@ -340,8 +340,9 @@ def run(args: argparse.Namespace) -> int:
 def _server_config(
     args: argparse.Namespace, settings: EngineSettings, api_keys: tuple[ApiKey, ...], port: int
 ) -> ServerConfig:
+    from paceline.cli.settings import WHAT_IF_PROCESS
     from paceline.cli.wiring import default_sampling
-    from paceline.server.config import ServerConfig
+    from paceline.server.config import ServerConfig, WhatIfConfig
 
     return ServerConfig(
         served_model_names=tuple(args.served_model_name),
@@ -365,8 +366,18 @@ def _server_config(
         api_keys=api_keys,
         otlp_endpoint=args.otlp_endpoint,
         **limit_settings(args),
+        what_if=WhatIfConfig(
+            command=WHAT_IF_PROCESS, settings=settings.to_json().decode(), choices=_what_if_choices
+        ),
         batches=batch_config(args, port),
     )
+
+
+def _what_if_choices() -> Mapping[str, Any]:
+    # when somebody asks
+    from paceline.cli.what_if import choices
+
+    return choices()
 
 
 def _warn_if_reachable(listener: socket.socket) -> None:

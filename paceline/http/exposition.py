@@ -18,11 +18,28 @@ from typing import Final, Literal, NamedTuple, Protocol
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-__all__ = ["Description", "Family", "Histogram", "Histograms", "Number", "Numbers", "Registry"]
+__all__ = [
+    "Description",
+    "Family",
+    "Histogram",
+    "Histograms",
+    "Number",
+    "Numbers",
+    "Registry",
+    "Sample",
+]
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 
 _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+class Sample(NamedTuple):
+    """A line of the exposition. ``labels`` is the same object each time: not to be changed."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
 
 
 class Family(Protocol):
@@ -38,6 +55,10 @@ class Family(Protocol):
 
     def render(self) -> str:
         """Its lines, HELP and TYPE first."""
+        ...
+
+    def samples(self) -> Iterator[Sample]:
+        """The same as values."""
         ...
 
 
@@ -94,6 +115,8 @@ class Numbers:
         self._head = _head(self)
         self._numbers: dict[tuple[str, ...], Number] = {}
         self._lines: list[tuple[str, Number]] = []
+        # of each line, once somebody asked for samples
+        self._told: list[Mapping[str, str]] = []
 
     def at(self, *values: str) -> Number:
         """The series with these label values, made when it is first asked for."""
@@ -119,6 +142,12 @@ class Numbers:
         lines = [f"{line}{_number(number.value)}\n" for line, number in self._lines]
         return self._head + "".join(lines)
 
+    def samples(self) -> Iterator[Sample]:
+        for values in [*self._numbers][len(self._told) :]:
+            self._told.append(dict(zip(self._names, values, strict=True)) | self._constant)
+        for labels, (_, number) in zip(self._told, self._lines, strict=True):
+            yield Sample(self.name, labels, float(number.value))
+
 
 class Histograms:
     """A family of histograms; of summaries without quantiles when there are no buckets."""
@@ -139,6 +168,8 @@ class Histograms:
         self._histograms: dict[tuple[str, ...], Histogram] = {}
         # per series: what stands before each bucket's count, before the count and before the sum
         self._lines: list[tuple[Histogram, list[str], str, str]] = []
+        # per series, once somebody asked for samples: labels of each bucket, then its own
+        self._told: list[list[Mapping[str, str]]] = []
 
     def at(self, *values: str) -> Histogram:
         """The series with these label values, made when it is first asked for."""
@@ -161,6 +192,18 @@ class Histograms:
             parts += [f"{line}{n}\n" for line, n in zip(buckets, counts, strict=False)]
             parts.append(f"{count}{counts[-1]}\n{total}{_number(histogram.sum)}\n")
         return "".join(parts)
+
+    def samples(self) -> Iterator[Sample]:
+        bounds = [*map(str, self._buckets), "+Inf"] if self._buckets else []
+        for values in [*self._histograms][len(self._told) :]:
+            labels = dict(zip(self._names, values, strict=True)) | self._constant
+            self._told.append([*(labels | {"le": bound} for bound in bounds), labels])
+        for (*buckets, plain), (histogram, *_) in zip(self._told, self._lines, strict=True):
+            counts = histogram.cumulative()
+            for bucket, count in zip(buckets, counts, strict=False):
+                yield Sample(f"{self.name}_bucket", bucket, float(count))
+            yield Sample(f"{self.name}_count", plain, float(counts[-1]))
+            yield Sample(f"{self.name}_sum", plain, float(histogram.sum))
 
 
 class Registry:
@@ -234,6 +277,12 @@ class Registry:
         """The text exposition format, version 0.0.4."""
         text = "".join([family.render() for family in self._families.values()])
         return text + generate_latest(self._collected).decode() if self._has_collected else text
+
+    def samples(self) -> Iterator[Sample]:
+        """What ``render`` says, but for the families that prometheus_client renders: for whoever
+        computes with the numbers in this process, and has no text to parse."""
+        for family in self._families.values():
+            yield from family.samples()
 
     def _add(self, family: Family) -> None:
         assert family.name not in self._families, f"two families are called {family.name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,13 @@ from paceline.server.batch_config import BatchConfig
 from paceline.server.reasoning import REASONING_FORMATS
 from paceline.server.tool_formats import TOOL_FORMATS
 
-__all__ = ["MAX_METRICS_TENANTS", "MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
+__all__ = [
+    "MAX_METRICS_TENANTS",
+    "MAX_MODEL_NAME_CHARS",
+    "ServerConfig",
+    "WhatIfConfig",
+    "sampling_defaults",
+]
 
 MAX_MODEL_NAME_CHARS: Final = 256
 # each has nine series
@@ -36,6 +42,22 @@ _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_p
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfConfig:
+    """How the page's what-if is computed: by a process of its own, since this one serves."""
+
+    # starts it; a job comes on its standard input
+    command: tuple[str, ...]
+    # of the engine, as its process was given them
+    settings: str
+    # what a job may name: policies, hardware, models
+    choices: Callable[[], Mapping[str, Any]]
+    # of processor and of the clock, and bytes of memory: more, and it is ended
+    cpu_seconds: int = 120
+    seconds: float = 900.0
+    memory: int = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +122,8 @@ class ServerConfig:
     ui_dir: Path | None = None
     # bytes of the page's timeline that are kept; 0: there is none
     timeline_history: int = 8 * 2**20
+    # what the page's what-if runs in; None: it has none
+    what_if: WhatIfConfig | None = None
     # of connections, heads and JSON
     bounds: Bounds = DEFAULT_BOUNDS
     # what a caller may ask for; a key's own limits come before it

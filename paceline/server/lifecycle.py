@@ -142,6 +142,7 @@ class _Life:
             finally:
                 self._server.should_exit = True
                 await serving
+                await service.end_side_work()
                 await self._stop_batches()
                 await service.responses.close()
                 service.prompts.close()
@@ -165,6 +166,7 @@ class _Life:
         """Let what runs come to its end and be sent."""
         service = self._service
         service.draining = True
+        await service.end_side_work()
         # what runs for batches makes way: it is kept, and done again by the next server
         await self._stop_batches()
         if service.dead is None:

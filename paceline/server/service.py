@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
@@ -75,6 +75,8 @@ class Service:
     # generation requests between arrival and the last byte
     in_flight: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    # what runs beside requests for whoever looks, and is ended once the server drains
+    side_work: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     @property
     def model_name(self) -> str:
@@ -104,6 +106,11 @@ class Service:
         otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
+
+    async def end_side_work(self) -> None:
+        """It keeps nothing and nobody waits for it."""
+        while self.side_work:
+            await self.side_work.pop()()
 
     @property
     def is_ready(self) -> bool:

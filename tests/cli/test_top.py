@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli.top.frame import Frame, Quantiles, TenantRow, make_frame, quantile
-from paceline.cli.top.scrape import Scrape, Source, parse_metrics
+from paceline.cli.top.scrape import Source
 from paceline.cli.top.view import render
 from paceline.core.errors import ConfigError
+from paceline.server.readings import Frame, Quantiles, Scrape, TenantRow, make_frame, parse_metrics
+from paceline.server.readings.frame import quantile
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 
@@ -45,6 +46,10 @@ def counts(steps: int, prefill: int, decode: int, good: int, ended: int) -> list
         f'paceline:slo_requests_total{{slo_class="a"}} {ended}',
         f'paceline:slo_violations_total{{slo_class="a",kind="ttft"}} {ended - good}',
         f'paceline:queue_held_seconds_total{{reason="memory"}} {steps * 0.01}',
+        f'paceline:request_waited_seconds_total{{reason="memory"}} {steps * 0.005}',
+        'paceline:request_waited_seconds_total{reason="slots"} 7',
+        f'paceline:ttft_prediction_error_seconds_bucket{{le="0.2"}} {good}',
+        f'paceline:ttft_prediction_error_seconds_bucket{{le="+Inf"}} {good}',
         'paceline:queue_held{reason="memory"} 1',
         'paceline:queue_held{reason="slots"} 0',
         'paceline:kv_blocks{owner="a"} 30',
@@ -65,6 +70,11 @@ def test_a_frame_is_of_the_time_in_between() -> None:
     assert (frame.prefill_tokens_per_step, frame.decode_tokens_per_step) == (20, 20)
     assert frame.step_seconds == pytest.approx(0.02)
     assert frame.predicted_step_seconds == pytest.approx(0.03)
+    # 50 steps of 20 ms in two seconds, each predicted to take 30
+    assert frame.step_error == pytest.approx(0.5) and frame.step_share == pytest.approx(0.5)
+    assert frame.goodput_per_s == 1.5 and frame.attainment == pytest.approx(0.3)
+    assert frame.waited_seconds == {"memory": pytest.approx(0.25)}
+    assert (frame.ttft_error.p50, frame.ttft_error.count) == (0.2, 3)
     assert frame.held_by == "memory"
     assert frame.held_share == {"memory": pytest.approx(0.25)}
     (row,) = frame.classes

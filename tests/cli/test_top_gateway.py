@@ -21,8 +21,9 @@ from rich.console import Console, RenderableType
 from paceline.cli.top.fleet_view import render_fleet
 from paceline.cli.top.gateway_frame import EngineRow, make_gateway_frame
 from paceline.cli.top.gateway_view import render_gateway
-from paceline.cli.top.scrape import Scrape, Source, parse_metrics
+from paceline.cli.top.scrape import Source
 from paceline.cli.top.watch import Seen
+from paceline.server.readings import Scrape, parse_metrics
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 from tests.cli.test_top import AFTER, BEFORE
@@ -168,7 +169,7 @@ def test_eighty_columns_are_enough() -> None:
 
 
 def test_several_addresses_have_a_row_each() -> None:
-    from paceline.cli.top.frame import make_frame
+    from paceline.server.readings import make_frame
 
     frame = make_frame(BEFORE, AFTER)
     seen = [

@@ -22,6 +22,16 @@ pytestmark = pytest.mark.anyio
 OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
 # the page's files, which are public code
 PAGE = {"/", "/ui", "/ui/", "/ui/x", "/ui/v/x/x"}
+# what the page asks about everybody's requests, and has simulated
+PAGE_API = {
+    ("GET", "/ui/api/timeline"),
+    ("GET", "/ui/api/promises"),
+    ("GET", "/ui/api/what-if"),
+    ("POST", "/ui/api/what-if"),
+    ("DELETE", "/ui/api/what-if"),
+    ("PUT", "/ui/api/what-if/trace"),
+    ("GET", "/ui/api/what-if/timeline"),
+}
 # the last one is the gateway's
 FOR_ADMINS = {"/metrics", "/slots", "/status"}
 NOBODY: list[dict[str, Any]] = [
@@ -75,7 +85,7 @@ async def statuses(http: httpx.AsyncClient, method: str, path: str, headers: Any
 async def test_every_route_times_every_caller(guarded: FastAPI) -> None:
     routes = every_route(guarded)
     assert len(routes) >= 20 and ("GET", "/openapi.json") in routes
-    assert ("GET", "/ui/api/timeline") in routes
+    assert set(routes) >= PAGE_API
     async with connect(guarded) as http:
         for method, path in routes:
             for headers in NOBODY:
@@ -98,6 +108,7 @@ async def test_no_way_round_by_spelling(guarded: FastAPI) -> None:
             "/metrics?x=/health", "/health/../v1/models", "/v1/../health/..%2fmetrics",
             "/ping/metrics", "/health%00/metrics", "/v1//models", "/health;/metrics", "/.",
             "/ui/../metrics", "/ui/api", "/ui/api/", "/ui/api/timeline",
+            "/ui/api/promises/", "/ui/../ui/api/what-if", "/ui/api/what-if/", "/ui/api/WHAT-IF",
         ):  # fmt: skip
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "TRACE", "BREW"):
                 answer = await http.request(method, spelling, follow_redirects=False)

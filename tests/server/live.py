@@ -5,6 +5,7 @@
 Prints its port when ready. Further keys: ``core`` (arguments of null_core), ``die_on`` (a token id
 whose appearance breaks the whole engine), ``process`` (true: the engine in a process of its own),
 ``metrics_port`` (serve /metrics there too), ``keys`` (arguments of ApiKey.of).
+``what_if`` (true: the page may have what-ifs simulated).
 ``supervise`` (that process is replaced when it ends; arguments of SupervisedEngineClient.start).
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 import uvloop
 
 from paceline.backends.null import NullBackend
+from paceline.cli.settings import WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.what_if import choices
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
@@ -29,6 +32,7 @@ from paceline.http.bounds import Bounds
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, serve
 from paceline.server.batch_config import BatchConfig
+from paceline.server.config import WhatIfConfig
 from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB
@@ -83,6 +87,12 @@ async def main() -> int:
         config["batches"] = BatchConfig(**config["batches"] | {"folder": folder})
     if "keys" in settings:
         config["api_keys"] = tuple(ApiKey.of(**key) for key in settings["keys"])
+    if settings.get("what_if"):
+        config["what_if"] = WhatIfConfig(
+            command=WHAT_IF_PROCESS,
+            settings=EngineSettings.of().to_json().decode(),
+            choices=choices,
+        )
     return await serve(
         client,
         ServerConfig(**config),

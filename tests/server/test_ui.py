@@ -49,7 +49,7 @@ async def test_every_file_that_the_page_names_is_there_for_good(page: httpx.Asyn
         got = await page.get(path)
         assert got.status_code == 200, path
         assert got.headers["cache-control"].endswith("immutable")
-        for name in re.findall(r'from "(\.[^"]+)"', got.text):
+        for name in re.findall(r'(?:from |import\()"(\.[^"]+)"', got.text):
             named.append(str(httpx.URL(path).join(name)))
     modules = {path for path in seen if path.endswith(".js")}
     assert len(modules) == len(list(BUILT_IN.rglob("*.js"))), "a module that nothing imports"

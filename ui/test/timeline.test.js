@@ -6,6 +6,7 @@ import { stepsOf, traceOf } from "../../paceline/server/ui/static/timeline/chrom
 import { CAPACITY, History } from "../../paceline/server/ui/static/timeline/history.js";
 import { Decoder, ENDS, NO_LANE, STATES } from "../../paceline/server/ui/static/timeline/decode.js";
 import { Model } from "../../paceline/server/ui/static/timeline/model.js";
+import { firstDifference, Recorded } from "../../paceline/server/ui/static/timeline/recorded.js";
 
 const vector = JSON.parse(readFileSync(new URL("../../tests/ui/vectors/timeline.json", import.meta.url), "utf8"));
 const data = new Uint8Array(Buffer.from(vector.frames, "base64"));
@@ -120,4 +121,24 @@ test("an engine that goes on is known by the keyframe that follows, and one that
     assert.equal(model.doubts > 0, doubts);
     assert.equal(model.lanes.some((number) => number > 0), !doubts);
   }
+});
+
+test("a stretch of a recorded timeline is shown, and where two part is found", () => {
+  const recorded = new Recorded(data);
+  const { history, plans } = recorded;
+  assert.equal(history.count, plans.length);
+  assert.ok(plans.length > 10 && !recorded.cut);
+  // a time between two plans belongs to the first of them; before the first there is none
+  const middle = (plans[4].planned + plans[5].planned) / 2;
+  assert.equal(history.step[recorded.at(middle) % CAPACITY], plans[4].step);
+  assert.equal(recorded.at(plans[0].planned - 1), -1);
+  assert.equal(recorded.at(plans.at(-1).planned + 1e6), -1);
+  // fewer than fit are shown from the first on, whatever is asked for
+  recorded.show(plans[7].planned);
+  assert.equal(recorded.history.count, plans.length);
+  assert.equal(firstDifference(plans, new Recorded(data).plans), null);
+  const changed = plans.map((plan, i) => (i === 6 ? { ...plan, tokens: plan.tokens + 1 } : plan));
+  assert.equal(firstDifference(plans, changed), plans[6].planned);
+  assert.equal(firstDifference(plans, plans.slice(0, 9)), plans[9].planned);
+  assert.equal(firstDifference([], []), null);
 });

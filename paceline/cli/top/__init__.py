@@ -2,8 +2,8 @@
 
 ::
 
-    scrape.py          GET /metrics -> Scrape           numbers by name and labels
-    frame.py           two Scrapes -> Frame             what happened in between, plain values
+    scrape.py          GET /metrics, /status            as they came
+    server/readings    two of these -> Frame            what happened in between, plain values
     gateway_frame.py   with /status -> GatewayFrame     the same of a gateway and its engines
     watch.py           one address, again and again     whichever of both answers there
     view.py, gateway_view.py, fleet_view.py   -> rich   for people

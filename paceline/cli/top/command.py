@@ -126,8 +126,8 @@ def _plain(seen: Sequence[Seen]) -> dict[str, Any]:
 
 def _render(seen: Sequence[Seen]) -> RenderableType:
     from paceline.cli.top.fleet_view import render_fleet
-    from paceline.cli.top.frame import Frame
     from paceline.cli.top.view import render
+    from paceline.server.readings import Frame
 
     (first, *more) = seen
     if not more and isinstance(first.frame, Frame):

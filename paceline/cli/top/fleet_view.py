@@ -9,11 +9,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.top.frame import Frame
 from paceline.cli.top.gateway_frame import GatewayFrame
 from paceline.cli.top.gateway_view import render_gateway
 from paceline.cli.top.numbers import coloured, percent, time_of
 from paceline.cli.top.watch import Seen
+from paceline.server.readings import Frame
 
 __all__ = ["render_fleet"]
 

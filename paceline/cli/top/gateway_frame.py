@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.cli.top.frame import Quantiles, grown_quantiles, ratio
-from paceline.cli.top.scrape import Scrape
+from paceline.server.readings import Quantiles, Scrape, grown_quantiles, ratio
 
 __all__ = ["EngineRow", "GatewayFrame", "KeyRow", "make_gateway_frame"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from paceline.cli.top.frame import Quantiles
+from paceline.server.readings import Quantiles
 
 __all__ = ["coloured", "pair_of", "percent", "plain", "time_of"]
 

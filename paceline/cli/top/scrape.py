@@ -1,83 +1,19 @@
-"""One reading of the metrics of a server or a gateway."""
+"""Where the metrics of a server or a gateway are read."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["Scrape", "Source", "fetch", "parse_metrics"]
+__all__ = ["Source", "fetch"]
 
 _TIMEOUT: Final = 10.0
 _MAX_BYTES: Final = 32 * 2**20
-# metrics that every server, and every gateway has
-_OF_A_SERVER: Final = "vllm:num_requests_running"
-_OF_A_GATEWAY: Final = "paceline:gateway_requests_waiting"
-
-
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """All samples of one exposition."""
-
-    # when it was asked for, in seconds of the asker's clock
-    time: float
-    # by name, as on the wire: labels and value
-    samples: Mapping[str, tuple[tuple[Mapping[str, str], float], ...]]
-
-    @property
-    def is_gateway(self) -> bool:
-        """Whether a gateway told it, and not a server."""
-        return _OF_A_GATEWAY in self.samples
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of a name's samples that have these labels; 0.0 when there are none."""
-        return sum(
-            value
-            for have, value in self.samples.get(name, ())
-            if labels.items() <= have.items() and math.isfinite(value)
-        )
-
-    def one(self, name: str) -> float | None:
-        """The first sample of a name; None if it is not served or not a number."""
-        for _, value in self.samples.get(name, ()):
-            return value if math.isfinite(value) else None
-        return None
-
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Sums of a name's samples by one label's values."""
-        found: dict[str, float] = {}
-        for have, value in self.samples.get(name, ()):
-            if label in have:
-                found[have[label]] = found.get(have[label], 0.0) + value
-        return found
-
-    def label(self, name: str, label: str) -> str | None:
-        """A label's value on the first sample of a name."""
-        for have, _ in self.samples.get(name, ()):
-            return have.get(label)
-        return None
-
-
-def parse_metrics(text: str, time: float) -> Scrape:
-    """Raises ConfigError for what is not Prometheus' text format."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
-    except ValueError as error:
-        raise ConfigError(f"what came is not Prometheus' text format: {error}") from None
-    if _OF_A_SERVER not in samples and _OF_A_GATEWAY not in samples:
-        raise ConfigError("the metrics that came are not those of a Paceline server or gateway")
-    return Scrape(time, {name: tuple(found) for name, found in samples.items()})
 
 
 class Source:

@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.top.frame import Frame
 from paceline.cli.top.numbers import coloured, pair_of, percent, plain, time_of
+from paceline.server.readings import Frame
 
 __all__ = ["render"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cli.top.frame import Frame, make_frame
 from paceline.cli.top.gateway_frame import GatewayFrame, make_gateway_frame
-from paceline.cli.top.scrape import Scrape, Source, parse_metrics
+from paceline.cli.top.scrape import Source
 from paceline.core.errors import ConfigError
+from paceline.server.readings import Frame, Scrape, make_frame, parse_metrics
 
 __all__ = ["Seen", "Watch"]
 

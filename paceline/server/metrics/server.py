@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -14,6 +14,9 @@ from paceline.server.metrics.engine import EngineMetrics
 from paceline.server.metrics.http import HttpMetrics
 from paceline.server.metrics.requests import RequestMetrics
 from paceline.server.metrics.tenants import TenantMetrics
+
+if TYPE_CHECKING:
+    from paceline.server.readings import Scrape
 
 __all__ = ["AGE_METRIC", "ServerMetrics"]
 
@@ -116,9 +119,35 @@ class ServerMetrics:
             response_bytes=response_bytes,
         )
 
+    def read(self) -> Scrape:
+        """What ``render`` would say of this server's own families, at the time of this process's
+        monotonic clock, without a text that is written and parsed."""
+        from paceline.server.readings import Scrape
+
+        now = time.monotonic()
+        self._refresh(now)
+        found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for name, labels, value in self.registry.samples():
+            found.setdefault(name, []).append((labels, value))
+        return Scrape(now, {name: tuple(samples) for name, samples in found.items()})
+
+    def at_start(self) -> Scrape:
+        """The reading before anything happened."""
+        from paceline.server.readings import Scrape
+
+        return Scrape(self._started, {})
+
     def render(self) -> bytes:
         """The text exposition format; ``AGE_METRIC`` and its value are the last line."""
         now = time.monotonic()
+        self._refresh(now)
+        if now - self._process_at >= _PROCESS_SECONDS:
+            self._process_text = generate_latest(self._process_registry).decode()
+            self._process_at = now
+        return (self.registry.render() + self._process_text + self._age.render()).encode()
+
+    def _refresh(self, now: float) -> None:
+        """Put in what the engine and the clock know."""
         self._engine.update(self._stats())
         self._ready.value = float(self._ready_now())
         if self._price_per_hour:
@@ -126,7 +155,3 @@ class ServerMetrics:
             tokens = self.requests.prompt_tokens.value + self.requests.generation_tokens.value
             self._spent.value = spent
             self._cost.value = 1e6 * spent / tokens if tokens else float("nan")
-        if now - self._process_at >= _PROCESS_SECONDS:
-            self._process_text = generate_latest(self._process_registry).decode()
-            self._process_at = now
-        return (self.registry.render() + self._process_text + self._age.render()).encode()

@@ -150,6 +150,16 @@ class Feed:
         """Of frames and announcements that are kept."""
         return self._size + len(self._segments[-1].data) + self._announced_size
 
+    @property
+    def num_requests(self) -> int:
+        """Of those that the frames that are kept tell of."""
+        return len(self._announced)
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the oldest of what is kept was."""
+        return self._clock() - self._segments[0].began
+
     # ------------------------------------------------------------------ from the engine
 
     def take(self, frames: bytes | None) -> None:

@@ -6,6 +6,8 @@
     GET /ui/  /ui/TAB          index.html, asked for anew each time
     GET /ui/v/VERSION/PATH     a file, kept by the browser for good
     GET /ui/api/timeline       what the engine did and does, for a key of scope admin
+    GET /ui/api/promises       targets met, waits, steps and their cost, likewise
+    * /ui/api/what-if...       see ``what_if_routes``, likewise
 
 The files ask for no key: they are this package's public code. What the page shows comes from the
 API, with the key that its reader types in.
@@ -14,9 +16,10 @@ API, with the key that its reader types in.
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
-from functools import lru_cache
-from typing import Final
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -29,6 +32,10 @@ from paceline.server.responding import answering
 from paceline.server.service import Service
 from paceline.server.ui.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
 from paceline.server.ui.feed import Feed, TooManyViewersError
+from paceline.server.ui.what_if_routes import Handler, what_if_routes
+
+if TYPE_CHECKING:
+    from paceline.server.ui.promises import Promises
 
 __all__ = ["ui_router"]
 
@@ -105,12 +112,32 @@ def ui_router(service: Service) -> APIRouter:
             raise HttpError(503, str(error)) from None
         return StreamingResponse(frames, media_type=_FRAMES, headers=_API_HEADERS)
 
+    @lru_cache(maxsize=1)
+    def watched() -> Promises:
+        # nobody who does not look waits for it at start
+        from paceline.server.ui.promises import Promises
+
+        return Promises(service.metrics)
+
+    async def promises(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        told = watched().tell(_window(request))
+        return Response(json.dumps(told), media_type="application/json", headers=_API_HEADERS)
+
+    for method, path, handler in what_if_routes(service, feed, _API_HEADERS):
+        router.add_api_route(
+            path,
+            answering(service, partial(_by_own_name, service, handler)),
+            methods=[method],
+            include_in_schema=False,
+        )
     for path, handler in (
         ("/", root),
         ("/ui", bare),
         ("/ui/", page),
         ("/ui/v/{version}/{path:path}", file),
         ("/ui/api/timeline", timeline),
+        ("/ui/api/promises", promises),
         ("/ui/{tab:path}", page),
     ):
         # not of the API: its document is for programs
@@ -132,6 +159,16 @@ def _range(request: Request) -> tuple[tuple[int, int] | None, float]:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", seconds):
         raise HttpError(400, f"seconds must be a number from 0 to 999999, got {show(seconds)}")
     return None, float(seconds)
+
+
+def _window(request: Request) -> int:
+    from paceline.server.ui.promises import WINDOWS
+
+    value = request.query_params.get("seconds", "60")
+    if value not in map(str, WINDOWS):
+        known = ", ".join(map(str, WINDOWS))
+        raise HttpError(400, f"seconds must be one of {known} (0: since start), got {show(value)}")
+    return int(value)
 
 
 def _flag(request: Request, name: str) -> bool:
@@ -160,6 +197,11 @@ def _answer(request: Request, asset: Asset, keep: str) -> Response:
         body = asset.packed
         headers["Content-Encoding"] = "gzip"
     return Response(body, media_type=asset.media_type, headers=headers)
+
+
+async def _by_own_name(service: Service, handler: Handler, request: Request) -> Response:
+    _refuse_strange_names(request, service)
+    return await handler(request)
 
 
 def _refuse_strange_names(request: Request, service: Service) -> None:

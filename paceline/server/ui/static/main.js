@@ -5,9 +5,28 @@ import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
 import { Server } from "./pages/server.js";
 
+/**
+ * A page whose module is fetched when it is first shown.
+ * @param {() => Promise<any>} load @param {string} name
+ */
+function lazy(load, name) {
+  /** @type {{ value: any }} */
+  const found = signal(null);
+  const failed = signal(false);
+  return (/** @type {{ shown: boolean }} */ props) => {
+    useEffect(() => {
+      if (props.shown && !found.value) load().then((module) => { found.value = { page: module[name] }; failed.value = false; }, () => (failed.value = true));
+    }, [props.shown]);
+    if (found.value) return h(found.value.page, props);
+    return h("p", { class: "pad quiet" }, failed.value ? "This page did not come. Reload to try again." : "Asking the server.");
+  };
+}
+
 const TABS = [
   { name: "playground", title: "Playground", page: Playground },
   { name: "timeline", title: "Timeline", page: Timeline },
+  { name: "promises", title: "Promises", page: lazy(() => import("./pages/promises.js"), "Promises") },
+  { name: "what-if", title: "What if", page: lazy(() => import("./pages/what-if.js"), "WhatIf") },
   { name: "server", title: "Server", page: Server },
 ];
 
@@ -49,6 +68,7 @@ const KEYS = [
   ["/", "timeline: find a request by its id"],
   ["Enter", "timeline: to the chosen request's story"],
   ["T", "timeline: as a table"],
+  ["← → W S A D", "what if: both timelines"],
   ["?", "this help"],
 ];
 

@@ -30,14 +30,14 @@ export class ApiError extends Error {
 
 /**
  * @param {string} path
- * @param {{ method?: string, body?: string, signal?: AbortSignal }} [options]
+ * @param {{ method?: string, body?: string | Blob, signal?: AbortSignal }} [options] a text is JSON
  * @returns {Promise<Response>} only of answers that are no errors
  */
 export async function call(path, options = {}) {
   /** @type {Record<string, string>} */
   const headers = {};
   if (key.value) headers.Authorization = `Bearer ${key.value}`;
-  if (options.body !== undefined) headers["Content-Type"] = "application/json";
+  if (typeof options.body === "string") headers["Content-Type"] = "application/json";
   const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
   if (response.ok) return response;
   const text = await response.text();

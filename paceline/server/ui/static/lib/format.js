@@ -14,7 +14,8 @@ export function visible(text) {
   );
 }
 
-const REASONS = {
+/** Why requests wait, in words that follow on "waited". */
+export const REASONS = {
   step: "for the step under way",
   budget: "for tokens of steps that others got",
   slots: "for a place",

@@ -6,7 +6,7 @@ import { REASONS } from "../timeline/decode.js";
 import { CAPACITY, COLUMN, LANES, QUEUE, ROWS } from "../timeline/history.js";
 import { engine, follow, heardAt, history, link, model, news, stories, take } from "../timeline/live.js";
 import { Painter } from "../timeline/paint.js";
-import { firstToken, missed, nameOf, sentences, short, stateOf, waited } from "../timeline/story.js";
+import { firstToken, missed, nameOf, sentences, short, stateOf, waited, WHY, wordsOf } from "../timeline/story.js";
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const query = new URLSearchParams(location.search);
@@ -30,8 +30,6 @@ const narrowPage = matchMedia("(max-width: 900px)");
 /** @type {Painter | null} */
 let painter = null;
 let pending = 0;
-
-const WHY = ["the step under way", "tokens of the step", "a place", "KV memory", "the targets of those running", "the policy", "memory pressure"];
 
 /** All that is known of requests, the newest last. */
 const everybody = () => [...stories.values(), ...model.requests.values()];
@@ -279,21 +277,7 @@ function hint(column, at) {
 }
 
 /** @param {number} column */
-function stepWords(column) {
-  const at = column % CAPACITY;
-  if (history.kind[at] !== COLUMN.step) return history.notes.get(column) ?? "";
-  const took = history.took(column);
-  const parts = [
-    `Step ${history.step[at]}`,
-    `${history.tokens[at]} of ${history.budget[at]} tokens`,
-    `${history.narrow[at]} of one, ${history.wide[at]} chunks`,
-    Number.isNaN(took) ? "under way" : `${duration(1e3 * took)}${history.predicted[at] ? `, predicted ${duration(1e3 * history.predicted[at])}` : ""}`,
-    history.waiting[at] ? `${history.waiting[at]} wait${history.held[at] < 255 ? ` for ${WHY[history.held[at]]}` : ""}` : "nobody waits",
-    `${history.free[at]} of ${model.start.num_blocks ?? "?"} blocks free`,
-  ];
-  if (history.merged[at] > 1) parts.push(`stands for ${history.merged[at]} steps`);
-  return parts.join(" · ");
-}
+const stepWords = (column) => wordsOf(history, column, model.start.num_blocks);
 
 function Status() {
   words.value;

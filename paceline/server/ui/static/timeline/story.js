@@ -1,6 +1,7 @@
 // What became of a request, in sentences: those of the playground, from what the timeline was told.
 import { duration, story, visible } from "../lib/format.js";
 import { ENDS, REASONS, STATE, STATES } from "./decode.js";
+import { CAPACITY, COLUMN } from "./history.js";
 import { waits } from "./model.js";
 
 /** @typedef {import("./model.js").Seen} Seen */
@@ -67,4 +68,24 @@ export function sentences(seen, now) {
   const how = { stop: "It was done", length: "It had as many tokens as it may", abort: "It was aborted", error: "It failed", expired: "It had waited as long as it may" };
   found.push(`${how[/** @type {keyof typeof how} */ (ENDS[end.reason])] ?? "It ended"} after ${end.output} tokens, ${duration(1e3 * (end.when - told.arrival))} after it came.`);
   return found;
+}
+
+/** What the queue waits for, by number. */
+export const WHY = ["the step under way", "tokens of the step", "a place", "KV memory", "the targets of those running", "the policy", "memory pressure"];
+
+/** A step in words. @param {import("./history.js").History} history @param {number} column @param {number | undefined} blocks of the KV cache */
+export function wordsOf(history, column, blocks) {
+  const at = column % CAPACITY;
+  if (history.kind[at] !== COLUMN.step) return history.notes.get(column) ?? "";
+  const took = history.took(column);
+  const parts = [
+    `Step ${history.step[at]}`,
+    `${history.tokens[at]} of ${history.budget[at]} tokens`,
+    `${history.narrow[at]} of one, ${history.wide[at]} chunks`,
+    Number.isNaN(took) ? "under way" : `${duration(1e3 * took)}${history.predicted[at] ? `, predicted ${duration(1e3 * history.predicted[at])}` : ""}`,
+    history.waiting[at] ? `${history.waiting[at]} wait${history.held[at] < 255 ? ` for ${WHY[history.held[at]]}` : ""}` : "nobody waits",
+    `${history.free[at]} of ${blocks ?? "?"} blocks free`,
+  ];
+  if (history.merged[at] > 1) parts.push(`stands for ${history.merged[at]} steps`);
+  return parts.join(" · ");
 }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.cli.top.scrape import Scrape
+from paceline.server.readings.scrape import Scrape
 
 __all__ = [
     "ClassRow",
@@ -93,12 +93,22 @@ class Frame:
     # seconds of a step on average, measured and as predicted
     step_seconds: float | None
     predicted_step_seconds: float | None
+    # distance between the two, as a share of what was measured
+    step_error: float | None
+    # share of the time that the engine was in a step whose time was predicted
+    step_share: float
     # guessed tokens verified a second, and the share of them that were right, by who guessed
     guesses_per_s: Mapping[str, float]
     guesses_accepted: Mapping[str, float]
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     requests_per_s: float
+    # of those that ended, the ones that met every target they had
+    goodput_per_s: float
+    # the same as a share of the requests that ended, of all classes
+    attainment: float | None
+    # seconds that finished choices had waited to be started, all together, by reason
+    waited_seconds: Mapping[str, float]
     # share of looked-up prompt tokens
     prefix_cache_hit_rate: float | None
     kv_usage: float
@@ -114,6 +124,8 @@ class Frame:
     ttft: Quantiles
     inter_token: Quantiles
     queue: Quantiles
+    # distance between predicted and actual time to first token
+    ttft_error: Quantiles
     cost_per_million_tokens: float | None
 
 
@@ -135,6 +147,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     actual = grew("paceline:step_seconds_total", kind="actual")
     predicted = grew("paceline:step_seconds_total", kind="predicted")
     held = after.by("paceline:queue_held", "reason")
+    good = grew("paceline:goodput_requests_total")
     host = after.by("paceline:kv_host_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
     waited = grew_by("paceline:queue_held_seconds_total", "reason")
@@ -159,11 +172,20 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         decode_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
         step_seconds=ratio(actual, steps) if actual else None,
         predicted_step_seconds=ratio(predicted, steps) if predicted else None,
+        step_error=ratio(abs(predicted - actual), actual) if predicted else None,
+        step_share=min(1.0, actual / seconds),
         guesses_per_s={source: count / seconds for source, count in guesses.items()},
         guesses_accepted={source: right.get(source, 0.0) / n for source, n in guesses.items()},
         prompt_tokens_per_s=grew("vllm:prompt_tokens_total") / seconds,
         output_tokens_per_s=grew("vllm:generation_tokens_total") / seconds,
         requests_per_s=grew("vllm:e2e_request_latency_seconds_count") / seconds,
+        goodput_per_s=good / seconds,
+        attainment=ratio(good, grew("paceline:slo_requests_total")),
+        waited_seconds={
+            reason: waited
+            for reason, waited in grew_by("paceline:request_waited_seconds_total", "reason").items()
+            if waited > 0
+        },
         prefix_cache_hit_rate=ratio(grew("vllm:prefix_cache_hits_total"), queries),
         kv_usage=after.total("vllm:kv_cache_usage_perc"),
         kv_blocks={
@@ -188,6 +210,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         ttft=grown_quantiles(before, after, "vllm:time_to_first_token_seconds"),
         inter_token=grown_quantiles(before, after, "vllm:inter_token_latency_seconds"),
         queue=grown_quantiles(before, after, "vllm:request_queue_time_seconds"),
+        ttft_error=grown_quantiles(before, after, "paceline:ttft_prediction_error_seconds"),
         cost_per_million_tokens=after.one("paceline:cost_per_million_tokens"),
     )
 

@@ -1,0 +1,376 @@
+"""What would happen if: the process that the page's what-if runs in, and what may be asked of it.
+
+``python -m paceline.cli.what_if`` reads one job, a line of JSON, from standard input, and writes
+lines of JSON to standard output: what it is about to do, how far it is, a result for each run, or
+an error. It makes itself the last to get the processor, bounds what it may take, and ends when its
+standard input does: with whoever started it.
+
+``server.ui.what_if`` writes jobs. No field is a spec that could name a file: the paths in it are
+the server's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.core.config import CacheConfig
+from paceline.core.errors import ConfigError, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
+    from paceline.core.request import Request
+    from paceline.engine.timeline.tap import TimelineTap
+    from paceline.sim.arrival import Arrival
+    from paceline.sim.config import ReplicaConfig
+    from paceline.sim.recording import Recording
+    from paceline.sim.step_times.base import StepTimes
+
+__all__ = ["choices", "main"]
+
+# bytes of frames that one run may leave behind
+_MOST_FRAMES: Final = 3 * 2**20
+_ENOUGH: Final = 65536
+# seconds between lines that say how far it is
+_PROGRESS: Final = 0.2
+# tenants of a result, those with the most requests
+_TENANTS: Final = 20
+
+
+def choices() -> dict[str, Any]:
+    """Policies, cards of hardware and shapes of models that a job may name."""
+    from paceline.cli.plugins import policy_names
+
+    # read here, since the modules that know more of them load numpy
+    folder = Path(__file__).parents[1] / "sim" / "step_times"
+    named = {
+        name: [entry["name"] for entry in json.loads((folder / f"{name}.json").read_text())]
+        for name in ("hardware", "models")
+    }
+    return {"policies": list(policy_names()), **named}
+
+
+# ---------------------------------------------------------------------- the process
+
+
+def main() -> int:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1
+    job: dict[str, Any] = json.loads(line)
+    _bound(int(job["memory"]), int(job["seconds"]))
+    whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
+    whoever.start()
+    try:
+        for told in _run(job):
+            print(json.dumps(told), flush=True)
+    except PacelineError as error:
+        # the name of the server's own file says nothing to its reader
+        message = str(error).replace(str(job["workload"]["path"]), "the trace")
+        print(json.dumps({"error": message}), flush=True)
+        return 1
+    except MemoryError:
+        print(json.dumps({"error": _too_much(job)}), flush=True)
+        return 1
+    return 0
+
+
+def _too_much(job: Mapping[str, Any]) -> str:
+    return f"it needs more than the {int(job['memory']) // 2**20} MiB that it may take"
+
+
+def _bound(memory: int, seconds: int) -> None:
+    """Before anything large is loaded."""
+    with contextlib.suppress(OSError, AttributeError):
+        # nothing else that runs on this machine waits for it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.nice(19)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:
+    # not by the buffered reader, whose lock a thread may not hold when the interpreter ends
+    while os.read(0, 4096):
+        pass
+    # a server that was killed could not
+    shutil.rmtree(job["folder"], ignore_errors=True)
+    # also in the middle of a simulation
+    os._exit(1)
+
+
+# ---------------------------------------------------------------------- what it computes
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    policy: str
+    budget: int
+    load: float
+
+
+def _run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Raises PacelineError for a job that cannot be done."""
+    import gc
+
+    yield {"doing": "reading"}
+    config = _config(job)
+    recording = _recording(job, config)
+    arrivals, left_out, prefix_block = _arrivals(job, recording)
+    if not arrivals:
+        raise ConfigError(_nothing(job))
+    yield {"doing": "fitting"}
+    config, times = _step_times(job, config, recording)
+    runs = [_Run(*each) for each in product(job["policies"], job["budgets"], job["loads"])]
+    made = [_changed(config, run, job) for run in runs]
+    yield {
+        "doing": "simulating",
+        "runs": len(runs),
+        "requests": len(arrivals),
+        "left_out": left_out,
+        "span": arrivals[-1].at,
+        "steps": 0 if recording is None else len(recording.steps),
+    }
+    # a simulation makes no cycles, and a few objects for every token
+    gc.disable()
+    for number, (run, each) in enumerate(zip(runs, made, strict=True)):
+        for told in _simulate(job, number, run, each, times(), arrivals, prefix_block):
+            yield {"run": number, **told}
+        gc.collect()
+
+
+def _config(job: Mapping[str, Any]) -> ReplicaConfig:
+    """The engine's own settings."""
+    from paceline.cli.settings import EngineSettings
+    from paceline.sim.config import ReplicaConfig
+
+    settings, engine = EngineSettings.from_json(job["settings"].encode()), job["engine"]
+    scheduler = replace(
+        settings.scheduler,
+        max_model_len=engine["max_model_len"],
+        max_num_seqs=engine["max_num_seqs"],
+        max_num_batched_tokens=engine["max_num_batched_tokens"],
+        policy=engine["policy"],
+    )
+    cache = CacheConfig(
+        block_size=engine["block_size"],
+        num_blocks=engine["num_blocks"],
+        enable_prefix_caching=engine["enable_prefix_caching"],
+        watermark=settings.watermark,
+    )
+    return ReplicaConfig(scheduler=scheduler, cache=cache, pipeline_depth=settings.pipeline_depth)
+
+
+def _recording(job: Mapping[str, Any], config: ReplicaConfig) -> Recording | None:
+    """Of this server's last minutes; None where the job wants nothing of it."""
+    if job["frames"] is None:
+        return None
+    from paceline.sim.minutes import recording_of
+
+    return recording_of(Path(job["frames"]).read_bytes(), config)
+
+
+def _arrivals(
+    job: Mapping[str, Any], recording: Recording | None
+) -> tuple[list[Arrival], int, int]:
+    """Those that are simulated, how many more there were, and the tokens of a piece of prefix.
+
+    Raises WorkloadError for a trace that is none.
+    """
+    from paceline.sim.workload.base import WorkloadError
+    from paceline.sim.workload.traces import MOONCAKE_BLOCK, open_trace
+
+    block, most = MOONCAKE_BLOCK, int(job["most_requests"])
+    stream: Iterator[Arrival]
+    if job["workload"]["kind"] == "minutes":
+        assert recording is not None, "the server gives frames with its minutes"
+        stream = recording.workload()
+    else:
+        trace = open_trace(Path(job["workload"]["path"]))
+        if trace.timeless:
+            raise WorkloadError(
+                "the trace has lengths only, and no times: add a column with arrival times"
+            )
+        stream, block = trace.arrivals(), trace.prefix_block
+    targets = job["targets"]
+    found = []
+    for arrival in islice(stream, most):
+        if arrival.ttft is arrival.tpot is arrival.deadline is None:
+            arrival = replace(arrival, ttft=targets["ttft"], tpot=targets["tpot"])
+        # of another model or not, here they all go to this one
+        found.append(replace(arrival, model="") if arrival.model else arrival)
+    if found and found[0].at:
+        begin = found[0].at
+        found = [replace(arrival, at=arrival.at - begin) for arrival in found]
+    return found, sum(1 for _ in stream), block
+
+
+def _nothing(job: Mapping[str, Any]) -> str:
+    if job["workload"]["kind"] == "minutes":
+        return "no request came in these minutes: send some, choose more minutes, or give a trace"
+    return "the trace has no request with tokens"
+
+
+def _step_times(
+    job: Mapping[str, Any], config: ReplicaConfig, recording: Recording | None
+) -> tuple[ReplicaConfig, Any]:
+    """(settings, a function that makes step times); each run draws the same noise.
+
+    Raises ConfigError where there is too little to fit, or a name is unknown.
+    """
+    wanted = job["step_times"]
+    if wanted["kind"] == "server":
+        from paceline.sim.step_times.recorded import RecordedStepTimes, fit_delays
+
+        assert recording is not None, "the server gives frames for its step times"
+        try:
+            fitted = RecordedStepTimes(recording, seed=0)
+        except ConfigError as error:
+            raise ConfigError(
+                f"this server's steps do not say how long steps take: {error}. Send requests, or "
+                "choose step times of a hardware and a model"
+            ) from None
+        return replace(config, delays=fit_delays(recording)), lambda: fitted.another(0)
+    from paceline.sim.step_times.models import ModelShape
+    from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+
+    model, card = ModelShape.named(wanted["model"]), HardwareCard.named(wanted["hardware"])
+    times = RooflineStepTimes(card, model)
+    num_blocks = times.num_blocks(config.cache.block_size)
+    return replace(config, cache=replace(config.cache, num_blocks=num_blocks)), lambda: times
+
+
+def _changed(config: ReplicaConfig, run: _Run, job: Mapping[str, Any]) -> ReplicaConfig:
+    """Raises ConfigError for numbers that do not go together."""
+    from paceline.cli.plugins import load_policy
+
+    load_policy(run.policy)
+    scheduler = replace(
+        config.scheduler,
+        policy=run.policy,
+        max_num_batched_tokens=run.budget,
+        max_num_seqs=job["max_num_seqs"] or config.scheduler.max_num_seqs,
+    )
+    return replace(config, scheduler=scheduler)
+
+
+def _simulate(
+    job: Mapping[str, Any],
+    number: int,
+    run: _Run,
+    config: ReplicaConfig,
+    times: StepTimes,
+    arrivals: Sequence[Arrival],
+    prefix_block: int,
+) -> Iterator[dict[str, Any]]:
+    from paceline.sim.report.metrics import Metrics
+    from paceline.sim.simulator import Pool, Simulator
+    from paceline.sim.workload.shaping import speed_up
+
+    metrics, frames = Metrics(), _Frames(config)
+    simulator = Simulator(
+        Pool.single(config, times),
+        metrics.add,
+        prefix_block=prefix_block,
+        recorder=lambda index, config: frames,
+    )
+    totals = simulator.run(_telling(speed_up(arrivals, run.load), number, len(arrivals)))
+    frames.finish()
+    (Path(job["folder"]) / f"{number}.frames").write_bytes(frames.data)
+    summary = metrics.summary(run.policy)
+    told = summary.as_json()
+    tenants = sorted(told["by_tenant"].items(), key=lambda item: -item[1]["requests"])
+    told["by_tenant"] = dict(tenants[:_TENANTS])
+    yield {
+        "result": told
+        | {
+            "policy": run.policy,
+            "budget": run.budget,
+            "load": run.load,
+            "offered_rate": len(arrivals) / arrivals[-1].at * run.load if arrivals[-1].at else 0.0,
+            "steps": totals.num_steps,
+            "end": totals.end,
+            "busy": totals.busy_seconds[0] / totals.end if totals.end else 0.0,
+            # of the timeline; shorter than the run where that has more steps than are kept
+            "shown_until": frames.until if frames.is_full else totals.end,
+        }
+    }
+
+
+def _telling(arrivals: Iterator[Arrival], number: int, total: int) -> Iterator[Arrival]:
+    """Says how far it is, as the simulator asks for the next one."""
+    next_line = 0.0
+    for count, arrival in enumerate(arrivals):
+        now = time.monotonic()
+        if now >= next_line:
+            next_line = now + _PROGRESS
+            print(json.dumps({"run": number, "done": count / total}), flush=True)
+        yield arrival
+
+
+class _Frames:
+    """A ``Recorder``: the timeline of a run as a page reads it, up to so many bytes."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        from paceline.engine.timeline.tap import TimelineTap
+
+        # what it takes is nobody's time
+        self._tap: TimelineTap = TimelineTap(config.scheduling, config.cache, clock=lambda: 0.0)
+        self.data = bytearray()
+        # when the last step that is told was done
+        self.until = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.data) >= _MOST_FRAMES
+
+    def added(self, request: Request, now: float) -> None:
+        if not self.is_full:
+            self._tap.added(request, now)
+
+    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
+        if not self.is_full:
+            self._tap.planned(plan, now, note)
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned: float,
+        done: float,
+        seconds: float,
+        updates: Sequence[RequestUpdate],
+    ) -> None:
+        if self.is_full:
+            return
+        self._tap.stepped(plan, planned, done, seconds, updates)
+        self.until = done
+        if self._tap.num_bytes >= _ENOUGH:
+            self.finish()
+
+    def ended(self, request_ids: Sequence[str], now: float) -> None:
+        if not self.is_full:
+            self._tap.ended(request_ids, now)
+
+    def close(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Take what the tap still holds."""
+        self.data += self._tap.take(0.0, idle=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What the page says of promises: one frame for each stretch of time, by the arithmetic of
+``paceline top``, and how the last hour went.
+
+Readings are taken when somebody asks, so a server that nobody watches does nothing for this, and
+the first who looks finds what was since the start and nothing of the last minute. Imported when the
+page is first asked for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, replace
+from typing import Any, Final, Protocol
+
+from paceline.server.readings import Frame, Scrape, make_frame
+
+__all__ = ["WINDOWS", "Promises", "Readable"]
+
+# stretches of time that can be asked for, in seconds; 0: since start
+WINDOWS: Final = (60, 600, 0)
+# seconds between readings that are kept for the last minute, and for those ten
+_FINE: Final = 5.0
+_COARSE: Final = 60.0
+# a point for each reading that was kept: an hour of them
+_POINTS: Final = 720
+# nobody asked for so long: what was read before says nothing of the last minute
+_STALE: Final = 90.0
+# tenants that are told; those with the most tokens come first
+_TENANTS: Final = 50
+
+
+class Readable(Protocol):
+    """``ServerMetrics``, as far as it matters here."""
+
+    def read(self) -> Scrape: ...
+
+    def at_start(self) -> Scrape: ...
+
+
+class Promises:
+    """Made once for an app. Used from the event loop's thread."""
+
+    def __init__(self, metrics: Readable) -> None:
+        self._metrics = metrics
+        self._start = metrics.at_start()
+        self._fine: deque[Scrape] = deque(maxlen=int(WINDOWS[0] / _FINE) + 1)
+        self._coarse: deque[Scrape] = deque(maxlen=int(WINDOWS[1] / _COARSE) + 1)
+        # when, and what
+        self._points: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_POINTS)
+
+    def tell(self, window: int) -> dict[str, Any]:
+        """As JSON: the frame of the last ``window`` seconds, or of as many as were watched, and the
+        points of the last hour; times are seconds before now."""
+        now = self._metrics.read()
+        self._keep(now)
+        frame = make_frame(self._before(now, window), now)
+        return {
+            "frame": asdict(replace(frame, tenants=frame.tenants[:_TENANTS])),
+            "window": window,
+            "tenants_left_out": max(0, len(frame.tenants) - _TENANTS),
+            "uptime": now.time - self._start.time,
+            "points": [{"ago": round(now.time - at, 1), **point} for at, point in self._points],
+        }
+
+    def _keep(self, now: Scrape) -> None:
+        if self._fine and now.time - self._fine[-1].time > _STALE:
+            self._fine.clear()
+            self._coarse.clear()
+        if not self._fine or now.time - self._fine[-1].time >= _FINE:
+            if self._fine:
+                frame = make_frame(self._fine[0], now)
+                self._points.append((now.time, _point(frame)))
+            self._fine.append(now)
+        if not self._coarse or now.time - self._coarse[-1].time >= _COARSE:
+            self._coarse.append(now)
+
+    def _before(self, now: Scrape, window: int) -> Scrape:
+        """The newest reading that is so old; else the oldest there is; else the start."""
+        if window == 0:
+            return self._start
+        kept = self._fine if window <= WINDOWS[0] else self._coarse
+        found = None
+        for reading in kept:
+            if found is None or now.time - reading.time >= window:
+                found = reading
+        # a reading that was taken just now has nothing between itself and now
+        return self._start if found is None or found.time >= now.time else found
+
+
+def _point(frame: Frame) -> dict[str, Any]:
+    """What the charts show of a minute."""
+    return {
+        "goodput": frame.goodput_per_s,
+        "attainment": frame.attainment,
+        "ttft_p99": frame.ttft.p99,
+        "step_error": frame.step_error,
+    }

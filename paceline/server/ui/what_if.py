@@ -1,0 +1,409 @@
+"""The page's what-if: one simulation at a time, in a process of its own.
+
+::
+
+    page --POST--> WhatIf.start --> a folder of its own: frames of the last minutes, or a trace
+                        |                                      |
+                        \\--> child (niced, bounded) <-- job ----/
+                                  |-- lines of JSON --> state, which the page asks for
+                                  \\-- frames of each run, files in the folder
+
+The child is ended when it is cancelled, when it takes too long or too much, when nobody has asked
+for it for three minutes, when this server drains, and when this process is gone (its standard input
+closes). Nothing that a caller sends becomes a path or an argument of a program. Imported when the
+page is first asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.requests import Request
+
+from paceline.core.errors import InvalidRequestError
+from paceline.http.errors import ClientDisconnectedError, HttpError
+from paceline.server.config import WhatIfConfig
+from paceline.server.service import Service
+from paceline.server.ui.feed import Feed
+from paceline.server.ui.what_if_job import MOST_RUNS, Job, parse_job
+
+__all__ = ["MOST_TRACE", "WhatIf"]
+
+_log = logging.getLogger("paceline.server")
+
+# bytes of an uploaded trace
+MOST_TRACE: Final = 32 * 2**20
+# requests of a run; those behind them are left out
+_MOST_REQUESTS: Final = 20_000
+# bytes of one line of the child's
+_MOST_LINE: Final = 2**20
+# seconds after which a job that nobody asks for is ended, and between looks at that
+_FORGOTTEN: Final = 180.0
+_LOOK: Final = 1.0
+# bytes of an upload that are gathered before they are written
+_BUFFER: Final = 2**20
+# what a child says at last whose memory is at its limit
+_OUT_OF_MEMORY: Final = (
+    "MemoryError",
+    "Memory allocation still failed",
+    "failed to map segment",
+    "Cannot allocate memory",
+)
+# what the child is given of this process's environment, which may hold secrets
+_ENVIRONMENT: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
+
+
+class WhatIf:
+    """Made once for an app. Used from the event loop's thread.
+
+    Args:
+        feed: None where the engine tells nothing of its steps.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        feed: Feed | None,
+        config: WhatIfConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service = service
+        self._feed = feed
+        self._config = config
+        self._clock = clock
+        self._choices: Mapping[str, Any] | None = None
+        self._folder: Path | None = None
+        self._trace_bytes: int | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._running: asyncio.Task[None] | None = None
+        # why the child was ended by this process; None: it was not
+        self._ended_by: tuple[str, str] | None = None
+        self._asked_at = clock()
+        # of jobs that were begun
+        self._number = 0
+        self._state: dict[str, Any] = {"status": "idle"}
+        service.side_work.append(self.close)
+
+    # ------------------------------------------------------------------ what the page asks
+
+    async def tell(self) -> dict[str, Any]:
+        """What may be chosen, and how the latest job is."""
+        self._asked_at = self._clock()
+        info, feed = self._service.client.info, self._feed
+        return {
+            "choices": await self._known(),
+            "server": {
+                "policy": info.policy,
+                "max_num_batched_tokens": info.max_num_batched_tokens,
+                "max_num_seqs": info.max_num_seqs,
+            },
+            "minutes": None
+            if feed is None
+            else {"requests": feed.num_requests, "seconds": feed.seconds},
+            "trace_bytes": self._trace_bytes,
+            "most_runs": MOST_RUNS,
+            "job": self._state,
+        }
+
+    async def start(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin a job; answers its state.
+
+        Raises:
+            InvalidRequestError: see ``parse_job``; or there is nothing to simulate, or the model
+                generates nothing.
+            HttpError: 409, another one is running.
+            EngineDrainingError: the server ends.
+        """
+        self._service.refuse_if_draining()
+        self._service.check_generates()
+        self._refuse_beside_another()
+        budget = self._service.client.info.max_num_batched_tokens
+        job = parse_job(values, await self._known(), budget)
+        if job.wants_frames and self._feed is None:
+            raise InvalidRequestError(
+                "this server keeps no timeline (--no-timeline), so it knows neither its last "
+                "minutes nor how long its steps take: give a trace, and a hardware and a model",
+                "workload" if job.workload == "minutes" else "hardware",
+            )
+        if job.workload == "trace" and self._trace_bytes is None:
+            raise InvalidRequestError("no trace was uploaded yet", "workload")
+        # others had their turn meanwhile
+        self._refuse_beside_another()
+        self._ended_by = None
+        self._asked_at = self._clock()
+        self._number += 1
+        self._state = {
+            "status": "running",
+            "number": self._number,
+            "doing": "starting",
+            "job": asdict(job),
+            "done": 0.0,
+            "results": [],
+        }
+        self._running = asyncio.ensure_future(self._run(job))
+        return self._state
+
+    async def cancel(self) -> dict[str, Any]:
+        """End what runs, if anything does."""
+        await self._end("cancelled", "")
+        return self._state
+
+    async def upload(self, request: Request) -> dict[str, Any]:
+        """Keep the request's body as the trace, in place of an earlier one.
+
+        Raises:
+            HttpError: 413 for one that is too long, 409 while a job runs.
+            InvalidRequestError: there is nothing in it.
+            ClientDisconnectedError: the caller hung up halfway.
+        """
+        self._service.refuse_if_draining()
+        self._refuse_beside_another()
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > MOST_TRACE:
+            raise _too_long(f"{declared[:20]} bytes")
+        file, name = tempfile.mkstemp(dir=self._place(), prefix="upload-")
+        size = 0
+        try:
+            with os.fdopen(file, "wb") as part:
+                buffer, more = bytearray(), True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnectedError
+                    buffer += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if size + len(buffer) > MOST_TRACE:
+                        raise _too_long(f"more than {MOST_TRACE} bytes")
+                    if len(buffer) >= _BUFFER or not more:
+                        size += len(buffer)
+                        await asyncio.to_thread(part.write, bytes(buffer))
+                        buffer.clear()
+            if not size:
+                raise InvalidRequestError("the trace is empty")
+            self._refuse_beside_another()
+            os.replace(name, self._place() / "trace")
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+        self._trace_bytes = size
+        return {"trace_bytes": size}
+
+    async def frames(self, run: int) -> bytes:
+        """Of the timeline of a run that is done. Raises HttpError 404 for another one."""
+        self._asked_at = self._clock()
+        known = [result["run"] for result in self._state.get("results", ())]
+        if run not in known or self._folder is None:
+            raise HttpError(404, f"there is no run {run} that is done; done are {known}")
+        return await asyncio.to_thread((self._folder / f"{run}.frames").read_bytes)
+
+    async def close(self) -> None:
+        """End what runs and forget everything. Another job would begin anew."""
+        await self._end("cancelled", "the server is shutting down")
+        folder, self._folder, self._trace_bytes = self._folder, None, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ the child
+
+    async def _run(self, job: Job) -> None:
+        """Until it is over, however it ends; what came of it is in the state."""
+        began = self._clock()
+        status, error = "failed", ""
+        try:
+            status, error = await self._carry_out(job, began)
+        except OSError as failure:
+            _log.warning("what_if_failed reason=%r", str(failure))
+            error = f"it could not be started: {failure.strerror or type(failure).__name__}"
+        except (ValueError, KeyError) as failure:
+            _log.warning("what_if_failed reason=%r", str(failure))
+            error = "what it said is no answer"
+        finally:
+            self._process = None
+            self._state |= {"status": status, "error": error, "seconds": self._clock() - began}
+
+    async def _carry_out(self, job: Job, began: float) -> tuple[str, str]:
+        """(how it ended, why). Raises OSError where nothing could be started or written."""
+        folder = self._place()
+        await asyncio.to_thread(_forget_runs, folder)
+        told = await self._spelt(job, folder)
+        with (folder / "log").open("wb") as log:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._config.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=_environment(),
+                # a signal to this process's group is not for it: it is ended with the server
+                start_new_session=True,
+                limit=_MOST_LINE,
+            )
+        assert process.stdin is not None and process.stdout is not None
+        if self._ended_by is not None:
+            # while it was being started
+            _kill(process)
+        process.stdin.write(json.dumps(told).encode() + b"\n")
+        reading = asyncio.ensure_future(self._read(process.stdout))
+        try:
+            while not (await asyncio.wait((reading,), timeout=_LOOK))[0]:
+                now = self._clock()
+                if now - began > self._config.seconds:
+                    self._ended_by = ("failed", f"it took more than {self._config.seconds:g} s")
+                elif now - self._asked_at > _FORGOTTEN:
+                    self._ended_by = ("cancelled", "nobody asked for it for three minutes")
+                else:
+                    continue
+                _kill(process)
+                break
+            error = await reading
+        finally:
+            reading.cancel()
+            code = await _end_of(process)
+        if self._ended_by is not None:
+            return self._ended_by
+        if error:
+            return "failed", error
+        if code == -signal.SIGXCPU:
+            return "failed", f"it took more than {self._config.cpu_seconds} s of processor time"
+        if code and not self._complete(job):
+            said = (folder / "log").read_text("utf-8", "replace")[-2000:]
+            _log.warning("what_if_failed code=%d log=%r", code, said)
+            if any(words in said for words in _OUT_OF_MEMORY):
+                return "failed", f"it needs more than {self._config.memory // 2**20} MiB"
+            return "failed", f"it ended by itself (code {code}); the server's log says more"
+        return "done", ""
+
+    def _complete(self, job: Job) -> bool:
+        """A child that has told all is killed when it lingers."""
+        return len(self._state["results"]) == job.num_runs
+
+    async def _read(self, lines: asyncio.StreamReader) -> str:
+        """Take in what the child says until it says no more; its error, or "" without one."""
+        state = self._state
+        while line := await lines.readline():
+            told: dict[str, Any] = json.loads(line)
+            if "error" in told:
+                return str(told["error"])
+            if "doing" in told:
+                state |= told
+            elif "result" in told:
+                state["results"].append({"run": told["run"], **told["result"]})
+                state["done"] = len(state["results"]) / state["runs"]
+            elif "done" in told:
+                state["done"] = (told["run"] + told["done"]) / state["runs"]
+        return ""
+
+    async def _spelt(self, job: Job, folder: Path) -> dict[str, Any]:
+        """As the child wants it (``cli/what_if.py``). Writes the frames, if it wants any."""
+        frames = None
+        if job.wants_frames:
+            assert self._feed is not None, "checked at the start"
+            frames = folder / "minutes"
+            history = self._feed.history(seconds=60.0 * job.minutes)
+            await asyncio.to_thread(frames.write_bytes, history)
+        info = self._service.client.info
+        step_times: dict[str, Any] = {"kind": "server"}
+        if job.hardware is not None:
+            step_times = {"kind": "roofline", "hardware": job.hardware, "model": job.model}
+        return {
+            "settings": self._config.settings,
+            "engine": {
+                "max_model_len": info.max_model_len,
+                "max_num_seqs": info.max_num_seqs,
+                "max_num_batched_tokens": info.max_num_batched_tokens,
+                "policy": info.policy,
+                "block_size": info.block_size,
+                "num_blocks": info.num_blocks,
+                "enable_prefix_caching": info.enable_prefix_caching,
+            },
+            "workload": {"kind": job.workload, "path": str(folder / "trace")},
+            "frames": None if frames is None else str(frames),
+            "step_times": step_times,
+            "policies": job.policies,
+            "budgets": job.budgets,
+            "loads": job.loads,
+            "max_num_seqs": job.max_num_seqs,
+            "targets": {
+                "ttft": None if job.ttft_ms is None else job.ttft_ms / 1e3,
+                "tpot": None if job.tpot_ms is None else job.tpot_ms / 1e3,
+            },
+            "most_requests": _MOST_REQUESTS,
+            "folder": str(folder),
+            "memory": self._config.memory,
+            "seconds": self._config.cpu_seconds,
+        }
+
+    async def _end(self, status: str, why: str) -> None:
+        if self._running is None or self._running.done():
+            return
+        self._ended_by = self._ended_by or (status, why)
+        if self._process is not None:
+            _kill(self._process)
+        await asyncio.wait((self._running,))
+
+    # ------------------------------------------------------------------ inside
+
+    def _refuse_beside_another(self) -> None:
+        if self._running is not None and not self._running.done():
+            raise HttpError(409, "another simulation is running; cancel it, or wait for its end")
+
+    async def _known(self) -> Mapping[str, Any]:
+        if self._choices is None:
+            self._choices = await asyncio.to_thread(self._config.choices)
+        return self._choices
+
+    def _place(self) -> Path:
+        """A folder that nobody else may look into."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="paceline-what-if-"))
+        return self._folder
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> int:
+    """The exit code of one that has nothing more to say. Most end by themselves: a signal to one
+    that has just ended may hide what it ended with."""
+    try:
+        async with asyncio.timeout(_LOOK):
+            return await process.wait()
+    except TimeoutError:
+        _kill(process)
+        return await process.wait()
+    finally:
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+
+def _forget_runs(folder: Path) -> None:
+    for path in folder.glob("*.frames"):
+        path.unlink()
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    # one processor is enough for what others do not use
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return kept | dict.fromkeys(threads, "1")
+
+
+def _too_long(got: str) -> HttpError:
+    return HttpError(413, f"a trace may have {MOST_TRACE} bytes, got {got}")

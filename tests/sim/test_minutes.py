@@ -1,0 +1,106 @@
+"""The last minutes, from frames: what a recorder beside the tap wrote to a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.engine.recorder import FileRecorder, Recorders
+from paceline.engine.timeline.codec import encode, headers
+from paceline.engine.timeline.collect import Collector
+from paceline.engine.timeline.events import FrameType, Told
+from paceline.sim.config import ReplicaConfig
+from paceline.sim.minutes import recording_of
+from paceline.sim.recording import Recording
+from paceline.sim.simulator import Pool, Simulator
+from paceline.sim.step_times.base import FixedStepTimes
+from paceline.sim.step_times.recorded import RecordedStepTimes
+from paceline.sim.workload import open_workload
+
+WORKLOAD = (
+    "synthetic:rate=30,cv=2,prompt=lognormal(80,1),output=lognormal(30,0.8),n=80,"
+    "classes=chat(3,ttft=0.2,tpot=30ms)+batch(1,deadline=60),tenants=ada(2)+bob(1)"
+)
+
+SAME = (
+    "arrival", "taken", "scheduled", "first_token", "prompt_tokens", "output_tokens",
+    "cached_tokens", "preemptions", "end", "tenant", "priority",
+)  # fmt: skip
+
+
+def both(tmp_path: Path, depth: int, **cache: Any) -> tuple[Recording, Recording, bytes]:
+    """Of one simulated run: as its recorder wrote it, as its frames tell it, and these."""
+    config = ReplicaConfig(
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=64, max_num_seqs=16, max_model_len=2048, policy="deadline"
+        ),
+        cache=CacheConfig(block_size=16, **({"num_blocks": 60} | cache)),
+        pipeline_depth=depth,
+    )
+    path = tmp_path / "r.jsonl"
+    writer = FileRecorder(path, config.scheduler, config.cache, depth)
+    collector = Collector(config.scheduler, config.cache, keep_frames=True)
+    simulator = Simulator(
+        Pool.single(config, FixedStepTimes(0.004, 0.0001)),
+        lambda served: None,
+        recorder=lambda index, config: Recorders(writer, collector),
+    )
+    workload = open_workload(WORKLOAD, seed=3)
+    simulator.run(workload)
+    writer.close()
+    collector.close()
+    frames = bytes(collector.frames)
+    return Recording.read(path), recording_of(frames, config), frames
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_it_is_what_a_recorder_wrote(tmp_path: Path, depth: int) -> None:
+    written, told, _ = both(tmp_path, depth)
+    assert any(request.preemptions for request in written.requests), "or it says little"
+    assert len(told.steps) == len(written.steps) > 100
+    for ours, theirs in zip(told.steps, written.steps, strict=True):
+        assert replace(ours, seconds=0.0, wide=()) == replace(theirs, seconds=0.0, wide=())
+        assert sorted(ours.wide) == sorted(theirs.wide)
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-5)
+    ours_by_id = {request.request_id: request for request in told.requests}
+    assert len(told.requests) == len(written.requests) == 80
+    for theirs in written.requests:
+        ours = ours_by_id[theirs.request_id]
+        for name in SAME:
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name)), name
+        assert ours.slo == {name: theirs.slo[name] for name in ours.slo}
+    # so it makes the same workload and the same fit
+    for one, other in zip(told.workload(), written.workload(), strict=True):
+        assert (one.at, one.output_tokens) == (pytest.approx(other.at), other.output_tokens)
+    assert RecordedStepTimes(told, seed=None).quality.bias == pytest.approx(
+        RecordedStepTimes(written, seed=None).quality.bias, abs=1e-4
+    )
+
+
+def test_what_was_under_way_counts_with_what_it_had(tmp_path: Path) -> None:
+    written, _, frames = both(tmp_path, 1, num_blocks=4000)
+    cut = recording_of(frames[: len(frames) // 2], written.config)
+    whole = {request.request_id: request for request in written.requests}
+    under_way = [request for request in cut.requests if not request.end]
+    assert under_way
+    for request in cut.requests:
+        assert 0 <= request.output_tokens <= whole[request.request_id].output_tokens
+    assert any(request.output_tokens for request in under_way)
+
+
+def test_steps_that_are_not_told_whole_are_left_out(tmp_path: Path) -> None:
+    written, told, frames = both(tmp_path, 1)
+    gauges = encode(Told(FrameType.GAUGES, {"now": 1.0, "cached": 0}))
+    assert recording_of(frames + gauges, written.config) == told
+    # behind a gap nothing is known until a keyframe says who runs
+    half = len(frames) // 2
+    gap = encode(Told(FrameType.GAP, {"from": 1, "to": 2, "why": "test"}))
+    at = next(end for _, _, end in headers(frames) if end >= half)
+    torn = recording_of(frames[:at] + gap + frames[at:], written.config)
+    assert 0 < len(torn.steps) < len(told.steps)
+    assert set(torn.steps[:-1]) <= set(told.steps)
+    assert recording_of(b"", written.config).requests == ()

@@ -1,0 +1,101 @@
+"""The page of promises, in Chromium, with the null backend behind it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.security.keys import ADMIN, KEYS, USER
+from tests.server.live_process import LiveServer, eventually, live_server
+from tests.ui.conftest import LONG, OpenPage
+from tests.ui.test_accessibility import violations
+
+
+def ask(server: LiveServer, headers: Any = None, **body: Any) -> None:
+    url = f"{server.url}/v1/completions"
+    body = {"model": "null", "prompt": "hello", "max_tokens": 8} | body
+    assert httpx.post(url, json=body, headers=headers).status_code == 200
+
+
+def cells(page: Any, region: str, row: str) -> list[str]:
+    """Of the row of a table that begins with a name."""
+    table = page.get_by_role("region", name=region, exact=True)
+    return list(
+        table.get_by_role("row", name=re.compile(f"^{row}")).locator("td").all_inner_texts()
+    )
+
+
+def test_what_was_kept_and_what_was_missed(server: LiveServer, open_page: OpenPage) -> None:
+    ask(server, slo={"class": "interactive", "ttft_ms": 10_000})
+    for _ in range(3):
+        ask(server, slo={"class": "batch", "ttft_ms": 0.001})
+    page = open_page(f"{server.url}/ui/promises")
+    page.get_by_role("button", name="Since start").click()
+    page.get_by_role("region", name="Classes", exact=True).wait_for()
+    # running, waiting, ended, met, since start, missed
+    assert cells(page, "Classes", "interactive")[2:] == ["1", "100.0 %", "100.0 %", "–"]
+    assert cells(page, "Classes", "batch")[2:] == ["3", "0.0 %", "0.0 %", "ttft 3"]
+    # and goes on by itself, in the time that was chosen
+    ask(server, max_tokens=400, slo={"class": "interactive", "ttft_ms": 10_000})
+    eventually(lambda: cells(page, "Classes", "interactive")[2:4] == ["2", "100.0 %"])
+    assert page.get_by_role("button", name="Since start").get_attribute("aria-pressed") == "true"
+    # a step of the null backend takes 10 ms; of the first few nothing was predicted
+    took = page.get_by_role("row", name=re.compile("^A step takes")).locator("td").inner_text()
+    assert 9 <= float(took.split()[0]) < 60 and took.endswith("ms")
+    met = page.locator(".page .now dd").first.inner_text()
+    assert met == "40.0 %"
+
+
+def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> None:
+    keys = [{"name": KEYS[0].name, "scope": "user", "key": USER}]
+    keys.append({"name": "root", "scope": "admin", "key": ADMIN})
+    with live_server(tmp_path / "log", backend={"step_time": 0.001}, keys=keys) as server:
+        ask(server, {"Authorization": f"Bearer {USER}"})
+        page = open_page(f"{server.url}/ui/promises")
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.get_by_label("Key").fill(USER)
+        dialog.get_by_role("button", name="Use this key").click()
+        page.get_by_text("wants a key of scope admin; this one has user").wait_for()
+        assert page.get_by_role("region", name="Classes", exact=True).count() == 0
+        page.get_by_role("button", name="API key").click()
+        dialog.get_by_label("Key").fill(ADMIN)
+        dialog.get_by_role("button", name="Use this key").click()
+        page.get_by_role("button", name="Since start").click()
+        # a key's name is a tenant's
+        page.get_by_role("region", name="Tenants", exact=True).wait_for()
+        assert cells(page, "Tenants", KEYS[0].name)[1] == "1"
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits(server: LiveServer, open_page: OpenPage, width: int) -> None:
+    ask(server)
+    page = open_page(f"{server.url}/ui/promises", viewport={"width": width, "height": 700})
+    page.get_by_role("heading", name="Steps and what they cost").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@LONG
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(server: LiveServer, open_page: OpenPage, theme: str) -> None:
+    ask(server, slo={"class": "batch", "ttft_ms": 0.001})
+    page = open_page(f"{server.url}/ui/promises", color_scheme=theme)
+    page.get_by_role("heading", name="The last hour").wait_for()
+    # until there is a line to see
+    page.locator("polyline").first.wait_for(state="attached", timeout=20_000)
+    assert violations(page) == []
+
+
+@LONG
+def test_a_server_that_is_gone_is_told(tmp_path: Path, open_page: OpenPage) -> None:
+    with live_server(tmp_path / "log", backend={"step_time": 0.001}) as server:
+        ask(server)
+        page = open_page(f"{server.url}/ui/promises")
+        page.get_by_role("heading", name="Kept, by class").wait_for()
+        # what a server that is gone does to a browser is no fault of the page
+        page.route("**/*", lambda route: route.fulfill(status=503, body="gone"))
+        page.get_by_role("alert").get_by_text("gone").wait_for()
+        assert page.get_by_role("heading", name="Kept, by class").is_visible()
