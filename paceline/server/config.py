@@ -22,7 +22,13 @@ from paceline.server.reasoning import REASONING_FORMATS
 from paceline.server.tool_formats import TOOL_FORMATS
 from paceline.server.tracing import check_endpoint
 
-__all__ = ["MAX_METRICS_TENANTS", "MAX_MODEL_NAME_CHARS", "ServerConfig", "sampling_defaults"]
+__all__ = [
+    "MAX_METRICS_TENANTS",
+    "MAX_MODEL_NAME_CHARS",
+    "GivenSetting",
+    "ServerConfig",
+    "sampling_defaults",
+]
 
 MAX_MODEL_NAME_CHARS: Final = 256
 # each has nine series
@@ -36,6 +42,18 @@ _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_p
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSetting:
+    """A setting that differs from its default, in words that hold no secret."""
+
+    # that sets it
+    flag: str
+    # empty: the flag stands alone
+    value: str
+    # what holds without it; empty: nothing is said of that
+    default: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +131,8 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     # let callers with different keys share cached prefixes: one can tell what another has asked
     share_prefix_cache: bool = False
+    # what was given of all this and of the engine's settings, for people
+    given: tuple[GivenSetting, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         _require(

@@ -6,6 +6,7 @@
     GET /ui/  /ui/TAB          index.html, asked for anew each time
     GET /ui/v/VERSION/PATH     a file, kept by the browser for good
     GET /ui/api/timeline       what the engine did and does, for a key of scope admin
+    GET /ui/api/operations     keys, limits, models, settings and state, for such a key too
 
 The files ask for no key: they are this package's public code. What the page shows comes from the
 API, with the key that its reader types in.
@@ -18,6 +19,7 @@ import re
 from functools import lru_cache
 from typing import Final
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -39,6 +41,8 @@ _API_HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+# characters of a key's name
+_MOST_FIND: Final = 64
 _FOR_GOOD: Final = "public, max-age=31536000, immutable"
 
 
@@ -105,12 +109,23 @@ def ui_router(service: Service) -> APIRouter:
             raise HttpError(503, str(error)) from None
         return StreamingResponse(frames, media_type=_FRAMES, headers=_API_HEADERS)
 
+    async def operated(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        # whoever never looks at it does not wait for it at start
+        from paceline.server.ui.operations import operations
+
+        found = await operations(service, request.query_params.get("find", "")[:_MOST_FIND])
+        return Response(
+            msgspec.json.encode(found), media_type="application/json", headers=_API_HEADERS
+        )
+
     for path, handler in (
         ("/", root),
         ("/ui", bare),
         ("/ui/", page),
         ("/ui/v/{version}/{path:path}", file),
         ("/ui/api/timeline", timeline),
+        ("/ui/api/operations", operated),
         ("/ui/{tab:path}", page),
     ):
         # not of the API: its document is for programs
