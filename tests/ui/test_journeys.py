@@ -175,7 +175,7 @@ def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:
         if seen[-1] == "Write a message":
             break
     assert seen[0] == "Skip to the page"
-    assert seen[1:4] == ["Playground", "Timeline", "Server"]
+    assert seen[1:5] == ["Playground", "Timeline", "Server", "Operations"]
     assert seen[-1] == "Write a message"
     page.keyboard.type("hello")
     page.keyboard.press("Enter")

@@ -4,11 +4,13 @@ import { getJson, key, keyWanted, setKey } from "./lib/api.js";
 import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
 import { Server } from "./pages/server.js";
+import { Operations } from "./pages/operations.js";
 
 const TABS = [
   { name: "playground", title: "Playground", page: Playground },
   { name: "timeline", title: "Timeline", page: Timeline },
   { name: "server", title: "Server", page: Server },
+  { name: "operations", title: "Operations", page: Operations },
 ];
 
 /** @returns {string} the tab that the address names */

@@ -415,4 +415,4 @@ export function Timeline({ shown }) {
 }
 
 // for tests and for whoever asks in the console: what is drawn, as numbers
-/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, painter: () => painter };
+/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter };
