@@ -34,7 +34,7 @@ function draw() {
   painter.layout(queue, Math.min(LANES, lanes), room, narrowPage.matches);
   painter.draw(view, {
     cursor: cursor.value, selected: selected.value?.number ?? 0, matches: matcher(), unix: model.hello.unix ?? 0, blocks: model.start.num_blocks ?? 0,
-    ...looks(painter, arrangedAt(), everybody(), byNumber),
+    ...looks(painter, arrangedAt(), everybody, byNumber),
   });
   if (live.value && !calm.matches && Math.abs(history.count - view.end) > 0.05) redraw();
 }

@@ -17,11 +17,11 @@ const names = { class: new Names(), tenant: new Names() };
 /**
  * What the painter is told.
  * @param {import("./paint.js").Painter} painter @param {number} column whose lanes are arranged
- * @param {Iterable<import("./model.js").Seen>} everybody @param {import("./groups.js").Find} find
+ * @param {() => Iterable<import("./model.js").Seen>} everybody @param {import("./groups.js").Find} find
  */
 export function looks(painter, column, everybody, find) {
   const by = colourBy.value;
-  const tint = by === "class" || by === "tenant" ? tinted(everybody, by, names[by], painter.groupPixels) : null;
+  const tint = by === "class" || by === "tenant" ? tinted(everybody(), by, names[by], painter.groupPixels) : null;
   return { tint, bySlack: by === "slack", arrangement: arranged(painter.history, column, painter.laneRows, groupBy.value, find) };
 }
 
