@@ -54,6 +54,7 @@
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
 #                       (LITELLM=COMMAND beside it; PARTS=overhead,failover,routing; POOLS=N,SEED; QUICK=1)
 #   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
+#   make bench-ui       what the page at /ui costs the engine, streams and the browser (PARTS=tap,viewers,page; QUICK=1)
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)
 #   make clean          remove caches and build output;  clean-venv removes the environment too
 #
@@ -103,7 +104,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS P
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway bench-speculation bench-sizes
+	bench-gateway bench-speculation bench-sizes bench-ui
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -251,6 +252,9 @@ bench-overhead: $(READY) model
 
 bench-gateway: $(READY) model
 	@$(BIN)/python -m benchmarks.gateway
+
+bench-ui: $(READY) test-services
+	@$(BIN)/python -m benchmarks.ui
 
 bench-templates: $(READY) model
 	@$(BIN)/python -m benchmarks.templates

@@ -1,9 +1,12 @@
 """What telling the timeline costs, beside what it tells of.
 
 The real scheduler over the null backend, ``--running`` requests at a time, arrivals as others end,
-prompts of 256 tokens. Two engines take turns, one with the tap and one without, in blocks of steps;
-what a step costs is the processor time of ``schedule`` and ``update`` and of the recorder's calls
-alone. Prints a line a block, and JSON last. Not a measurement of how fast an engine is.
+prompts of 256 tokens, on a clock by which 200 steps are made in a second, so that keyframes and
+messages come as often as there. Two engines take turns, one with the tap and one without, in blocks
+of steps; what a step costs is the processor time of ``schedule`` and ``update`` and of the
+recorder's calls alone. ``feed_us_per_step`` is what the process that answers HTTP spends on keeping
+the frames, measured with the same ones. Prints a line a block, and JSON last. Not a measurement of
+how fast an engine is.
 
     python -m benchmarks.timeline_tap --running 256 --blocks 12
 """
@@ -11,6 +14,7 @@ alone. Prints a line a block, and JSON last. Not a measurement of how fast an en
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -24,9 +28,12 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
+from paceline.engine.testing import null_client
 from paceline.engine.timeline.tap import TimelineTap
+from paceline.server.ui.feed import Feed
 
 _PROMPT = 256
+STEPS_A_SECOND = 200
 
 
 class _Timed:
@@ -50,21 +57,30 @@ class _Timed:
         return timed
 
 
-class _Side:
-    """An engine with or without the tap."""
+class Side:
+    """An engine with or without the tap.
 
-    def __init__(self, running: int, *, told: bool) -> None:
+    Args:
+        clock: None: a clock by which a second has ``STEPS_A_SECOND`` steps.
+    """
+
+    def __init__(
+        self, running: int, *, told: bool, clock: Callable[[], float] | None = None
+    ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=running, max_num_batched_tokens=2048, max_model_len=4096, policy="fcfs"
         )
         blocks = running * 64
         cache = CacheConfig(block_size=16, num_blocks=blocks)
+        self._now = 1000.0
+        self._clock = clock or (lambda: self._now)
         self.tap = TimelineTap(scheduler, cache) if told else None
         self.core = EngineCore(
             NullBackend(num_blocks=blocks, block_size=16, max_model_len=4096),
             scheduler,
             cache,
             pipeline_depth=1,
+            clock=self._clock,
             timeline=self.tap,
         )
         self.decided, self.telling = _Timed(), _Timed()
@@ -72,7 +88,8 @@ class _Side:
         inner = self.core.scheduler
         inner.schedule = decides(inner.schedule)  # type: ignore[method-assign]
         inner.update = decides(inner.update)  # type: ignore[method-assign]
-        self.bytes = self.steps = self._number = 0
+        self.steps = self._number = 0
+        self.messages: list[bytes] = []
         self._random = random.Random(1)
         self._running = running
         if self.tap is not None:
@@ -90,8 +107,10 @@ class _Side:
                 alive = core.stats()
             core.step()
             if self.tap is not None:
-                self.tap.level = 0
-                self.bytes += len(self.tap.take(time.monotonic()))
+                self.tap.ladder.level = 0
+                if frames := self.tap.take(self._clock()):
+                    self.messages.append(frames)
+            self._now += 1.0 / STEPS_A_SECOND
         self.steps += steps
         return 1e6 * self.decided.seconds / steps, 1e6 * self.telling.seconds / steps
 
@@ -103,25 +122,49 @@ class _Side:
                 request_id=f"cmpl-{self._number:032x}/0",
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(max_tokens=self._random.randint(100, 400)),
-                arrival_time=time.monotonic(),
+                arrival_time=self._clock(),
             )
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=150)
-    args = parser.parse_args()
-    told, silent = _Side(args.running, told=True), _Side(args.running, told=False)
+class _Quiet:
+    """What a feed asks of an engine, which it is told nothing else of."""
+
+    on_timeline: Callable[[bytes | None], None] | None = None
+
+    def __init__(self) -> None:
+        client = null_client(NullBackend())
+        self.info, self.stats, self.faults = client.info, client.stats, client.faults
+        asyncio.run(client.close())
+
+
+def _feed_us(messages: list[bytes], seconds: float) -> float:
+    """Microseconds of processor time a step for keeping ``seconds`` of messages, the memory for
+    them full."""
+    times = iter(range(10**9))
+    step = seconds / len(messages)
+    client: Any = _Quiet()
+    Feed(client, 2 * 2**20, clock=lambda: next(times) * step / 2)
+    keep = client.on_timeline
+    for frames in messages:
+        keep(frames)
+    began = time.thread_time()
+    for frames in messages:
+        keep(frames)
+    return 1e6 * (time.thread_time() - began) / (seconds * STEPS_A_SECOND)
+
+
+def measure(running: int = 256, blocks: int = 12, steps: int = 150) -> dict[str, Any]:
+    """Figures of so many blocks of steps, printed as they come."""
+    told, silent = Side(running, told=True), Side(running, told=False)
     for side in (told, silent):
         side.run(400)
-    told.bytes = told.steps = 0
+    told.messages.clear()
+    told.steps = 0
     rows = []
-    for block in range(args.blocks):
+    for block in range(blocks):
         first, second = (told, silent) if block % 2 else (silent, told)
-        took = {id(side): side.run(args.steps) for side in (first, second)}
+        took = {id(side): side.run(steps) for side in (first, second)}
         with_tap, telling = took[id(told)]
         without, _ = took[id(silent)]
         rows.append((with_tap, without, telling))
@@ -132,14 +175,25 @@ def main() -> None:
     with_tap, without, telling = (statistics.median(column) for column in zip(*rows, strict=True))
     # within a block the machine is the same
     share = statistics.median(row[2] / row[0] for row in rows)
-    results = {
-        "running": args.running,
+    feed = _feed_us(told.messages, told.steps / STEPS_A_SECOND)
+    return {
+        "running": running,
         "schedule_us": round(with_tap, 1),
         "schedule_without_us": round(without, 1),
         "tap_us_per_step": round(telling, 1),
         "tap_share_of_schedule": round(share, 4),
-        "bytes_per_step": round(told.bytes / told.steps, 1),
+        "feed_us_per_step": round(feed, 1),
+        "bytes_per_step": round(sum(map(len, told.messages)) / told.steps, 1),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=150)
+    args = parser.parse_args()
+    results = measure(args.running, args.blocks, args.steps)
     print(json.dumps({"bench": "timeline_tap", "machine": machine(), "results": results}))
 
 

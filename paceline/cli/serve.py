@@ -12,11 +12,13 @@ import re
 import shlex
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.cli.batch_options import add_batch_options, batch_config
+from paceline.cli.given import given_flags
 from paceline.cli.limit_options import add_limit_options, limit_settings
 from paceline.cli.options import (
     LOG_LEVELS,
@@ -264,7 +266,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_options(parser)
     add_admission_options(parser)
     add_batch_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, given=partial(given_flags, parser))
 
 
 def slo_class(text: str) -> Slo:
@@ -370,6 +372,7 @@ def _server_config(
             command=WHAT_IF_PROCESS, settings=settings.to_json().decode(), choices=_what_if_choices
         ),
         batches=batch_config(args, port),
+        given=args.given(args),
     )
 
 

@@ -127,6 +127,12 @@ class Numbers:
             self._lines.append((f"{self.name}{_braces(labels)} ", number))
         return number
 
+    def value(self, *values: str) -> float:
+        """What the series with these label values is at; 0.0 where nobody has asked for it, which
+        this does not."""
+        number = self._numbers.get(values)
+        return 0.0 if number is None else number.value
+
     def clear(self) -> None:
         """Set every series to 0."""
         for number in self._numbers.values():

@@ -139,6 +139,10 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def named(self) -> list[tuple[str, str]]:
+        """Name and scope of each, in the order in which they were given."""
+        return [(key.name, key.scope) for key in self._keys]
+
     def limits(self) -> Mapping[str, Mapping[str, Any]]:
         """By name, of keys that have limits of their own: fields of KeyLimits."""
         return {key.name: key.limits for key in self._keys if key.limits}

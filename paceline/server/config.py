@@ -25,6 +25,7 @@ from paceline.server.tool_formats import TOOL_FORMATS
 __all__ = [
     "MAX_METRICS_TENANTS",
     "MAX_MODEL_NAME_CHARS",
+    "GivenSetting",
     "ServerConfig",
     "WhatIfConfig",
     "sampling_defaults",
@@ -42,6 +43,18 @@ _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_p
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSetting:
+    """A setting that differs from its default, in words that hold no secret."""
+
+    # that sets it
+    flag: str
+    # empty: the flag stands alone
+    value: str
+    # what holds without it; empty: nothing is said of that
+    default: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +150,8 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     # let callers with different keys share cached prefixes: one can tell what another has asked
     share_prefix_cache: bool = False
+    # what was given of all this and of the engine's settings, for people
+    given: tuple[GivenSetting, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         _require(

@@ -25,6 +25,7 @@ PAGE = {"/", "/ui", "/ui/", "/ui/x", "/ui/v/x/x"}
 # what the page asks about everybody's requests, and has simulated
 PAGE_API = {
     ("GET", "/ui/api/timeline"),
+    ("GET", "/ui/api/operations"),
     ("GET", "/ui/api/promises"),
     ("GET", "/ui/api/what-if"),
     ("POST", "/ui/api/what-if"),

@@ -30,9 +30,10 @@ from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.http.bounds import Bounds
 from paceline.http.keys import ApiKey
+from paceline.http.rate_limits import KeyLimits, parse_override
 from paceline.server import ServerConfig, serve
 from paceline.server.batch_config import BatchConfig
-from paceline.server.config import WhatIfConfig
+from paceline.server.config import GivenSetting, WhatIfConfig
 from paceline.server.lifecycle import bind
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB
@@ -85,6 +86,12 @@ async def main() -> int:
     if "batches" in config:
         folder = Path(config["batches"]["folder"])
         config["batches"] = BatchConfig(**config["batches"] | {"folder": folder})
+    if "limits" in config:
+        config["limits"] = KeyLimits(
+            **dict(parse_override(f"{k}={v}") for k, v in config["limits"].items())
+        )
+    if "given" in config:
+        config["given"] = tuple(GivenSetting(*words) for words in config["given"])
     if "keys" in settings:
         config["api_keys"] = tuple(ApiKey.of(**key) for key in settings["keys"])
     if settings.get("what_if"):

@@ -15,6 +15,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.engine.timeline.codec import Decoder, encode
 from paceline.engine.timeline.events import (
+    VERSION,
     Announce,
     End,
     FrameType,
@@ -67,7 +68,7 @@ async def test_what_ran_is_there(told_engine: LocalEngineClient) -> None:
     model = Model(on_ended=ended.append)
     for frame in Decoder().feed(got.content):
         model.take(frame)
-    assert model.hello["version"] == 1 and model.hello["reasons"][0] == "step"
+    assert model.hello["version"] == VERSION and model.hello["reasons"][0] == "step"
     # the engine's name of a request begins with the answer's id
     assert all(named(seen).startswith(answer["id"]) for seen in ended)
     assert [seen.ended.output_tokens for seen in ended] == [12, 12]

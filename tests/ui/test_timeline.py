@@ -56,6 +56,18 @@ def steps(page: Any) -> int:
     return int(asked(page, "t.history.count"))
 
 
+def picture(page: Any) -> set[int]:
+    """The colours of the chart."""
+    colours = page.evaluate(
+        "(() => { const c = pacelineTimeline.painter().canvas; const copy = c.cloneNode();"
+        " const to = copy.getContext('2d', { willReadFrequently: true }); to.drawImage(c, 0, 0);"
+        " const d = to.getImageData(0, 0, c.width, c.height).data; const s = new Set();"
+        " for (let i = 0; i < d.length; i += 4) s.add((d[i] << 16) | (d[i + 1] << 8) | d[i + 2]);"
+        " return [...s]; })()"
+    )
+    return set(colours)
+
+
 def test_live_then_step_by_step(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/timeline")
     page.get_by_text("No step in the last 60 s").wait_for()
@@ -168,14 +180,62 @@ def test_the_cells_are_what_the_model_says(told: LiveServer, open_page: OpenPage
     )
     # it waited, computed its prompt, wrote; 255 is nobody
     assert {0, 2, 3, 255} <= set(states)
-    picture = page.evaluate(
-        "(() => { const c = pacelineTimeline.painter().canvas; const d = c.getContext('2d')"
-        ".getImageData(0, 0, c.width, c.height).data; const s = new Set();"
-        " for (let i = 0; i < d.length; i += 4) s.add((d[i] << 16) | (d[i + 1] << 8) | d[i + 2]);"
-        " return [...s]; })()"
-    )
     # the colours of waiting, prompts and writing in the light theme
-    assert {0x868E96, 0xC77700, 0x0072B2} <= set(picture)
+    assert {0x868E96, 0xC77700, 0x0072B2} <= picture(page)
+
+
+def test_lanes_are_coloured_by_the_time_left_and_stand_by_class(
+    told: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(f"{told.url}/ui/timeline?colour=slack", color_scheme="light")
+    late = threading.Thread(
+        target=generate, args=(told, 2, 60), kwargs={"slo": {"class": "interactive", "tpot_ms": 1}}
+    )
+    late.start()
+    generate(told, 2, 40, slo={"class": "batch", "ttft_ms": 60_000, "tpot_ms": 60_000})
+    page.get_by_role("button", name="Pause").click()
+    late.join()
+    # late, and a second and more is left
+    eventually(lambda: {0xD9480F, 0x1F4E79} <= picture(page))
+    page.get_by_text("a second and more is left").wait_for()
+    page.get_by_label("Lanes").select_option("class")
+    eventually(lambda: asked(page, "t.painter().arrangement !== null"))
+    for _ in range(60):
+        groups = [g["name"] for g in asked(page, "t.painter().arrangement.groups")]
+        if len(groups) == 2:
+            break
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_timeout(30)
+    assert groups == ["batch", "interactive"]
+    # the row that is clicked is the one that is seen there
+    first = asked(page, "t.painter().arrangement.order[0]")
+    column = asked(page, "t.painter().columnAt(t.view, t.painter().width - 3)")
+    x = asked(page, "t.painter().width - 3")
+    y = asked(page, "t.painter().y.lanes + t.painter().rowHeight / 2")
+    page.locator(".chart canvas").click(position={"x": x, "y": y})
+    number = asked(page, f"t.history.who[({column} % 4096) * 320 + 64 + {first}]")
+    assert asked(page, f"t.model.requests.get({number}) ?? t.find({number})")["told"]["slo"] == (
+        "batch"
+    )
+    page.get_by_role("row", name="class batch").wait_for()
+    page.get_by_label("Colour").select_option("class")
+    eventually(lambda: 0xD9480F not in picture(page))
+    # the same in words
+    page.get_by_role("button", name="Table of requests").click()
+    page.get_by_role("columnheader", name="Time left").wait_for()
+
+
+def test_who_is_refused_at_the_door_is_told(tmp_path: Path, open_page: OpenPage) -> None:
+    core = {"timeline": True, "max_num_seqs": 1, "max_num_waiting": 1}
+    with live_server(tmp_path / "log", backend=BACKEND, core=core) as server:
+        page = open_page(f"{server.url}/ui/timeline")
+        page.get_by_text("No step in the last 60 s").wait_for()
+        answers = generate(server, 5, 30)
+        refused = sum("error" in answer for answer in answers)
+        assert refused >= 2
+        page.locator(".door").get_by_text(f"{refused} refused at the door").wait_for()
+        page.locator(".door").get_by_text("queue-full").wait_for()
+        page.close()
 
 
 def test_who_may_not_see_it_is_told_so(tmp_path: Path, open_page: OpenPage) -> None:

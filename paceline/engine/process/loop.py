@@ -116,7 +116,7 @@ class EngineLoop:
                 self._step()
             elif self._readiness and not self._updates:
                 # soon something to do: neither a beat nor a look over
-                continue
+                self._tell_timeline()
             elif came or checked:
                 self._flush()
             else:
@@ -156,12 +156,16 @@ class EngineLoop:
     def _handle(self, message: Add | Abort) -> None:
         if isinstance(message, Abort):
             self._updates += self._readiness.abort(message.request_ids)
+            self._tell_readiness()
             reason = FinishReason.STOP if message.stopped else FinishReason.ABORT
             self._updates += self._core.abort(message.request_ids, reason)
             return
         with self._taking_in(message.request) as request:
             if not self._hold(request):
                 add_to_core(self._core, request)
+            elif (timeline := self._core.timeline) is not None:
+                name, slo = request.request_id, request.slo
+                timeline.door.hold(name, slo.slo_class, request.tenant, request.arrival_time)
 
     @contextmanager
     def _taking_in(self, request: GenerationRequest) -> Iterator[GenerationRequest]:
@@ -169,7 +173,12 @@ class EngineLoop:
         try:
             yield request
         except RequestError as error:
-            self._send(Refused.of(request.request_id, error))
+            refused = Refused.of(request.request_id, error)
+            self._send(refused)
+            if (timeline := self._core.timeline) is not None:
+                name, slo, now = request.request_id, request.slo, self._clock()
+                kind = refused.reason or refused.kind
+                timeline.door.refuse(name, slo.slo_class, request.tenant, now, kind)
         except Exception:
             if self._in_flight is not None:
                 self._in_flight.aside((request.request_id,))
@@ -188,6 +197,8 @@ class EngineLoop:
 
     def _admit_ready(self) -> None:
         taken = self._readiness.take(self._clock())
+        if taken:
+            self._tell_readiness()
         if taken and self._in_flight is not None:
             self._in_flight.aside(self._readiness.request_ids)
         for ready, refusal in taken:
@@ -195,6 +206,10 @@ class EngineLoop:
                 if refusal is not None:
                     raise refusal
                 add_to_core(self._core, request)
+
+    def _tell_readiness(self) -> None:
+        if self._core.timeline is not None:
+            self._core.timeline.door.keep(self._readiness.request_ids)
 
     def _flush(self) -> None:
         now = self._clock()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from paceline.engine.timeline.events import (
@@ -32,6 +33,7 @@ __all__ = [
     "HEADER",
     "MAX_FRAME",
     "Decoder",
+    "clipped",
     "encode",
     "encode_announce",
     "encode_done",
@@ -52,25 +54,30 @@ _KEYFRAME: Final = struct.Struct("<IIdBBH")
 _LANE: Final = struct.Struct("<IHBBIIfd")
 _EVENT: Final = struct.Struct("<HBBI")
 _SIZE: Final = HEADER.size
+# sizes of what follows the header, without events and texts
+_PLAN_BODY: Final = _PLAN.size - _SIZE
+_DONE_BODY: Final = _DONE.size - _SIZE
+_ANNOUNCE_BODY: Final = _ANNOUNCE.size - _SIZE
+_END_BODY: Final = _END.size - _SIZE
+_EVENT_SIZE: Final = _EVENT.size
 # as plain numbers, which are packed sooner
 _OF_PLAN, _OF_DONE = int(FrameType.PLAN), int(FrameType.DONE)
 _OF_ANNOUNCE, _OF_END = int(FrameType.ANNOUNCE), int(FrameType.END)
 _MOST: Final = 0xFFFF
 _MOST_U32: Final = 0xFFFFFFFF
-# bytes of a caller's string
+_MOST_I32: Final = 2**31 - 1
+# bytes of a caller's string, and how its length is written
 _CLIP: Final = 128
+_LENGTHS: Final = tuple(bytes((length,)) for length in range(_CLIP + 1))
 _THIN: Final = 1
 
 
 def encode(frame: Frame) -> bytes:
     """One frame. Numbers that are too large for their place are the largest that fit."""
     if isinstance(frame, Plan):
-        events = [
-            number for event in frame.events for number in (event.lane, event.kind, 0, event.value)
-        ]
-        return encode_plan(frame, events)
+        return encode_plan(*frame[:-1], _numbers(frame.events))
     if isinstance(frame, Done):
-        return encode_done(*frame)
+        return encode_done(*frame[:-1], _numbers(frame.events))
     if isinstance(frame, Announce):
         return encode_announce(*frame)
     if isinstance(frame, End):
@@ -95,13 +102,12 @@ def encode(frame: Frame) -> bytes:
     return HEADER.pack(frame.type, 0, 0, len(body)) + body
 
 
-def encode_done(step: int, done: float, backend: float, events: Sequence[Event]) -> bytes:
-    """A ``Done`` of these fields, without the value."""
-    size = _DONE.size - _SIZE + _EVENT.size * len(events)
-    head = _DONE.pack(_OF_DONE, 0, 0, size, step, len(events), 0, done, backend)
-    if not events:
-        return head
-    return head + b"".join([_EVENT.pack(e.lane, e.kind, 0, e.value) for e in events])
+def encode_done(step: int, done: float, backend: float, events: list[int]) -> bytes:
+    """A ``Done`` of these fields, without the value; events as ``encode_plan`` takes them."""
+    count = min(len(events) // 4, _MOST)
+    size = _DONE_BODY + _EVENT_SIZE * count
+    head = _DONE.pack(_OF_DONE, 0, 0, size, step, count, 0, done, backend)
+    return head + _events_of(events, count) if count else head
 
 
 def encode_announce(
@@ -123,19 +129,19 @@ def encode_announce(
     tenant: str,
 ) -> bytes:
     """An ``Announce`` of these fields, without the value."""
-    texts = _text(request_id) + _text(slo_class) + _text(tenant)
+    texts = _text(request_id) + _name(slo_class) + _name(tenant)
     head = _ANNOUNCE.pack(
         _OF_ANNOUNCE,
         0,
         0,
-        _ANNOUNCE.size - _SIZE + len(texts),
+        _ANNOUNCE_BODY + len(texts),
         number,
         parent,
         arrival,
         added,
-        min(prompt_tokens, _MOST_U32),
-        min(max_tokens, _MOST_U32),
-        max(-(2**31), min(2**31 - 1, priority)),
+        prompt_tokens if prompt_tokens < _MOST_U32 else _MOST_U32,
+        max_tokens if max_tokens < _MOST_U32 else _MOST_U32,
+        priority if -_MOST_I32 <= priority <= _MOST_I32 else _nearest_i32(priority),
         best_effort,
         resumed,
         ttft,
@@ -167,15 +173,15 @@ def encode_end(
         _OF_END,
         0,
         0,
-        _END.size - _SIZE,
+        _END_BODY,
         number,
         when,
         reason,
         relegated,
-        min(chunks, _MOST_U32),
-        min(preemptions, _MOST_U32),
-        min(recomputed, _MOST_U32),
-        min(swapped, _MOST_U32),
+        chunks if chunks < _MOST_U32 else _MOST_U32,
+        preemptions if preemptions < _MOST_U32 else _MOST_U32,
+        recomputed if recomputed < _MOST_U32 else _MOST_U32,
+        swapped if swapped < _MOST_U32 else _MOST_U32,
         cached,
         output_tokens,
         first_scheduled,
@@ -185,34 +191,63 @@ def encode_end(
     )
 
 
-def encode_plan(plan: Plan, events: list[int]) -> bytes:
-    """A PLAN with the events given as numbers, four for each (lane, kind, 0, value), in place of
-    ``plan.events``: the way without a value made for each."""
+def encode_plan(
+    step: int,
+    planned: float,
+    predicted: float,
+    limit: float,
+    budget: int,
+    tokens: int,
+    free_blocks: int,
+    waiting: int,
+    merged: int,
+    narrow: int,
+    wide: int,
+    held_by: int,
+    pressure: int,
+    thin: bool,
+    events: list[int],
+) -> bytes:
+    """A ``Plan`` of these fields, without the value; events as numbers, four for each (lane, kind,
+    0, value)."""
     count = min(len(events) // 4, _MOST)
-    if len(events) > 4 * count:
-        events = events[: 4 * count]
     head = _PLAN.pack(
         _OF_PLAN,
-        _THIN if plan.thin else 0,
+        _THIN if thin else 0,
         0,
-        _PLAN.size - _SIZE + _EVENT.size * count,
-        plan.step,
-        plan.planned,
-        plan.predicted,
-        plan.limit,
-        plan.budget,
-        plan.tokens,
-        plan.free_blocks,
-        plan.waiting,
-        min(plan.merged, _MOST),
-        min(plan.narrow, _MOST),
-        min(plan.wide, _MOST),
-        plan.held_by,
-        plan.pressure,
+        _PLAN_BODY + _EVENT_SIZE * count,
+        step,
+        planned,
+        predicted,
+        limit,
+        budget,
+        tokens,
+        free_blocks,
+        waiting,
+        merged if merged < _MOST else _MOST,
+        narrow if narrow < _MOST else _MOST,
+        wide if wide < _MOST else _MOST,
+        held_by,
+        pressure,
         count,
         0,
     )
-    return head + struct.pack("<" + "HBBI" * count, *events) if count else head
+    return head + _events_of(events, count) if count else head
+
+
+def _events_of(events: list[int], count: int) -> bytes:
+    if len(events) > 4 * count:
+        events = events[: 4 * count]
+    return struct.pack("<" + "HBBI" * count, *events)
+
+
+def _numbers(events: Sequence[Event]) -> list[int]:
+    return [number for lane, kind, value in events for number in (lane, kind, 0, value)]
+
+
+def clipped(text: str) -> str:
+    """A caller's string as frames carry it."""
+    return _text(text)[1:].decode()
 
 
 def headers(data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -338,6 +373,7 @@ _READERS: Final[dict[int, Callable[[bytes], Frame]]] = {
             FrameType.GAUGES,
             FrameType.GAP,
             FrameType.NOTICE,
+            FrameType.DOOR,
         ),
         _told,
     ),
@@ -349,4 +385,12 @@ def _text(text: str) -> bytes:
     data = text.encode("utf-8", "replace")
     if len(data) > _CLIP:
         data = data[:_CLIP].decode("utf-8", "ignore").encode()
-    return bytes((len(data),)) + data
+    return _LENGTHS[len(data)] + data
+
+
+# of classes and tenants there are few, and they come again
+_name: Final = lru_cache(maxsize=1024)(_text)
+
+
+def _nearest_i32(number: int) -> int:
+    return max(-_MOST_I32 - 1, min(_MOST_I32, number))

@@ -8,6 +8,7 @@
     DONE        its result came in
     END         a request ended, with what became of it
     KEYFRAME    who runs and who was preempted, every two seconds, for whoever begins there
+    DOOR        who waits for a grammar, before the queue, and who was refused since the last one
 
 A running request has a lane: the lowest that is free when it is admitted, kept until it ends or is
 preempted. Of a running request only changes are told: one whose steps go on with a token each takes
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 # of the frames; a reader refuses another one
-VERSION: Final = 1
+VERSION: Final = 2
 # of a request that does not run
 NO_LANE: Final = 0xFFFF
 # how requests end, by number: the reasons of ``FinishReason``, and a time to wait that was over
@@ -62,6 +63,7 @@ class FrameType(enum.IntEnum):
     GAUGES = 8
     GAP = 9
     NOTICE = 10
+    DOOR = 11
 
 
 class Kind(enum.IntEnum):
@@ -90,6 +92,8 @@ class Kind(enum.IntEnum):
     # what the next event of its lane says happened before this plan: one without rows preempted
     # it, and such a plan is not told [microseconds]
     EARLIER = 12
+    # guesses of the step that were wrong: what was computed of them counts no more [tokens]
+    WRONG = 13
 
 
 class State(enum.IntEnum):
@@ -141,7 +145,7 @@ class Done(NamedTuple):
     done: float
     # seconds that the backend says it took
     backend: float
-    # RELEGATE and PROMOTE alone
+    # RELEGATE, PROMOTE and WRONG alone
     events: tuple[Event, ...]
 
 
@@ -214,7 +218,7 @@ class Keyframe(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A frame whose content is JSON: START, HELLO, GAUGES, GAP, NOTICE."""
+    """A frame whose content is JSON: START, HELLO, GAUGES, GAP, NOTICE, DOOR."""
 
     type: FrameType
     told: Mapping[str, Any]

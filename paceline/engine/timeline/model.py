@@ -9,6 +9,7 @@ This module does not know where frames come from.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -81,6 +82,8 @@ class Step:
     start: float = math.nan
 
 
+# refusals that are remembered by name
+_MOST_REFUSED = 256
 _WAITS = (State.WAIT, State.PREEMPTED, State.SWAPPED)
 _RUNS = (State.CHUNK, State.DECODE, State.SKIPPED)
 
@@ -116,6 +119,11 @@ class Model:
         self.gauges: Mapping[str, Any] = {}
         self.gaps: list[Mapping[str, Any]] = []
         self.notices: list[Mapping[str, Any]] = []
+        # who waits for a grammar, and all that were refused, as DOOR names them
+        self.held: list[list[Any]] = []
+        self.num_held = 0
+        self.refused: deque[list[Any]] = deque(maxlen=_MOST_REFUSED)
+        self.num_refused = 0
 
     def take(self, frame: Frame) -> None:
         if isinstance(frame, Plan):
@@ -201,6 +209,8 @@ class Model:
             seen.preemptions += 1
             seen.computed = 0
             self.lanes[seen.lane], seen.lane = 0, NO_LANE
+        elif kind == Kind.WRONG:
+            seen.computed = max(0, seen.computed - event.value)
         elif kind in (Kind.RELEGATE, Kind.PROMOTE):
             seen.relegated = kind == Kind.RELEGATE
 
@@ -267,6 +277,7 @@ class Model:
         if frame.type is FrameType.START:
             self.requests.clear()
             self.steps.clear()
+            self.held, self.num_held = [], 0
             self.lanes, self.step, self._done = [], -1, -math.inf
             # one that began earlier: who runs is in the keyframe that follows
             self.start, self.synced = frame.told, not frame.told.get("goes_on")
@@ -278,8 +289,18 @@ class Model:
             self.gaps.append(frame.told)
             # what came in between is not known
             self.synced = False
+        elif frame.type is FrameType.DOOR:
+            self._door(frame.told)
         else:
             self.notices.append(frame.told)
+
+    def _door(self, told: Mapping[str, Any]) -> None:
+        held, refused = told.get("held"), told.get("refused")
+        num_held, num_refused = told.get("num_held"), told.get("num_refused")
+        self.held = held if isinstance(held, list) else []
+        self.num_held = num_held if isinstance(num_held, int) else len(self.held)
+        self.refused += refused if isinstance(refused, list) else []
+        self.num_refused += num_refused if isinstance(num_refused, int) else 0
 
     # ------------------------------------------------------------------ inside
 

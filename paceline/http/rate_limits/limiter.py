@@ -31,7 +31,7 @@ from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import KeyLimits, Window, go_duration
 from paceline.http.rate_limits.store import RateStore
 
-__all__ = ["RateLimiter", "Tally", "Ticket", "caller_of", "current_ticket"]
+__all__ = ["RateLimiter", "Tally", "Ticket", "Usage", "caller_of", "current_ticket"]
 
 # before the window rolls, time for what is given back to arrive in it
 _ROLL_MARGIN: Final = 0.1
@@ -81,6 +81,17 @@ class Tally:
 
     def note(self, index: int, num_output_tokens: int) -> None:
         self.begun[index], self.generated[index] = True, num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a caller has used of its limits."""
+
+    limits: KeyLimits
+    # by kind, of those that are limited
+    windows: Mapping[str, Window]
+    # generation requests under way, where anything is limited
+    running: int
 
 
 def current_ticket() -> Ticket | None:
@@ -133,6 +144,26 @@ class RateLimiter(Collector):
         ticket = Ticket(who, limits) if limits else None
         _TICKET.set(ticket)
         return ticket
+
+    async def usage(self, who: str) -> Usage:
+        """As it is now; counts nothing."""
+        limits = self._limits.get(who, self._defaults)
+        rates = {"requests": limits.requests, "tokens": limits.tokens}
+        windows = {
+            kind: await self._store.look(kind, who, rate)
+            for kind, rate in rates.items()
+            if rate is not None
+        }
+        return Usage(limits, windows, self._running[who])
+
+    def refused(self) -> dict[str, int]:
+        """Exchanges so far, by the kind of what was too much."""
+        return dict(self._refused)
+
+    @property
+    def store_up(self) -> bool | None:
+        """Whether the storage that several servers share answers; None: there is none."""
+        return self._store.up if self._store.shared else None
 
     def charge_batches(self, owner: str) -> None:
         """What this task runs from here on is work for ``owner``'s batches: charged against the

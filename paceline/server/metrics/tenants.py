@@ -66,6 +66,18 @@ class TenantMetrics:
             self._names.add(tenant)
         return tenant
 
+    def served(self, tenant: str) -> dict[str, float] | None:
+        """What a tenant got so far; None: it has no series of its own."""
+        if tenant not in self._names:
+            return None
+        families = {
+            "requests": self.requests,
+            "shed": self.shed,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.generation_tokens,
+        }
+        return {name: family.value(tenant) for name, family in families.items()}
+
 
 class TenantObserver:
     """Counts one request for its tenant when it ends, by what ``counted`` has seen of it."""

@@ -8,6 +8,7 @@
     GET /ui/api/timeline       what the engine did and does, for a key of scope admin
     GET /ui/api/promises       targets met, waits, steps and their cost, likewise
     * /ui/api/what-if...       see ``what_if_routes``, likewise
+    GET /ui/api/operations     keys, limits, models, settings and state, for such a key too
 
 The files ask for no key: they are this package's public code. What the page shows comes from the
 API, with the key that its reader types in.
@@ -21,6 +22,7 @@ import re
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -46,6 +48,8 @@ _API_HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+# characters of a key's name
+_MOST_FIND: Final = 64
 _FOR_GOOD: Final = "public, max-age=31536000, immutable"
 
 
@@ -131,6 +135,17 @@ def ui_router(service: Service) -> APIRouter:
             methods=[method],
             include_in_schema=False,
         )
+
+    async def operated(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        # whoever never looks at it does not wait for it at start
+        from paceline.server.ui.operations import operations
+
+        found = await operations(service, request.query_params.get("find", "")[:_MOST_FIND])
+        return Response(
+            msgspec.json.encode(found), media_type="application/json", headers=_API_HEADERS
+        )
+
     for path, handler in (
         ("/", root),
         ("/ui", bare),
@@ -138,6 +153,7 @@ def ui_router(service: Service) -> APIRouter:
         ("/ui/v/{version}/{path:path}", file),
         ("/ui/api/timeline", timeline),
         ("/ui/api/promises", promises),
+        ("/ui/api/operations", operated),
         ("/ui/{tab:path}", page),
     ):
         # not of the API: its document is for programs

@@ -55,7 +55,10 @@ frames = st.one_of(
     st.builds(
         Told,
         st.sampled_from(
-            [FrameType.START, FrameType.HELLO, FrameType.GAUGES, FrameType.GAP, FrameType.NOTICE]
+            [
+                FrameType.START, FrameType.HELLO, FrameType.GAUGES, FrameType.GAP, FrameType.NOTICE,
+                FrameType.DOOR,
+            ]
         ),
         st.dictionaries(text, st.integers() | text, max_size=3),
     ),

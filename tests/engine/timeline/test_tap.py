@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from paceline.engine.timeline.events import Done, End, FrameType, Keyframe, Plan, Told
+from paceline.engine.timeline.ladder import LEVELS
 from paceline.engine.timeline.model import Model
-from paceline.engine.timeline.tap import LEVELS
 from tests.driving import make_request
 from tests.engine.timeline.watching import Watched
 
@@ -51,11 +51,11 @@ def test_the_ladder_goes_down_step_by_step_and_comes_back() -> None:
                 watched.model.take(frame)
 
     serve(2.0)
-    assert watched.tap.level == 0 and levels(watched) == []
+    assert watched.tap.ladder.level == 0 and levels(watched) == []
     # a hundred steps a second, two calls each, and each of a millisecond: a tenth of a core
     clock.cost = 1e-3
     serve(5.0)
-    assert watched.tap.level == LEVELS - 1 and levels(watched) == [1, 2, 3]
+    assert watched.tap.ladder.level == LEVELS - 1 and levels(watched) == [1, 2, 3]
     before = len(watched.frames)
     serve(3.0)
     told = watched.frames[before:]
@@ -72,7 +72,7 @@ def test_the_ladder_goes_down_step_by_step_and_comes_back() -> None:
 
 def test_level_two_sums_steps_up() -> None:
     watched = Watched(step_seconds=0.001)
-    watched.tap.level = 2
+    watched.tap.ladder.level = 2
     watched.check = lambda: None  # type: ignore[method-assign]
     watched.add(make_request("r", 6, 40, arrival=100.0))
     for _ in range(41):
@@ -91,7 +91,7 @@ def test_level_two_sums_steps_up() -> None:
 
 def test_level_one_leaves_chunks_out_but_not_who_comes_and_goes() -> None:
     watched = Watched(max_num_batched_tokens=8)
-    watched.tap.level = 1
+    watched.tap.ladder.level = 1
     watched.check = lambda: None  # type: ignore[method-assign]
     watched.add(make_request("r", 90, 10, arrival=100.0))
     watched.run()

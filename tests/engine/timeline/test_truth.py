@@ -8,8 +8,9 @@ import pytest
 
 from paceline.core.policies import POLICIES
 from paceline.core.slo import Slo
-from paceline.engine.timeline.events import End, Keyframe, Kind, Plan, State
+from paceline.engine.timeline.events import Done, End, Keyframe, Kind, Plan, State
 from tests.driving import make_request
+from tests.engine.timeline.vectors import guessing
 from tests.engine.timeline.watching import Watched
 
 
@@ -163,6 +164,17 @@ def test_whatever_happens(policy: str, seed: int, depth: int) -> None:
             watched.check_story(request)
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_guesses_that_were_wrong_do_not_count_as_computed(depth: int) -> None:
+    """After every step, as ``check`` says; also of one that ends or is aborted under guesses."""
+    watched = guessing(depth)
+    told = [e for f in watched.frames if isinstance(f, Done) for e in f.events]
+    assert {e.kind for e in told} == {Kind.WRONG} and len(told) > 3
+    assert Kind.DRAFT in kinds(watched)
+    for request in watched.requests.values():
+        watched.check_story(request)
+
+
 def test_a_steady_batch_takes_no_events_and_few_bytes() -> None:
     watched = Watched(max_num_seqs=64, max_num_batched_tokens=512, num_blocks=1024)
     watched.add(*(make_request(f"r{i}", 8, 100, arrival=100.0) for i in range(64)))
@@ -210,8 +222,11 @@ def test_the_vectors_are_what_the_codec_and_the_model_say() -> None:
 
     from tests.engine.timeline.vectors import FOLDER, meaning
 
-    told = json.loads((FOLDER / "timeline.json").read_text())
-    data = base64.b64decode(told["frames"])
-    assert json.loads(json.dumps(meaning(data))) == told["meaning"]
+    vectors = json.loads((FOLDER / "timeline.json").read_text())
+    for name in ("told", "guessed"):
+        data = base64.b64decode(vectors[name]["frames"])
+        assert json.loads(json.dumps(meaning(data))) == vectors[name]["meaning"]
+    told = vectors["told"]
+    assert told["meaning"]["held"] and told["meaning"]["num_refused"] > 0
     states = {state for seen in told["meaning"]["ended"] for state, *_ in seen["spans"]}
     assert {"wait", "held", "chunk", "decode", "preempted"} <= states

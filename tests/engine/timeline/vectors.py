@@ -8,7 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.backends.null import expected_tokens
+from paceline.core.request import Request
 from paceline.core.slo import Slo
+from paceline.core.speculation.testing import ScriptedDrafter
 from paceline.engine.timeline.chrome import trace_of
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.events import NO_LANE, State
@@ -38,7 +41,28 @@ def scenario() -> Watched:
             watched.add(make_request("d/0", 9, 9, arrival=watched.now, slo=Slo(queue_ttl=0.02)))
         if turn == 10:
             watched.abort("c9/0")
+            watched.tap.door.hold("e/0", "interactive", "téam", 100.05)
+            watched.tap.door.refuse("f/0", "standard", "", 100.1, "queue-full")
         watched.step()
+    watched.run()
+    return watched
+
+
+def guessing(depth: int = 2) -> Watched:
+    """Few requests whose next tokens are guessed, the third guess always wrong."""
+    prompts = ((3, 5, 8, 13), (1, 1, 2), (60, 50, 40))
+
+    def knowing(request: Request) -> ScriptedDrafter:
+        prompt = request.asked.prompt_token_ids
+        return ScriptedDrafter([*prompt, *expected_tokens(prompt, 200, 97)], 97, wrong=(2,))
+
+    watched = Watched(
+        depth=depth, vocab_size=97, drafter=knowing,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4},
+    )  # fmt: skip
+    watched.add(
+        *(make_request(f"{n}/0", prompt, 24 + n, arrival=100.0) for n, prompt in enumerate(prompts))
+    )
     watched.run()
     return watched
 
@@ -59,6 +83,10 @@ def meaning(data: bytes) -> dict[str, Any]:
         "ended": list(map(_seen, ended)),
         "steps": list(map(_step, steps)),
         "doubts": model.num_doubts,
+        "held": model.held,
+        "num_held": model.num_held,
+        "refused": list(model.refused),
+        "num_refused": model.num_refused,
         # the end of it, of which something is left out, and that is said
         "trace": trace_of(steps, ended, now=model.now, most=60),
     }
@@ -100,13 +128,11 @@ def _seen(seen: Seen) -> dict[str, Any]:
 
 
 def main() -> None:
-    watched = scenario()
     FOLDER.mkdir(exist_ok=True)
-    told = {
-        "frames": base64.b64encode(watched.data).decode(),
-        "states": [state.name.lower() for state in State],
-        "meaning": meaning(watched.data),
-    }
+    runs = {"told": scenario().data, "guessed": guessing().data}
+    told: dict[str, Any] = {"states": [state.name.lower() for state in State]}
+    for name, data in runs.items():
+        told[name] = {"frames": base64.b64encode(data).decode(), "meaning": meaning(data)}
     (FOLDER / "timeline.json").write_text(json.dumps(told, ensure_ascii=False) + "\n")
 
 

@@ -9,6 +9,7 @@ from paceline.backends.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.request import Request, RequestStatus
+from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.core import EngineCore
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.events import NO_LANE, Frame, State
@@ -27,6 +28,8 @@ class Watched:
         num_host_blocks: int = 0,
         depth: int = 1,
         step_seconds: float = 0.01,
+        vocab_size: int = 997,
+        drafter: DrafterMaker | None = None,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -49,7 +52,7 @@ class Watched:
         self.tap = TimelineTap(scheduler, cache, clock=lambda: 0.0)
         self.core = EngineCore(
             NullBackend(
-                vocab_size=997,
+                vocab_size=vocab_size,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 max_model_len=scheduler.max_model_len,
@@ -60,6 +63,7 @@ class Watched:
             pipeline_depth=depth,
             clock=lambda: self.now,
             timeline=self.tap,
+            drafter=drafter,
         )
         self.plans: list[SchedulerOutput] = []
         self.core.on_plan = self._planned
@@ -115,6 +119,9 @@ class Watched:
         assert told - untold == {r.request_id for r in running}
         assert len(set(model.lanes) - {0}) == len(told)
         rows = {row.request_id: row for row in self.plans[-1].rows} if self.plans else {}
+        guessed = (
+            {self.plans[-1].rows[d.row].request_id for d in self.plans[-1].drafts} if rows else ()
+        )
         for seen in model.running():
             request = known[named(seen)]
             if named(seen) in untold:
@@ -126,7 +133,8 @@ class Watched:
                 # it has had rows before, or would not run
                 assert seen.state is State.SKIPPED, named(seen)
             else:
-                assert seen.state is (State.CHUNK if row.num_tokens > 1 else State.DECODE)
+                wide = row.num_tokens > 1 and named(seen) not in guessed
+                assert seen.state is (State.CHUNK if wide else State.DECODE)
             if request.told:
                 assert seen.relegated == request.history.demoted
         for seen in model.waiting():

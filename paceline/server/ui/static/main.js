@@ -28,6 +28,7 @@ const TABS = [
   { name: "promises", title: "Promises", page: lazy(() => import("./pages/promises.js"), "Promises") },
   { name: "what-if", title: "What if", page: lazy(() => import("./pages/what-if.js"), "WhatIf") },
   { name: "server", title: "Server", page: Server },
+  { name: "operations", title: "Operations", page: lazy(() => import("./pages/operations.js"), "Operations") },
 ];
 
 /** @returns {string} the tab that the address names */

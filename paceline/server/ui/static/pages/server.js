@@ -23,6 +23,10 @@ async function look() {
     failed.value = error instanceof ApiError ? error.message : "The server does not answer.";
     return;
   }
+  await lookAtBatches();
+}
+
+export async function lookAtBatches() {
   if (unserved) return;
   try {
     batches.value = (await getJson("/v1/batches?limit=50")).data;
@@ -42,7 +46,7 @@ async function cancel(id) {
   await look();
 }
 
-function Batches() {
+export function Batches() {
   const found = batches.value;
   if (found === null) return h("p", { class: "quiet" }, "Asking the server.");
   if (typeof found === "string") return h("p", { class: "quiet" }, found);

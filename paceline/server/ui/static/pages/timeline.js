@@ -1,64 +1,18 @@
 // The timeline: every step, who shares it, who waits and why. Live, or stopped and gone through step by step.
-import { h, signal, useEffect, useRef } from "../vendor/preact.js";
+import { h, useEffect, useRef } from "../vendor/preact.js";
 import { duration, visible } from "../lib/format.js";
-import { save, stepsOf, traceOf } from "../timeline/chrome.js";
-import { REASONS } from "../timeline/decode.js";
 import { CAPACITY, COLUMN, LANES, QUEUE, ROWS } from "../timeline/history.js";
 import { engine, follow, heardAt, history, link, model, news, stories, take } from "../timeline/live.js";
+import { looks, Looks, LooksLegend } from "../timeline/looks.js";
 import { Painter } from "../timeline/paint.js";
-import { firstToken, missed, nameOf, sentences, short, stateOf, waited, WHY, wordsOf } from "../timeline/story.js";
+import { byNumber, byTime, calm, cursor, drawing, everybody, filter, find, hover, live, matcher, narrowPage, query, row, selected, table, view, words } from "../timeline/shown.js";
+import { missed, nameOf, sentences, short, stateOf, WHY, wordsOf } from "../timeline/story.js";
+import { Tables } from "./tables.js";
 
-const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const query = new URLSearchParams(location.search);
-
-/** What is looked at. `end`: the column behind the right edge; while it is live, it follows the newest. */
-const view = { end: 0, zoom: Number(query.get("zoom")) || 6, byTime: false, time: 0 };
-const live = signal(true);
-const byTime = signal(false);
-const cursor = signal(-1);
-const row = signal(-1);
-/** @type {{ value: import("../timeline/model.js").Seen | null }} */
-const selected = signal(null);
-const filter = signal(query.get("filter") ?? "");
-const find = signal(query.get("sel") ?? "");
-const table = signal("");
-const order = signal({ column: "came", up: false });
-const hover = signal({ x: 0, y: 0, text: "" });
-// a slower clock for words and tables, which nobody reads sixty times a second
-const words = signal(0);
-const narrowPage = matchMedia("(max-width: 900px)");
 /** @type {Painter | null} */
 let painter = null;
 let pending = 0;
 
-/** All that is known of requests, the newest last. */
-const everybody = () => [...stories.values(), ...model.requests.values()];
-
-/** @param {number} number */
-function byNumber(number) {
-  const here = model.requests.get(number);
-  if (here) return here;
-  let found = null;
-  for (const seen of stories.values()) if (seen.number === number) found = seen;
-  return found;
-}
-
-/** @param {import("../timeline/model.js").Seen} seen @param {string} text */
-function fits(seen, text) {
-  if (text === "missed") return missed(seen) === true;
-  if (text === "preempted") return seen.preemptions > 0;
-  if (text === "waiting") return seen.lane === 0xffff && !seen.ended;
-  const told = seen.told;
-  return !!told && [told.id, told.slo, told.tenant].some((each) => each.toLowerCase().includes(text));
-}
-
-/** @returns {((number: number) => boolean) | null} */
-function matcher() {
-  const text = filter.value.trim().toLowerCase();
-  if (!text) return null;
-  const found = new Set(everybody().filter((seen) => fits(seen, text)).map((seen) => seen.number));
-  return (number) => found.has(number);
-}
 
 function draw() {
   pending = 0;
@@ -79,13 +33,17 @@ function draw() {
   painter.layout(queue, Math.min(LANES, lanes), room, narrowPage.matches);
   painter.draw(view, {
     cursor: cursor.value, selected: selected.value?.number ?? 0, matches: matcher(), unix: model.hello.unix ?? 0, blocks: model.start.num_blocks ?? 0,
+    ...looks(painter, arrangedAt(), everybody, byNumber),
   });
   if (live.value && !calm.matches && Math.abs(history.count - view.end) > 0.05) redraw();
 }
+/** The column whose lanes are arranged: the one that is looked at, or the newest. */
+const arrangedAt = () => (cursor.value >= 0 ? cursor.value : Math.min(history.count, Math.ceil(view.end)) - 1);
 /** Draw with the next frame; without a reason nothing is drawn. */
 function redraw() {
   if (!pending) pending = requestAnimationFrame(draw);
 }
+drawing.redraw = redraw;
 
 function stop() {
   if (!live.value) return;
@@ -195,7 +153,7 @@ function Chart() {
   const canvas = useRef(null);
   useEffect(() => {
     const element = /** @type {HTMLCanvasElement} */ (canvas.current);
-    painter = new Painter(element, history);
+    painter = drawing.painter = new Painter(element, history);
     painter.recolour();
     const colour = () => { painter?.recolour(); redraw(); };
     const theme = matchMedia("(prefers-color-scheme: dark)");
@@ -209,7 +167,7 @@ function Chart() {
       theme.removeEventListener("change", colour);
       themed.disconnect();
       sized.disconnect();
-      painter = null;
+      painter = drawing.painter = null;
     };
   }, []);
   /** @param {MouseEvent} event */
@@ -272,7 +230,9 @@ function Hint() {
 function hint(column, at) {
   const number = at >= 0 ? history.who[(column % CAPACITY) * ROWS + at] : 0;
   const seen = number ? byNumber(number) : null;
-  const who = seen ? `${short(nameOf(seen))} (${visible(seen.told?.slo ?? "")}) ${at < QUEUE ? "waits" : `in lane ${at - QUEUE}`}\n` : "";
+  const left = at >= 0 ? history.slack[(column % CAPACITY) * ROWS + at] : NaN;
+  const due = Number.isNaN(left) ? "" : left < 0 ? `, late by ${duration(-1e3 * left)}` : `, ${duration(1e3 * left)} left`;
+  const who = seen ? `${short(nameOf(seen))} (${visible(seen.told?.slo ?? "")}) ${at < QUEUE ? "waits" : `in lane ${at - QUEUE}`}${due}\n` : "";
   return who + stepWords(column);
 }
 
@@ -308,6 +268,7 @@ function Toolbar() {
     press("−", () => zoom(1 / 1.5), { "aria-label": "Zoom out" }),
     press("+", () => zoom(1.5), { "aria-label": "Zoom in" }),
     press("By time", () => { byTime.value = view.byTime = !view.byTime; }, { "aria-pressed": String(byTime.value) }),
+    h(Looks, { changed: redraw }),
     h("label", { class: "field" }, h("span", { class: "hidden" }, "Find a request by its id"),
       h("input", { id: "find", type: "search", placeholder: "Find an id", value: find.value, autocomplete: "off", spellcheck: false,
         onInput: (/** @type {any} */ event) => (find.value = event.target.value),
@@ -326,6 +287,7 @@ function Now() {
     ["running", gauges?.running ?? 0], ["waiting", gauges?.waiting ?? 0], ["steps a second", rate === null ? "0" : rate],
     ["KV in use", gauges?.blocks ? `${Math.round((100 * (gauges.blocks - gauges.free)) / gauges.blocks)} %` : "?"],
     ["preempted so far", gauges?.preemptions ?? 0],
+    ...(model.numHeld ? [["wait for a grammar", model.numHeld]] : []), ...(model.numRefused ? [["refused", model.numRefused]] : []),
   ];
   return h("div", { class: "now" },
     h("dl", null, numbers.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, String(value))))),
@@ -354,6 +316,7 @@ function Legend() {
   return h("div", { class: "legend" },
     known.map((name) => h("span", null, h("span", { class: `tick-sample ${name}`, "aria-hidden": "true" }), names[/** @type {keyof typeof names} */ (name)])),
     WHY.map((why, i) => reasons.has(i) && h("span", null, h("span", { class: `tick-sample reason${i}`, "aria-hidden": "true" }), `queue: waits for ${why}`)),
+    h(LooksLegend, null),
     h("span", null, "line: budget, and predicted ms"), h("span", null, "end: ✓ done, | length, ✕ aborted"),
     classes.map((name, i) => h("span", null, h("span", { class: `tick-sample class${i}`, "aria-hidden": "true" }), `KV of ${visible(name)}`)),
     h("span", null, h("span", { class: "tick-sample cached", "aria-hidden": "true" }), "cached, free"));
@@ -384,15 +347,6 @@ function Story() {
       h("button", { type: "button", onClick: () => { selected.value = null; redraw(); } }, "Close")));
 }
 
-const saved = signal("");
-/** A trace of all that this page remembers. */
-async function exported() {
-  const trace = traceOf(stepsOf(history, CAPACITY), everybody(), model.now);
-  const left = trace.otherData.left_out;
-  await save(trace, `paceline-timeline${left ? `-without-${left}-slices` : ""}.json.gz`);
-  saved.value = `Saved${left ? ` without the oldest ${left} slices` : ""}. Open it in ui.perfetto.dev: that reads it on your computer and uploads nothing.`;
-}
-
 /** @param {{ seen: import("../timeline/model.js").Seen }} props */
 function Spans({ seen }) {
   const classes = ["wait", "wait", "chunk", "decode", "skipped", "preempted", "swapped", "wait"];
@@ -402,75 +356,13 @@ function Spans({ seen }) {
     spans.slice(-200).map(({ state, start, end }) => end > start && h("span", { class: classes[state], style: { flex: `${end - start} 0 0` } })));
 }
 
-const COLUMNS = [
-  ["came", "Came"], ["id", "Request"], ["slo", "Class"], ["state", "State"], ["prompt", "Prompt"], ["waited", "Waited"], ["first", "First token"],
-  ["preempted", "Preempted"],
-];
-
-function Tables() {
-  words.value;
-  const shown = table.value;
-  const tab = (/** @type {string} */ name, /** @type {string} */ label) => h("button", { type: "button", "aria-pressed": String(shown === name), onClick: () => (table.value = shown === name ? "" : name) }, label);
-  return h("section", { class: "tables", "aria-label": "The same as tables" },
-    h("div", { class: "row" }, tab("requests", "Table of requests"), tab("steps", "Table of steps"),
-      h("button", { type: "button", onClick: exported }, "Save as a trace"), h("span", { class: "quiet", role: "status" }, saved.value)),
-    shown === "requests" && h(RequestTable, null), shown === "steps" && h(StepTable, null));
-}
-
-function RequestTable() {
-  words.value;
-  const text = filter.value.trim().toLowerCase();
-  const place = painter?.place(view);
-  const from = live.value || !place ? -Infinity : history.planned[Math.max(history.first, place.first) % CAPACITY];
-  const to = live.value || !place ? Infinity : history.planned[Math.max(0, place.last - 1) % CAPACITY];
-  const rows = everybody()
-    .filter((seen) => (!text || fits(seen, text)) && (seen.told?.arrival ?? 0) <= to && (seen.ended?.when ?? Infinity) >= from)
-    .map((seen) => ({ seen, came: seen.told?.arrival ?? 0, id: nameOf(seen), slo: visible(seen.told?.slo ?? ""), state: stateOf(seen), prompt: seen.told?.prompt ?? 0,
-      waited: waited(seen, model.now), first: firstToken(seen) ?? Infinity, preempted: seen.preemptions }));
-  const { column, up } = order.value;
-  rows.sort((a, b) => {
-    const [x, y] = [/** @type {any} */ (a)[column], /** @type {any} */ (b)[column]];
-    return (x < y ? -1 : x > y ? 1 : 0) * (up ? 1 : -1);
-  });
-  const most = 100;
-  return h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Requests" }, h("table", null,
-    h("caption", null, rows.length > most ? `${most} of ${rows.length} requests, by the column that is marked` : `${rows.length} requests ${live.value ? "that this page knows" : "in the steps above"}`),
-    h("thead", null, h("tr", null, COLUMNS.map(([name, label]) => h("th", { scope: "col", "aria-sort": column === name ? (up ? "ascending" : "descending") : undefined },
-      h("button", { type: "button", class: "sorter", onClick: () => (order.value = { column: name, up: column === name && !up }) }, label, column === name ? (up ? " ▴" : " ▾") : ""))))),
-    h("tbody", null, rows.slice(0, most).map((each) => h("tr", { key: `${each.seen.number} ${each.came}`, class: selected.value === each.seen ? "chosen" : "" },
-      h("td", null, each.came ? new Date(1e3 * (each.came + (model.hello.unix ?? 0))).toLocaleTimeString([], { hour12: false }) : "before"),
-      h("td", null, h("button", { type: "button", class: "link code", onClick: () => { selected.value = each.seen; redraw(); }, title: each.id }, short(each.id))),
-      h("td", null, each.slo), h("td", null, each.state), h("td", { class: "num" }, each.prompt), h("td", { class: "num" }, duration(1e3 * each.waited)),
-      h("td", { class: "num" }, each.first === Infinity ? "–" : `${duration(1e3 * each.first)}${missed(each.seen) ? " missed" : ""}`), h("td", { class: "num" }, each.preempted))))));
-}
-
-function StepTable() {
-  words.value;
-  const last = live.value ? history.count : Math.ceil(view.end);
-  const rows = [];
-  for (let column = last - 1; column >= Math.max(history.first, last - 50); column--) rows.push(column);
-  const names = ["Step", "Tokens", "Budget", "Of one", "Chunks", "Took", "Predicted", "Waiting", "Held up by", "Free blocks"];
-  return h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Steps" }, h("table", null,
-    h("caption", null, "The 50 steps up to the right edge, the newest first"),
-    h("thead", null, h("tr", null, names.map((name) => h("th", { scope: "col" }, name)))),
-    h("tbody", null, rows.map((column) => {
-      const at = column % CAPACITY;
-      if (history.kind[at] !== COLUMN.step) return h("tr", { key: column }, h("td", { colSpan: names.length, class: "bad" }, history.notes.get(column)));
-      const took = history.took(column);
-      return h("tr", { key: column, class: column === cursor.value ? "chosen" : "" }, [
-        history.step[at], history.tokens[at], history.budget[at], history.narrow[at], history.wide[at], Number.isNaN(took) ? "under way" : duration(1e3 * took),
-        history.predicted[at] ? duration(1e3 * history.predicted[at]) : "–", history.waiting[at], REASONS[history.held[at]] ?? "–", history.free[at],
-      ].map((value) => h("td", null, value)));
-    }))));
-}
-
 /** @param {{ shown: boolean }} props */
 export function Timeline({ shown }) {
   useEffect(() => {
     if (!shown) return;
     let stopper = new AbortController();
     follow(stopper.signal);
-    const timer = setInterval(() => { if (!document.hidden) words.value++; }, 250);
+    const timer = setInterval(() => { if (!document.hidden) words.value++; }, calm.matches ? 1000 : 250);
     const unsubscribe = news.subscribe(() => { if (!calm.matches) redraw(); });
     // without movement: once a second
     const still = setInterval(() => { if (calm.matches) redraw(); }, 1000);
@@ -508,4 +400,4 @@ export function Timeline({ shown }) {
 }
 
 // for tests and for whoever asks in the console: what is drawn, as numbers
-/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, painter: () => painter };
+/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter };

@@ -1,14 +1,14 @@
 // Frames of the timeline, from bytes that may be cut anywhere. The format is that of
 // paceline/engine/timeline/codec.py, and tests/ui/vectors hold both to it.
 
-export const VERSION = 1;
+export const VERSION = 2;
 export const NO_LANE = 0xffff;
 const HEADER = 8;
 const MOST = 16 * 2 ** 20;
-export const TYPES = { hello: 1, start: 2, keyframe: 3, plan: 4, done: 5, announce: 6, end: 7, gauges: 8, gap: 9, notice: 10 };
+export const TYPES = { hello: 1, start: 2, keyframe: 3, plan: 4, done: 5, announce: 6, end: 7, gauges: 8, gap: 9, notice: 10, door: 11 };
 /** @type {Record<number, string>} */
 const NAMES = Object.fromEntries(Object.entries(TYPES).map(([name, type]) => [type, name]));
-export const KIND = { admit: 1, found: 2, held: 3, chunk: 4, draft: 5, narrow: 6, skip: 7, preempt: 8, swap: 9, relegate: 10, promote: 11, earlier: 12 };
+export const KIND = { admit: 1, found: 2, held: 3, chunk: 4, draft: 5, narrow: 6, skip: 7, preempt: 8, swap: 9, relegate: 10, promote: 11, earlier: 12, wrong: 13 };
 export const STATE = { wait: 0, held: 1, chunk: 2, decode: 3, skipped: 4, preempted: 5, swapped: 6, ended: 7 };
 export const STATES = Object.keys(STATE);
 export const REASONS = ["step", "budget", "slots", "memory", "pace", "policy", "pressure"];
@@ -96,7 +96,7 @@ function told(view, frame) {
 
 /** @type {Record<string, (view: DataView, frame: string) => Frame>} */
 const READERS = {
-  hello: told, start: told, gauges: told, gap: told, notice: told,
+  hello: told, start: told, gauges: told, gap: told, notice: told, door: told,
   plan: (v) => ({
     frame: "plan", thin: (v.getUint8(1) & 1) === 1,
     step: v.getUint32(8, true), planned: v.getFloat64(12, true), predicted: v.getFloat32(20, true), limit: v.getFloat32(24, true),

@@ -1,5 +1,6 @@
 // The steps that the page remembers, a column each, in rings of numbers: who was where, and what the step cost.
 import { NO_LANE, STATE } from "./decode.js";
+import { margin, note } from "./slack.js";
 
 export const CAPACITY = 4096;
 // rows of a column: the first that wait, then lanes
@@ -28,6 +29,8 @@ export class History {
     this.blocks = Array.from({ length: CLASSES }, u32);
     this.cell = new Uint8Array(CAPACITY * ROWS);
     this.who = new Uint32Array(CAPACITY * ROWS);
+    // seconds until the next token was due
+    this.slack = new Float32Array(CAPACITY * ROWS);
     /** @type {Map<number, { lane: number, reason: number }[]>} who ended with a column */
     this.ends = new Map();
     /** @type {Map<number, string>} what a column that is no step says */
@@ -58,6 +61,7 @@ export class History {
     this.planned[at] = this.start[at] = this.done[at] = time;
     this.cell.fill(EMPTY, at * ROWS, (at + 1) * ROWS);
     this.who.fill(0, at * ROWS, (at + 1) * ROWS);
+    this.slack.fill(NaN, at * ROWS, (at + 1) * ROWS);
     for (const ring of [this.tokens, this.predicted, this.backend, this.queued, this.waiting, this.narrow, this.wide, this.budget]) ring[at] = 0;
     this.held[at] = 255;
     return at;
@@ -86,6 +90,8 @@ export class History {
       if (row === QUEUE) break;
       this.cell[base + row] = seen.state;
       this.who[base + row] = seen.number;
+      note(seen, plan.planned);
+      this.slack[base + row] = margin(seen, plan.planned);
       row++;
     }
     this.queued[at] = row;
@@ -98,6 +104,8 @@ export class History {
       if (lane < LANES) {
         this.cell[base + QUEUE + lane] = seen.state;
         this.who[base + QUEUE + lane] = seen.number;
+        note(seen, plan.planned);
+        this.slack[base + QUEUE + lane] = margin(seen, plan.planned);
         top = lane + 1;
       }
       owned[this.classOf(seen.told?.slo ?? "")] += Math.ceil(seen.computed / size);

@@ -4,13 +4,17 @@ import { KIND, NO_LANE, STATE } from "./decode.js";
 /**
  * @typedef {{ state: number, start: number, end: number, lane: number, steps: number, tokens: number }} Span
  * @typedef {{ number: number, told: any, state: number, lane: number, relegated: boolean, since: number, computed: number,
- *   preemptions: number, waited: number, steps: number, tokens: number, spans: Span[], ended: any, lastLane: number }} Seen
+ *   preemptions: number, waited: number, steps: number, tokens: number, spans: Span[], ended: any, lastLane: number,
+ *   output: number, young: boolean, firstAt: number }} Seen of the last three: see slack.js
  */
+
+// refusals that are remembered by name
+const MOST_REFUSED = 256;
 
 /** @param {number} number @param {number} since @returns {Seen} */
 const unknown = (number, since) => ({
   number, told: null, state: STATE.wait, lane: NO_LANE, relegated: false, since, computed: 0, preemptions: 0, waited: 0, steps: 0,
-  tokens: 0, spans: [], ended: null, lastLane: NO_LANE,
+  tokens: 0, spans: [], ended: null, lastLane: NO_LANE, output: 0, young: false, firstAt: NaN,
 });
 /** @param {number} state */
 export const waits = (state) => state === STATE.wait || state === STATE.preempted || state === STATE.swapped;
@@ -37,6 +41,11 @@ export class Model {
     /** @type {any} */ this.gauges = null;
     /** @type {any[]} */ this.gaps = [];
     /** @type {any[]} */ this.notices = [];
+    // who waits for a grammar, and the last that were refused: [id, class, tenant, time], and why
+    /** @type {any[][]} */ this.held = [];
+    this.numHeld = 0;
+    /** @type {any[][]} */ this.refused = [];
+    this.numRefused = 0;
   }
 
   /** @param {any} frame */
@@ -97,7 +106,8 @@ export class Model {
   /** @param {Seen} seen @param {any} event @param {number} now */
   event(seen, { kind, value }, now) {
     if (kind === KIND.found) seen.computed += value;
-    else if (kind === KIND.held) this.held(seen, value / 1e6);
+    else if (kind === KIND.held) this.heldBefore(seen, value / 1e6);
+    else if (kind === KIND.wrong) seen.computed = Math.max(0, seen.computed - value);
     else if (kind === KIND.narrow) this.turn(seen, STATE.decode, now);
     else if (kind === KIND.skip) this.turn(seen, STATE.skipped, now);
     else if (kind === KIND.preempt || kind === KIND.swap) {
@@ -182,6 +192,8 @@ export class Model {
     this.requests.clear();
     this.steps.clear();
     this.lanes = [];
+    this.held = [];
+    this.numHeld = 0;
     this.step = -1;
     this.done = -Infinity;
     this.start = frame.told;
@@ -198,6 +210,14 @@ export class Model {
     this.gaps.push(frame.told);
     // what came in between is not known
     this.synced = false;
+  }
+  /** @param {any} frame */
+  _door({ told }) {
+    this.held = Array.isArray(told.held) ? told.held : [];
+    this.numHeld = Number(told.num_held) || 0;
+    this.refused.push(...(Array.isArray(told.refused) ? told.refused : []));
+    this.refused.splice(0, Math.max(0, this.refused.length - MOST_REFUSED));
+    this.numRefused += Number(told.num_refused) || 0;
   }
   /** @param {any} frame */
   _notice(frame) { this.notices.push(frame.told); }
@@ -232,7 +252,7 @@ export class Model {
   }
 
   /** Of the wait that has just ended, the first seconds were for its parent's prompt. @param {Seen} seen @param {number} seconds */
-  held(seen, seconds) {
+  heldBefore(seen, seconds) {
     const last = seen.spans.at(-1);
     if (!last || (last.state !== STATE.wait && last.state !== STATE.held)) return;
     const until = Math.min(last.end, last.start + seconds);

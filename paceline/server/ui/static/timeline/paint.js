@@ -1,13 +1,15 @@
 // Draws the history on a canvas: steps, who waits, who runs, memory. One picture of cells is made and stretched; lines and
 // labels go over it. It draws when asked and never by itself.
+import { drawCells } from "./cells.js";
 import { STATE } from "./decode.js";
-import { CAPACITY, CLASSES, COLUMN, EMPTY, LANES, QUEUE, RANK, ROWS } from "./history.js";
-import { duration } from "../lib/format.js";
+import { CAPACITY, CLASSES, COLUMN, EMPTY, LANES, QUEUE, ROWS } from "./history.js";
+import { BINS } from "./slack.js";
+import { duration, visible } from "../lib/format.js";
 
 export const GUTTER = 72;
 const PARTS = { held: 14, tokens: 54, took: 40, gap: 8, band: 58, axis: 22 };
 const NAMES = ["ground", "panel", "line", "text", "quiet", "accent", "bad", "wait", "chunk", "decode", "preempted", "swapped",
-  "class0", "class1", "class2", "class3", "cached"];
+  "class0", "class1", "class2", "class3", "cached", ...BINS.map(({ colour }) => colour)];
 /** What held the queue up, as a letter where there is room. */
 export const REASON_COLOURS = ["quiet", "chunk", "decode", "preempted", "class1", "class2", "bad"];
 
@@ -48,6 +50,12 @@ export class Painter {
     this.scale = { tokens: "", took: "" };
     this.queueRows = 1;
     this.laneRows = 8;
+    /** @type {{ order: Int32Array, groups: { name: string, row: number }[] } | null} null: lane by lane */
+    this.arrangement = null;
+    /** @type {number[]} of classes and tenants, and of the time that is left */
+    this.groupPixels = [];
+    /** @type {number[]} */
+    this.slackPixels = [];
     /** @type {ImageData | null} */
     this.image = null;
     this.frames = 0;
@@ -57,6 +65,8 @@ export class Painter {
   /** The theme has changed. */
   recolour() {
     const c = (this.colours = coloursOf(document.body));
+    this.groupPixels = Array.from({ length: CLASSES }, (_, i) => pixel(c[`class${i}`]));
+    this.slackPixels = BINS.map(({ colour }) => pixel(c[colour]));
     for (const [palette, alpha] of /** @type {[Uint32Array, number][]} */ ([[this.palette, 1], [this.faint, 0.22]])) {
       palette.fill(0);
       palette[STATE.wait] = pixel(c.wait, alpha);
@@ -151,23 +161,30 @@ export class Painter {
   rowAt(y) {
     const { queue, lanes } = this.y;
     if (y >= queue && y < queue + this.queueRows * this.rowHeight) return Math.floor((y - queue) / this.rowHeight);
-    if (y >= lanes && y < lanes + this.laneRows * this.rowHeight) return QUEUE + Math.floor((y - lanes) / this.rowHeight);
+    if (y >= lanes && y < lanes + this.laneRows * this.rowHeight) return QUEUE + this.laneIn(Math.floor((y - lanes) / this.rowHeight));
     return -1;
   }
 
-  /** @param {number} row */
+  /** The lane that stands in a row of the picture. @param {number} row */
+  laneIn(row) { return this.arrangement ? this.arrangement.order[row] : row; }
+
+  /** @param {number} row of the history */
   yOf(row) {
-    return row < QUEUE ? this.y.queue + row * this.rowHeight : this.y.lanes + (row - QUEUE) * this.rowHeight;
+    if (row < QUEUE) return this.y.queue + row * this.rowHeight;
+    const lane = row - QUEUE;
+    return this.y.lanes + (this.arrangement ? this.arrangement.order.indexOf(lane) : lane) * this.rowHeight;
   }
 
   /**
    * @param {any} view
-   * @param {{ cursor: number, selected: number, matches: ((number: number) => boolean) | null, unix: number, blocks: number }} shown
+   * @param {{ cursor: number, selected: number, matches: ((number: number) => boolean) | null, unix: number, blocks: number,
+   *   tint: Uint32Array | null, bySlack: boolean, arrangement: any }} shown
    */
   draw(view, shown) {
     const began = performance.now();
     const { context: c, history, colours, width, height } = this;
     const place = this.place(view);
+    this.arrangement = this.compact ? null : shown.arrangement;
     c.setTransform(this.ratio ?? 1, 0, 0, this.ratio ?? 1, 0, 0);
     c.fillStyle = colours.ground;
     c.fillRect(0, 0, width, height);
@@ -176,7 +193,7 @@ export class Painter {
     c.beginPath();
     c.rect(GUTTER, 0, width - GUTTER, height);
     c.clip();
-    if (!this.compact) this.drawCells(c, place, view, shown);
+    if (!this.compact) drawCells(this, c, place, view, shown);
     this.drawSteps(c, place, view);
     this.drawBand(c, place, view, shown.blocks);
     this.drawMarks(c, place, view);
@@ -219,7 +236,18 @@ export class Painter {
     label("KV", y.band + PARTS.band / 2);
     if (!this.compact) {
       label("waiting", y.queue + (this.queueRows * this.rowHeight) / 2);
-      label("running", y.lanes + (this.laneRows * this.rowHeight) / 2);
+      const groups = this.arrangement?.groups ?? [];
+      if (!groups.length) label("running", y.lanes + (this.laneRows * this.rowHeight) / 2);
+      c.font = "11px system-ui, sans-serif";
+      let free = -Infinity;
+      for (const { name, row } of groups) {
+        const at = y.lanes + row * this.rowHeight;
+        c.fillRect(GUTTER - 6, at, 6, 1);
+        if (at < free) continue;
+        const shown = visible(name || "no name");
+        label(shown.length > 10 ? `${shown.slice(0, 9)}…` : shown, at + 6);
+        free = at + 13;
+      }
     }
   }
 
@@ -232,75 +260,6 @@ export class Painter {
     c.textAlign = "right";
     c.fillText(scale.tokens, GUTTER - 8, y.tokens + PARTS.tokens / 2 + 8);
     c.fillText(scale.took, GUTTER - 8, y.took + PARTS.took / 2 + 8);
-  }
-
-  /** @param {CanvasRenderingContext2D} c @param {any} place @param {any} view @param {any} shown */
-  drawCells(c, place, view, shown) {
-    const { history, palette, faint, queueRows, laneRows } = this;
-    const count = place.from || place.size < 1 ? place.room : place.last - place.first;
-    const rows = queueRows + laneRows;
-    if (count <= 0 || !rows) return;
-    let image = this.image;
-    if (image?.width !== count || image.height !== rows) this.image = image = c.createImageData(count, rows);
-    const pixels = new Uint32Array(image.data.buffer);
-    const matches = shown.matches;
-    const plain = !place.from && place.size >= 1 && !matches;
-    const each = place.size < 1 ? 1 / place.size : 1;
-    const left = view.end - place.room * each;
-    if (plain) {
-      const { cell } = history;
-      for (let i = 0; i < count; i++) {
-        const base = ((place.first + i) % CAPACITY) * ROWS;
-        let to = i;
-        for (let row = 0; row < queueRows; row++, to += count) pixels[to] = palette[cell[base + row]];
-        for (let row = 0; row < laneRows; row++, to += count) pixels[to] = palette[cell[base + QUEUE + row]];
-      }
-    } else pixels.fill(0);
-    for (let i = 0; i < count && !plain; i++) {
-      let from = place.first + i, to = from + 1;
-      if (place.from) {
-        from = place.from[i];
-        to = Math.max(from + 1, place.from[i + 1]);
-        // nothing ran then
-        if (from >= history.count || history.start[from % CAPACITY] > place.begin + ((i + 1) / place.room) * place.seconds) continue;
-      } else if (place.size < 1) {
-        from = Math.floor(left + i * each);
-        to = Math.max(from + 1, Math.floor(left + (i + 1) * each));
-      }
-      from = Math.max(from, history.first);
-      to = Math.min(to, history.count);
-      for (let row = 0; row < rows; row++) {
-        const source = row < queueRows ? row : QUEUE + row - queueRows;
-        let state = EMPTY, who = 0;
-        for (let column = from; column < to; column++) {
-          const at = (column % CAPACITY) * ROWS + source;
-          // of several steps in one place the rarest state is seen
-          if (RANK[history.cell[at]] > RANK[state]) {
-            state = history.cell[at];
-            who = history.who[at];
-          }
-        }
-        if (state === EMPTY) continue;
-        pixels[i + count * row] = matches && !matches(who) ? faint[state] : palette[state];
-      }
-    }
-    if (this.cells.width < count || this.cells.height < rows) {
-      this.cells.width = Math.max(count, this.cells.width);
-      this.cells.height = Math.max(rows, this.cells.height);
-    }
-    /** @type {CanvasRenderingContext2D} */ (this.cells.getContext("2d")).putImageData(image, 0, 0);
-    c.imageSmoothingEnabled = false;
-    const wide = place.from || place.size < 1 ? place.room : count * place.size;
-    const x = place.from || place.size < 1 ? GUTTER : this.x(place, view, place.first);
-    const h = this.rowHeight;
-    if (queueRows) c.drawImage(this.cells, 0, 0, count, queueRows, x, this.y.queue, wide, queueRows * h);
-    c.drawImage(this.cells, 0, queueRows, count, laneRows, x, this.y.lanes, wide, laneRows * h);
-    if (h >= 5) {
-      // a line between lanes, so that neighbours are told apart
-      c.fillStyle = this.colours.ground;
-      for (let row = 1; row < queueRows; row++) c.fillRect(GUTTER, this.y.queue + row * h, place.room, 1);
-      for (let row = 1; row < laneRows; row++) c.fillRect(GUTTER, this.y.lanes + row * h, place.room, 1);
-    }
   }
 
   /** Tokens against the budget, what steps took against what was predicted, and what held the queue up. @param {CanvasRenderingContext2D} c @param {any} place @param {any} view */

@@ -1,0 +1,323 @@
+"""What the page at /ui costs the engine, those who stream, and the browser that shows it.
+
+Three parts (PARTS=tap,viewers,page chooses):
+
+**tap** is ``benchmarks.timeline_tap``: what telling a step takes beside deciding it, with 256
+running. ``core_share`` is that and what the process that answers HTTP spends on keeping the frames,
+of a core, at 200 steps a second.
+
+**viewers**: ``paceline serve`` over the null backend, a step in 10 ms, and 32 streams. Eight pages
+follow the timeline, of which four never read, in every other turn; each turn gives the 99th
+percentile of the time between tokens, and the ratio is of neighbouring turns, with the interval of
+its mean. The viewers are a process of their own.
+
+**page**: Debian's Chromium, without a GPU, draws the live timeline of an engine with 256 running
+requests that makes 100 steps a second and has about as many arrivals. ``frames_per_s`` are those
+that were drawn, ``frame_ms_p95`` is what scripts took for one, from the browser's call to their
+return. ``heap_mb_per_min`` is how the heap grows after a collection, behind a warm-up in which what
+the page remembers has filled; QUICK is too short for that, so its figure holds the filling too.
+``bytes_gz`` is what a first visit loads, compressed.
+
+Prints a table and, last, one JSON line. QUICK=1 is short.
+
+    python -m benchmarks.ui
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import re
+import selectors
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import timeline_tap
+from benchmarks.common.client import complete
+from benchmarks.common.processes import Unavailable
+from benchmarks.common.server import PacelineServer, ReadyServer
+from benchmarks.common.statistics import paired_ratio, percentile
+from paceline.bench.machine import machine
+
+QUICK = bool(os.environ.get("QUICK"))
+PARTS = tuple((os.environ.get("PARTS") or "tap,viewers,page").split(","))
+RUNNING: Final = 256
+# of the viewers' part
+STREAMS: Final = 32
+STEP_SECONDS: Final = 0.01
+TOKENS = 150 if QUICK else 400
+TURNS = 4 if QUICK else 24
+VIEWERS: Final = 8
+STALLED: Final = 4
+# of the page's
+STEPS_A_SECOND: Final = 100
+WARM_SECONDS = 10.0 if QUICK else 50.0
+SECONDS = 15.0 if QUICK else 60.0
+_ARGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+# before the page's own scripts: what they take of each frame
+_WATCH: Final = """
+globalThis.frameTimes = [];
+const ask = requestAnimationFrame.bind(globalThis);
+globalThis.requestAnimationFrame = (draw) => ask((time) => {
+  const began = performance.now();
+  draw(time);
+  frameTimes.push(performance.now() - began);
+});
+"""
+# what is asked of each figure: the most, or the least
+_ASKED: Final = {
+    "tap_share_of_schedule": ("most", 0.10),
+    "core_share": ("most", 0.02),
+    "viewers_itl_p99_ratio": ("most", 1.03),
+    "frames_per_s": ("least", 55.0),
+    "bytes_gz": ("most", 150_000),
+    "heap_mb_per_min": ("most", 5.0),
+}
+
+
+def tap() -> dict[str, Any]:
+    found = timeline_tap.measure(RUNNING, blocks=4 if QUICK else 16)
+    seconds = 1e-6 * (found["tap_us_per_step"] + found["feed_us_per_step"])
+    return {
+        "tap_us_per_step": found["tap_us_per_step"],
+        "tap_share_of_schedule": found["tap_share_of_schedule"],
+        "feed_us_per_step": found["feed_us_per_step"],
+        "core_share": round(seconds * timeline_tap.STEPS_A_SECOND, 5),
+    }
+
+
+# ------------------------------------------------------------------ viewers
+
+
+def watch(port: int, opened: Any) -> None:
+    """Follow the timeline on ``VIEWERS`` connections, and read all but ``STALLED`` of them, until
+    told to stop (SIGTERM)."""
+    selector = selectors.DefaultSelector()
+    stalled = []
+    for number in range(VIEWERS):
+        connection = socket.socket()
+        # a stalled one holds little before it is felt
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(
+            b"GET /ui/api/timeline?seconds=60&follow=1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        )
+        if not connection.recv(15).startswith(b"HTTP/1.1 200"):
+            raise RuntimeError("a viewer was refused")
+        if number < STALLED:
+            stalled.append(connection)
+        else:
+            selector.register(connection, selectors.EVENT_READ, connection)
+    opened.put(VIEWERS)
+    while True:
+        for key, _ in selector.select(1.0):
+            key.data.recv(1 << 16)
+
+
+def _itl_p99(port: int) -> float:
+    async def streams() -> list[float]:
+        timings = await asyncio.gather(
+            *(
+                complete(port, "null", list(range(20 + number)), TOKENS, timeout=120.0)
+                for number in range(STREAMS)
+            )
+        )
+        for timing in timings:
+            if timing.error:
+                raise Unavailable(timing.error)
+        return [gap for timing in timings for gap in timing.gaps]
+
+    return percentile(asyncio.run(streams()), 0.99)
+
+
+def viewers() -> dict[str, Any]:
+    flags = ("--backend", "null", "--null-step-time", str(STEP_SECONDS))
+    context = multiprocessing.get_context("spawn")
+    found: dict[bool, list[float]] = {True: [], False: []}
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-ui-") as folder,
+        PacelineServer(*flags, log=Path(folder) / "log") as server,
+    ):
+        _itl_p99(server.port)
+        for turn in range(TURNS):
+            # neither is always the one that follows the other
+            for watched in (True, False) if turn % 2 else (False, True):
+                process = None
+                if watched:
+                    opened = context.Queue()
+                    process = context.Process(target=watch, args=(server.port, opened), daemon=True)
+                    process.start()
+                    opened.get(timeout=60)
+                try:
+                    found[watched].append(_itl_p99(server.port))
+                finally:
+                    if process is not None:
+                        process.terminate()
+                        process.join()
+            print(
+                f"turn {turn:2}: p99 between tokens {1e3 * found[True][-1]:6.2f} ms with "
+                f"{VIEWERS} viewers, {1e3 * found[False][-1]:6.2f} without"
+            )
+    ratio = paired_ratio(found[True], found[False])
+    return {
+        "viewers_itl_p99_ratio": [round(value, 4) for value in ratio],
+        "itl_p99_ms": [round(1e3 * percentile(found[side], 0.5), 3) for side in (True, False)],
+    }
+
+
+# ------------------------------------------------------------------ the page
+
+
+def serve_page() -> int:
+    """The page's server: a feed that is told what a busy engine does, as its process would."""
+    import uvloop
+
+    from paceline.backends.null import NullBackend
+    from paceline.engine.testing import null_client
+    from paceline.server import ServerConfig, serve
+
+    async def main() -> int:
+        client = null_client(NullBackend(num_blocks=RUNNING * 64, max_model_len=4096))
+        engine = timeline_tap.Side(RUNNING, told=True, clock=time.monotonic)
+
+        async def run() -> None:
+            due = time.monotonic()
+            while True:
+                engine.run(1)
+                if engine.messages and client.on_timeline is not None:
+                    client.on_timeline(b"".join(engine.messages))
+                    engine.messages.clear()
+                due = max(due + 1.0 / STEPS_A_SECOND, time.monotonic() - 0.1)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+        def ready(host: str, port: int) -> None:
+            print(f"ready {port}", flush=True)
+
+        running = asyncio.ensure_future(run())
+        try:
+            return await serve(client, ServerConfig(), port=0, on_ready=ready)
+        finally:
+            running.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def page() -> dict[str, Any]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise Unavailable("there is no chromium on the path: scripts/test-services installs it")
+    from playwright.sync_api import sync_playwright
+
+    argv = (sys.executable, "-m", "benchmarks.ui", "page-server")
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-ui-") as folder,
+        ReadyServer(argv, r"^ready (\d+)", Path(folder) / "log", seconds=60) as server,
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=chromium, args=_ARGS)
+        opened = browser.new_page(viewport={"width": 1600, "height": 900})
+        opened.add_init_script(_WATCH)
+        opened.goto(f"http://127.0.0.1:{server.port}/ui/timeline")
+        # not by waiting for a function, which the page's policy forbids to make
+        deadline = time.monotonic() + 60.0
+        while not opened.evaluate("globalThis.pacelineTimeline?.history.count > 100"):
+            if time.monotonic() > deadline:
+                raise Unavailable("the page shows no steps")
+            opened.wait_for_timeout(100)
+        debugger = opened.context.new_cdp_session(opened)
+
+        def heap() -> float:
+            debugger.send("HeapProfiler.collectGarbage")
+            return float(debugger.send("Runtime.getHeapUsage")["usedSize"]) / 2**20
+
+        opened.wait_for_timeout(1e3 * WARM_SECONDS)
+        before = heap()
+        state = (
+            "[pacelineTimeline.painter().frames, pacelineTimeline.history.count,"
+            " Math.max(...pacelineTimeline.history.lanes)]"
+        )
+        opened.evaluate("frameTimes.length = 0")
+        frames, steps, _ = opened.evaluate(state)
+        began = time.monotonic()
+        opened.wait_for_timeout(1e3 * SECONDS)
+        seconds = time.monotonic() - began
+        frames_after, steps_after, lanes = opened.evaluate(state)
+        times = opened.evaluate("frameTimes")
+        grown = heap() - before
+        browser.close()
+    return {
+        "frames_per_s": round((frames_after - frames) / seconds, 1),
+        "frame_ms_p50": round(percentile(times, 0.5), 2),
+        "frame_ms_p95": round(percentile(times, 0.95), 2),
+        "heap_mb_per_min": round(60.0 * grown / seconds, 2),
+        "steps_per_s": round((steps_after - steps) / seconds, 1),
+        "lanes": lanes,
+        **first_visit(),
+    }
+
+
+def first_visit() -> dict[str, int]:
+    """Bytes of the page and of all that it names, and that these import."""
+    from paceline.server.ui.assets import BUILT_IN, load_assets
+
+    assets = load_assets(BUILT_IN)
+    assert assets is not None, "they are part of the package"
+    named = re.findall(rb'"/ui/v/[^/]+/([^"]+)"', assets.page.body)
+    wanted, seen = [name.decode() for name in named], set[str]()
+    while wanted:
+        name = wanted.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for found in re.findall(rb'from "(\.[^"]+)"', assets.files[name].body):
+            wanted.append(os.path.normpath(os.path.join(os.path.dirname(name), found.decode())))
+    return {
+        "bytes_gz": len(assets.page.packed) + sum(len(assets.files[name].packed) for name in seen),
+        "bytes_of_all_files": len(assets.page.body)
+        + sum(len(asset.body) for asset in assets.files.values()),
+    }
+
+
+def judged(results: dict[str, Any]) -> dict[str, bool]:
+    """Whether each figure is as is asked; of a ratio with an interval, the interval's end."""
+    found = {}
+    for name, (sense, bound) in _ASKED.items():
+        if name in results:
+            value = results[name][2] if isinstance(results[name], list) else results[name]
+            found[name] = value <= bound if sense == "most" else value >= bound
+    return found
+
+
+def main() -> int:
+    results: dict[str, Any] = {}
+    for name, part in (("tap", tap), ("viewers", viewers), ("page", page)):
+        if name in PARTS:
+            print(f"-- {name}", flush=True)
+            results |= part()
+    met = judged(results)
+    print()
+    for name, value in results.items():
+        asked = ""
+        if name in met:
+            sense, bound = _ASKED[name]
+            asked = f"asked: at {sense} {bound:g}{'' if met[name] else '  NOT MET'}"
+        print(f"  {name:24}{value!s:>26}  {asked}")
+    print()
+    about = {"bench": "ui", "machine": machine(), "quick": QUICK, "met": met}
+    print(json.dumps({**about, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(serve_page() if sys.argv[1:] == ["page-server"] else main())

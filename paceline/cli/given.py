@@ -1,0 +1,87 @@
+"""Flags that were given something else than their default, for the page's operations tab.
+
+Of a value that is a URL the host and port are told alone: the rest may be a secret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from paceline.core.slo import Slo
+
+if TYPE_CHECKING:
+    from paceline.server.config import GivenSetting
+
+__all__ = ["given_flags"]
+
+# where help says what holds without the flag
+_DEFAULT = re.compile(r"\(default:? ([^()]*(?:\([^()]*\)[^()]*)*)\)|; default:? (.*)$", re.DOTALL)
+
+
+def given_flags(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> tuple[GivenSetting, ...]:
+    """Of the command that ``parser`` is of, in the order of its --help."""
+    from paceline.server.config import GivenSetting
+
+    found = []
+    for action in parser._actions:
+        if action.dest == argparse.SUPPRESS or not hasattr(args, action.dest):
+            continue
+        value = getattr(args, action.dest)
+        if value != action.default:
+            found.append(GivenSetting(_name(action, value), _shown(value), _default(action)))
+    return tuple(found)
+
+
+def _name(action: argparse.Action, value: Any) -> str:
+    if not action.option_strings:
+        return str(action.metavar or action.dest)
+    if isinstance(action, argparse.BooleanOptionalAction) and value is False:
+        return next(name for name in action.option_strings if name.startswith("--no-"))
+    return action.option_strings[0]
+
+
+def _default(action: argparse.Action) -> str:
+    if action.nargs == 0 or isinstance(action.default, bool):
+        # a flag that stands alone is off without it, or its opposite holds
+        return "on" if isinstance(action, argparse.BooleanOptionalAction) and action.default else ""
+    if action.default not in (None, [], {}):
+        return _shown(action.default)
+    said = _DEFAULT.search(action.help or "")
+    return "" if said is None else " ".join((said[1] or said[2]).split())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return ""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Slo):
+        return _targets(value)
+    if isinstance(value, list | tuple):
+        return " ".join(map(_shown, value))
+    if isinstance(value, dict):
+        return json.dumps(value)
+    text = str(value)
+    if not isinstance(value, Path) and "://" in text:
+        parts = urlsplit(text)
+        host = parts.netloc.rpartition("@")[2]
+        return f"{parts.scheme}://{host}"
+    return text
+
+
+def _targets(slo: Slo) -> str:
+    """As --slo-class takes it."""
+    told = [
+        f"{field.name}:{1e3 * seconds:g}"
+        for field in fields(slo)
+        if isinstance(seconds := getattr(slo, field.name), float)
+    ]
+    return f"{slo.slo_class}=" + ",".join([*told, *["best-effort"] * slo.best_effort])

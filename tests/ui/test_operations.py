@@ -1,0 +1,106 @@
+"""The operations tab in Chromium: what an administrator sees, who else does not, what ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.security.keys import ADMIN, USER, bearer
+from tests.server.live_process import LiveServer, eventually, live_server
+from tests.ui.conftest import LONG, OpenPage, lacking
+from tests.ui.test_accessibility import AXE, violations
+
+KEYS = [
+    {"name": "alice", "scope": "user", "key": USER},
+    {"name": "root", "scope": "admin", "key": ADMIN},
+]
+
+
+def use_key(page: Any, key: str) -> None:
+    dialog = page.get_by_role("dialog", name="API key")
+    if not dialog.is_visible():
+        page.get_by_role("button", name="API key").click()
+    dialog.get_by_label("Key").fill(key)
+    dialog.get_by_role("button", name="Use this key").click()
+
+
+def generate(server: LiveServer, key: str = USER) -> None:
+    body = {"model": "null", "prompt": "hey", "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+
+
+def test_keys_and_what_they_used(tmp_path: Path, open_page: OpenPage) -> None:
+    config = {
+        "limits": {"requests": "7/minute"},
+        "given": [["--drain-timeout", "3", "30"]],
+        "drain_timeout": 3,
+    }
+    with live_server(tmp_path / "log", keys=KEYS, config=config) as server:
+        page = open_page(f"{server.url}/ui/operations")
+        page.get_by_role("dialog", name="API key").wait_for()
+        use_key(page, USER)
+        page.locator(".error").get_by_text("wants a key of scope admin").wait_for()
+        use_key(page, ADMIN)
+        row = page.get_by_role("row", name="alice")
+        row.get_by_text("0 of 7/minute").wait_for()
+        generate(server)
+        row.get_by_text("1 of 7/minute").wait_for()
+        eventually(lambda: row.locator("td").last.inner_text() == "4")
+        page.get_by_role("row", name="--drain-timeout 3 30").wait_for()
+        page.get_by_role("cell", name="ready", exact=True).wait_for()
+        # what is shown of a key is not the key
+        assert USER not in page.content() and ADMIN not in page.content()
+        page.get_by_label("Name holds").fill("ROO")
+        eventually(lambda: page.get_by_role("row", name="alice").count() == 0)
+        page.get_by_text("1 of 2 keys").wait_for()
+
+
+def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: OpenPage) -> None:
+    config = {"batches": {"folder": str(tmp_path / "batches")}, "drain_timeout": 20}
+    backend = {"step_time": 0.02}
+    with live_server(tmp_path / "log", backend=backend, config=config) as server:
+        line = {
+            "custom_id": "1", "method": "POST", "url": "/v1/completions",
+            "body": {"model": "null", "prompt": "hey", "max_tokens": 3000, "ignore_eos": True},
+        }  # fmt: skip
+        data = {"file": ("b.jsonl", json.dumps(line).encode()), "purpose": (None, "batch")}
+        file = httpx.post(f"{server.url}/v1/files", files=data).json()["id"]
+        asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = httpx.post(f"{server.url}/v1/batches", json=asked).json()["id"]
+        page = open_page(f"{server.url}/ui/operations")
+        page.get_by_text("This server asks nobody for a key").wait_for()
+        row = page.get_by_role("row", name=batch)
+        row.get_by_role("button", name="Cancel").click()
+        row.get_by_text("cancelled").wait_for()
+        assert httpx.get(f"{server.url}/v1/batches/{batch}").json()["status"] == "cancelled"
+        # one that runs keeps the server draining for as long as it may
+        body = {"model": "null", "prompt": "hey", "max_tokens": 250, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.signal()
+            page.get_by_text("draining: what runs has 20 s to end").wait_for()
+            page.close()
+            for _ in lines:
+                pass
+
+
+@LONG
+def test_a_narrow_page_does_not_scroll_sideways(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/operations", viewport={"width": 360, "height": 700})
+    page.get_by_role("cell", name="ready", exact=True).wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(server: LiveServer, open_page: OpenPage, theme: str) -> None:
+    if not AXE.is_file():
+        lacking("axe-core (make test-ui installs it)")
+    page = open_page(f"{server.url}/ui/operations", color_scheme=theme)
+    page.get_by_role("cell", name="ready", exact=True).wait_for()
+    assert violations(page) == []
