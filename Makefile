@@ -36,6 +36,8 @@
 #                         table that `auto` chooses formats by (LEVEL=avx2: of one level alone)
 
 #   make bench-accuracy   what reduced precision changes on real text; the gate
+#   make bench-kinds      the same gate on GGUF's kinds of 4 and 6 bits, made of the default model by
+#                         llama.cpp's tool (KINDS=Q4_K_M LEVELS=avx2)
 #   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do
 #                         (ISA=avx2 picks a variant, PARTS=products,steps,sampling, QUICK=1);
 #                         ISA=avxvnni,avx2 computes the same with several, in turns, by processor time
@@ -104,7 +106,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS P
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway bench-speculation bench-sizes bench-ui
+	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -219,6 +221,9 @@ bench-accuracy: $(READY) model
 bench-levels: $(READY) model
 	@$(BIN)/python -m benchmarks.levels $(if $(LEVEL),--levels $(LEVEL)) \
 		$(if $(WRITE),--write)
+
+bench-kinds: $(READY) model
+	@$(BIN)/python -m benchmarks.kinds
 
 bench-kernels: $(READY)
 	@$(BIN)/python -m benchmarks.kernels

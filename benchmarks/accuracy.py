@@ -184,7 +184,7 @@ def build(
         block_size=BLOCK,
         threads=threads,
         isa=isa,
-        wide=choose_kinds(checkpoint, dtype).wide,
+        kinds=choose_kinds(checkpoint, dtype).numbers,
     )
 
 

@@ -10,7 +10,9 @@ the JSON all of them.
 
 ``ready_s`` is from the start of the process to the first token of a prompt of 128, with the file in
 the page cache. ``rss_ratio`` is the most memory that was resident until then over the file's bytes;
-the KV cache holds 128 tokens then, and Python's own 60 MB or so count. ``share`` of a row of one
+``beside_mb`` is what the process holds beyond as much as the file: 128 tokens of the KV cache, room
+for their activations, and the program itself, whose 60 MB or so weigh the more the smaller the file
+is. ``share`` of a row of one
 sequence is the least time in which the file can be read for each token, at the bandwidth measured
 in the same run, over the time taken.
 
@@ -198,6 +200,7 @@ def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
                 "rss_mb": round(peak),
                 "file_mb": round(size / 2**20),
                 "rss_ratio": round(peak * 2**20 / size, 3),
+                "beside_mb": round(peak - size / 2**20),
             }
     return found
 
@@ -219,10 +222,11 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
     theirs.setup()
     ours.setup()
     resident = memory(peers, kinds)
-    print(f"\n{name:24}{'ready s':>10}{'memory MiB':>12}{'file MiB':>10}{'ratio':>7}")
+    print(f"\n{name:24}{'ready s':>10}{'memory MiB':>12}{'file MiB':>10}{'ratio':>7}{'beside':>8}")
     for label, values in resident.items():
         print(f"{label:24}" + f"{values['ready_s']:>10.2f}{values['rss_mb']:>12}"
-              f"{values['file_mb']:>10}{values['rss_ratio']:>7.2f}")  # fmt: skip
+              f"{values['file_mb']:>10}{values['rss_ratio']:>7.2f}"
+              f"{values['beside_mb']:>8}")  # fmt: skip
     bandwidth = read_bandwidth(_READ_MIB << 20, len(cpus))
     team = Team(places.folder("logs"), shape.vocab)
     try:

@@ -16,7 +16,9 @@ using namespace paceline;
 
 struct PacelineModel {
   Model model;
-  explicit PacelineModel(const PacelineConfig& config) : model(config) {}
+  // as Model::pieces has them
+  std::vector<Model::Piece> pieces;
+  explicit PacelineModel(const PacelineConfig& config) : model(config), pieces(model.pieces()) {}
 };
 
 struct PacelineMatrix {
@@ -64,10 +66,10 @@ std::string names_of(const std::vector<const Kernels*>& found) {
 GemmArgs encoded(PacelineMatrix* m, const float* x, int64_t rows, float* y) {
   const int64_t columns = m->matrix.columns(), stride = (columns + 63) / 64 * 256;
   m->acts.reserve(size_t(rows * stride));
-  m->scales.reserve(size_t(rows * (2 * (columns / kGroup) + 2)) * 4);
+  m->scales.reserve(size_t(rows * (q4_scales(columns) + 2)) * 4);
   float* scales = reinterpret_cast<float*>(m->scales.data());
   const Weights kind = m->matrix.kind();
-  const int64_t per_row = kind == Weights::kQ4 ? 2 * (columns / kGroup) : (columns + kActGroup - 1) / kActGroup + 1;
+  const int64_t per_row = kind >= Weights::kQ4 ? q4_scales(columns) : (columns + kActGroup - 1) / kActGroup + 1;
   for (int64_t r = 0; r < rows; ++r)
     m->kernels->encode(x + r * columns, columns, (columns + 3) / 4 * 4, m->kernels->acts[int(kind)],
                        m->acts.data() + r * stride, scales + r * per_row);
@@ -120,6 +122,17 @@ int paceline_set_rope(PacelineModel* model, int table, const float* cos, const f
 
 int paceline_ready(PacelineModel* model) {
   return guarded([&] { model->model.check_loaded(); });
+}
+
+void* paceline_piece(PacelineModel* model, int64_t index, int64_t* bytes) {
+  if (index < 0 || index >= int64_t(model->pieces.size())) return nullptr;
+  const Model::Piece& piece = model->pieces[size_t(index)];
+  *bytes = int64_t(piece.bytes);
+  return piece.data;
+}
+
+int paceline_restored(PacelineModel* model) {
+  return guarded([&] { model->model.restored(); });
 }
 
 int paceline_forward(PacelineModel* model, const PacelineStep* step) {
@@ -191,12 +204,12 @@ PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t
   std::unique_ptr<PacelineMatrix> made;
   const int failed = guarded([&] {
     const int64_t stride = source_row_bytes(Source(type), columns);
-    if (weights < 0 || weights > 3 || rows < 1 || columns < 1 || stride < 0)
+    if (weights < 0 || weights >= kWeightKinds || rows < 1 || columns < 1 || stride < 0)
       throw std::invalid_argument("cannot hold a matrix of " + std::to_string(rows) + " x " + std::to_string(columns));
-    if (weights == int(Weights::kQ4) && columns % kGroup != 0)
-      throw std::invalid_argument("4-bit weights need whole groups of 32 columns, got " + std::to_string(columns));
     made = std::make_unique<PacelineMatrix>(isa, threads);
     made->matrix = Matrix(Weights(weights), rows, columns, made->arena);
+    if (!made->matrix.takes(Source(type)))
+      throw std::invalid_argument("matrices of kind " + std::to_string(weights) + " hold blocks of their own type alone");
     std::vector<float> scratch(made->matrix.pack_scratch(), 0.0f);
     for (int64_t r = 0; r < rows; r += kPanel)
       made->matrix.pack_rows(r, rows - r < kPanel ? rows - r : kPanel, Source(type),

@@ -81,7 +81,9 @@ constexpr PeakLoop kDots512{dots_512, 12 * 64}, kBf16512{bf16_512, 12 * 32};
 
 const PeakLoop* peak_loop(const char* variant, Weights weights) {
 #if defined(__x86_64__)
-  const bool bytes = weights == Weights::kI8, nibbles = weights == Weights::kQ4;
+  // the K kinds are unpacked to bytes
+  const bool nibbles = weights == Weights::kQ4 || weights == Weights::kQ40;
+  const bool bytes = weights == Weights::kI8 || weights >= Weights::kQ4K;
 #ifdef PL_AVXVNNI
   if (!strcmp(variant, "avxvnni")) return bytes || nibbles ? &kDots256 : &kFma256;
 #endif

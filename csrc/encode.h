@@ -132,7 +132,10 @@ static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y
       store_bytes(out + g * kGroup, to_int(qa));
       store_bytes(out + g * kGroup + 16, to_int(qb));
       scale[g] = top / 127.0f;
-      scale[groups + g] = scale[g] * hsum(add(qa, qb));
+      const float sum_a = hsum(qa), sum_b = hsum(qb);
+      scale[groups + g] = scale[g] * (sum_a + sum_b);
+      const int32_t offsets[2] = {int32_t(-32.0f * sum_a), int32_t(-32.0f * sum_b)};
+      memcpy(scale + 2 * groups + 2 * g, offsets, 8);
     }
   }
 }

@@ -14,6 +14,9 @@ constexpr int kAhead = 4608;
 constexpr int kAhead = 1536;
 #endif
 
+// Sums of a tile's rows, for `finish`.
+using Sums = float[kPanel];
+
 PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, int64_t panel) {
   const int64_t column = panel * kPanel;
   const int64_t left = g.w.rows - column;

@@ -53,14 +53,13 @@ void Model::mark(int member, Section section) {
 }
 
 Model::Shape Model::shape_of(const Linear& linear) const {
-  const int64_t columns = linear.weights.columns();
-  const Weights weights = linear.weights.kind();
-  const Acts acts = kernels_->acts[int(weights)];
+  const int64_t columns = linear.columns();
+  const Acts acts = kernels_->acts[int(linear.parts[0].kind())];
   switch (acts) {
-    case Acts::kF32: return {weights, acts, pad_to(columns, 16) * 4, 1};
-    case Acts::kBF16: return {weights, acts, pad_to(columns, 32) * 2, 1};
-    case Acts::kI8: return {weights, acts, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
-    default: return {weights, acts, pad_to(columns, 64), 2 * (columns / kGroup)};
+    case Acts::kF32: return {acts, pad_to(columns, 16) * 4, 1};
+    case Acts::kBF16: return {acts, pad_to(columns, 32) * 2, 1};
+    case Acts::kI8: return {acts, pad_to(columns, 64), (columns + kActGroup - 1) / kActGroup + 1};
+    default: return {acts, pad_to(columns, 64), q4_scales(columns)};
   }
 }
 
@@ -73,7 +72,7 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
   x_.reserve(n * size_t(hidden_pad_) * 4);
   xr_.reserve(size_t(sampled) * size_t(hidden_pad_) * 4);
   act_bytes_ = pad_to(widest, 64) * 4;
-  act_scales_ = 2 * (widest / kGroup) + 2;
+  act_scales_ = q4_scales(widest) + 2;
   acts_buffer_.reserve(n * size_t(act_bytes_));
   scales_.reserve(n * size_t(act_scales_) * 4);
   qkv_.reserve(n * size_t(pad_to(qkv_rows_, 16)) * 4);
@@ -142,6 +141,7 @@ void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& pla
 void Model::prepare(const PacelineStep& step) {
   const PacelineConfig& c = config_;
   const int64_t n = step.tokens;
+  if (config_.headless && !step.hidden) throw std::invalid_argument("this model has no head: ask for hidden states");
   if (n < 0 || step.sequences < 0 || step.sampled < 0) throw std::invalid_argument("negative sizes");
   check_range("token_ids", step.token_ids, n, c.vocab);
   check_range("positions", step.positions, n, c.max_positions);
@@ -232,7 +232,7 @@ GemmArgs Model::product_of(const Share& share, const Linear& linear) const {
   args.a = share.acts;
   args.a_stride = shape.bytes;
   args.a_scale = share.scales;
-  args.w = linear.weights.view();
+  args.w = linear.parts[0].view();
   args.bias = linear.has_bias ? linear.bias.data() : nullptr;
   return args;
 }
@@ -249,12 +249,24 @@ void Model::multiply(int member, const Share& share, const Linear& linear, const
   args.out = out;
   args.out_stride = out_stride;
   args.out_bf16 = out_bf16;
-  const auto kernel = kernels_->gemm[int(shape_of(linear).weights)];
-  const int64_t panels = linear.weights.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
-  const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0;
+  const auto kernel = kernels_->gemm[int(linear.parts[0].kind())];
+  const int64_t panels = linear.panel_count(), blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int64_t block = blocks ? (rows + blocks - 1) / blocks : 0, first_panels = linear.parts[0].panel_count();
   auto compute = [&](int64_t item) {
     const int64_t begin = item / panels * block, end = begin + block < rows ? begin + block : rows;
-    kernel(args, begin, end, item % panels);
+    int64_t panel = item % panels;
+    if (panel < first_panels) return kernel(args, begin, end, panel);
+    // outputs of further parts lie beside those of the ones before, which are float32
+    GemmArgs own = args;
+    for (const Matrix& part : linear.parts) {
+      if (panel < part.panel_count()) {
+        own.w = part.view();
+        return kernels_->gemm[int(part.kind())](own, begin, end, panel);
+      }
+      panel -= part.panel_count();
+      own.out = static_cast<float*>(own.out) + part.rows();
+      if (own.bias) own.bias += part.rows();
+    }
   };
   if (share.alone) {
     for (int64_t item = 0; item < panels * blocks; ++item) compute(item);
@@ -426,7 +438,7 @@ void Model::run_step(const PacelineStep& step, int member) {
   float* attended = reinterpret_cast<float*>(attended_.data());
   Share share = share_of(member, step.tokens);
 
-  const Matrix& table = c.tied ? head_.weights : embedding_.weights;
+  const Matrix& table = embedding_.rows() ? embedding_ : head_.parts[0];
   each_row(member, share, [&](int64_t r) {
     float* row = x + (share.begin + r) * hidden_pad_;
     table.unpack_row(step.token_ids[share.begin + r], row);

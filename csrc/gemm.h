@@ -12,10 +12,12 @@ constexpr int kTileRows = 13;
 // the sums over groups need registers too
 constexpr int kTileRowsI8 = PL_BYTE_DOTS ? 6 : 4;
 constexpr int kTileRowsQ4 = PL_BYTE_DOTS ? 6 : 4;
+constexpr int kBlockTileRows = PL_BYTE_DOTS ? 6 : 4;
 #else
 constexpr int kTileRows = 4;
 constexpr int kTileRowsI8 = 2;
 constexpr int kTileRowsQ4 = 1;
+constexpr int kBlockTileRows = 1;
 #endif
 
 // `ahead` and `ahead_step`: the part of the next panel to ask for on the way, in bytes a unit. A line may
@@ -173,34 +175,106 @@ PL_INLINE void add_halves(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, 
   }
 }
 
-// 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales
-template <int R>
+// 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales. Those of
+// Source::kQ4_0 have no minimum but -8 scales.
+template <Weights Kind, int R>
 static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
   expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t groups = g.w.columns / kGroup;
+  constexpr int bytes = Kind == Weights::kQ40 ? kQ40GroupBytes : kQ4GroupBytes;
   vf out[2 * R];
   PL_UNROLL
   for (int i = 0; i < 2 * R; ++i) out[i] = zero();
   for (int64_t k = 0; k < groups; ++k) {
-    for (int line = 0; line < kQ4GroupBytes; line += 64) prefetch(w + kAhead + line);
+    for (int line = 0; line < bytes; line += 64) prefetch(w + kAhead + line);
     vi acc[2 * R];
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
     for (int j = 0; j < 4; ++j)
       add_halves<R>(acc, w + j * 128, g.a + row * g.a_stride + k * kGroup + j * 4, g.a_stride, 16);
     const vf s0 = load_half(w + 512), s1 = load_half(w + 544);
-    const vf m0 = load_half(w + 576), m1 = load_half(w + 608);
+    vf m0, m1;
+    if constexpr (Kind == Weights::kQ40)
+      m0 = mul(s0, set1(-8.0f)), m1 = mul(s1, set1(-8.0f));
+    else
+      m0 = load_half(w + 576), m1 = load_half(w + 608);
     PL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const float* scales = g.a_scale + (row + r) * 2 * groups;
+      const float* scales = g.a_scale + (row + r) * 4 * groups;
       const vf x = set1(scales[k]), sum = set1(scales[groups + k]);
       out[2 * r] = fma(m0, sum, fma(to_float(widen(acc[2 * r])), mul(s0, x), out[2 * r]));
       out[2 * r + 1] = fma(m1, sum, fma(to_float(widen(acc[2 * r + 1])), mul(s1, x), out[2 * r + 1]));
     }
-    w += kQ4GroupBytes;
+    w += bytes;
   }
   finish(g, out, R, row, panel);
+}
+
+// Units of bytes below 64 times activations; so four products of a lane fit 16 bits whatever they are.
+template <int R, int Units>
+PL_INLINE void add_units(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, int64_t stride) {
+#if PL_BYTE_DOTS
+  PL_UNROLL
+  for (int u = 0; u < Units; ++u) {
+    const vi w0 = loadi(w + u * 128), w1 = loadi(w + u * 128 + 64);
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const vi x = set1i(int32_t(load_u32(a + r * stride + u * 4)));
+      acc[2 * r] = dot_bytes(acc[2 * r], w0, x);
+      acc[2 * r + 1] = dot_bytes(acc[2 * r + 1], w1, x);
+    }
+  }
+#else
+  PL_UNROLL
+  for (int u = 0; u < Units; u += 2) {
+    const vi w0 = loadi(w + u * 128), w1 = loadi(w + u * 128 + 64);
+    const vi v0 = loadi(w + u * 128 + 128), v1 = loadi(w + u * 128 + 192);
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* from = a + r * stride + u * 4;
+      const vi x = set1i(int32_t(load_u32(from))), y = set1i(int32_t(load_u32(from + 4)));
+      acc[2 * r] = dot_fours(acc[2 * r], w0, x, v0, y);
+      acc[2 * r + 1] = dot_fours(acc[2 * r + 1], w1, x, v1, y);
+    }
+  }
+#endif
+}
+
+// Rows times what a block of a K kind was unpacked to, see blocks.h.
+template <class K, int R, class In>
+static void multiply_block(const GemmArgs& g, int64_t row, int64_t block, const In& in, Sums* sums) {
+  const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
+  const uint8_t *a = g.a + row * s + block * kBlock, *w = in.bytes;
+  const float* scales = g.a_scale + row * 4 * groups + block * kGroupsOfBlock;
+  const float* offsets = g.a_scale + (row * 4 + 2) * groups + block * (kBlock / 16);
+  vf out[2 * R];
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) out[i] = load(sums[i / 2] + i % 2 * 16);
+  for (int k = 0; k < kGroupsOfBlock * K::parts; ++k) {
+    vi acc[2 * R];
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i)
+      acc[i] = K::parts == 1 ? zeroi() : set1i(int32_t(load_u32(offsets + i / 2 * 4 * groups + k)));
+    add_units<R, 8 / K::parts>(acc, w, a, s);
+    w += 8 / K::parts * 128;
+    a += kGroup / K::parts;
+    const vf s0 = load(in.steps[k]), s1 = load(in.steps[k] + 16);
+    const float* own = scales + k / K::parts;
+    PL_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const vf x = set1(own[r * 4 * groups]);
+      out[2 * r] = fma(to_float(acc[2 * r]), mul(s0, x), out[2 * r]);
+      out[2 * r + 1] = fma(to_float(acc[2 * r + 1]), mul(s1, x), out[2 * r + 1]);
+      if constexpr (K::parts == 1) {
+        const vf sum = set1(own[(r * 4 + 1) * groups]);
+        out[2 * r] = fma(load(in.lows[k]), sum, out[2 * r]);
+        out[2 * r + 1] = fma(load(in.lows[k] + 16), sum, out[2 * r + 1]);
+      }
+    }
+  }
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) store(sums[i / 2] + i % 2 * 16, out[i]);
 }
 
 // Units of the upper halves of 64 columns.
@@ -276,12 +350,12 @@ static void run_tile(const GemmArgs& g, int64_t row, int64_t panel, int rows, co
     tile<D, R>(g, row, panel, ahead, ahead_step);
 }
 
-template <int R>
+template <Weights Kind, int R>
 static void run_tile_q4(const GemmArgs& g, int64_t row, int64_t panel, int rows) {
   if constexpr (R > 1) {
-    if (rows < R) return run_tile_q4<R - 1>(g, row, panel, rows);
+    if (rows < R) return run_tile_q4<Kind, R - 1>(g, row, panel, rows);
   }
-  tile_q4<R>(g, row, panel);
+  tile_q4<Kind, R>(g, row, panel);
 }
 
 template <class D>
@@ -316,10 +390,11 @@ static void screen(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel)
     run_tile_screen<kTileRowsQ4>(g, begin, panel, int(end - begin));
 }
 
+template <Weights Kind>
 static void gemm_q4(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
   for (int64_t tiles = (end - begin + kTileRowsQ4 - 1) / kTileRowsQ4; tiles > 0; --tiles) {
     const int rows = int((end - begin + tiles - 1) / tiles);
-    run_tile_q4<kTileRowsQ4>(g, begin, panel, rows);
+    run_tile_q4<Kind, kTileRowsQ4>(g, begin, panel, rows);
     begin += rows;
   }
 }

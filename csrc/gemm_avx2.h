@@ -14,9 +14,6 @@
 
 namespace PL_NAMESPACE {
 
-// Sums of a tile's rows, for `finish`.
-using Sums = float[kPanel];
-
 // The part of the next panel that a tile asks for on its way: so many lines for every group of units.
 struct NextPanel {
   const uint8_t* at;
@@ -97,8 +94,19 @@ PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, i
 }
 #endif
 
+// What each kind of 4-bit weights has of a group of 32 columns behind the nibbles: a scale and a minimum, or, for
+// Source::kQ4_0, a scale whose minimum is -8 of it.
+template <Weights Kind>
+constexpr int kQ4Bytes = Kind == Weights::kQ40 ? kQ40GroupBytes : kQ4GroupBytes;
+template <Weights Kind>
+PL_INLINE __m256 low_8(const uint8_t* w, int first, __m256 step) {
+  if constexpr (Kind == Weights::kQ40) return _mm256_mul_ps(step, _mm256_set1_ps(-8.0f));
+  return half_8(w + 576 + first * 2);
+}
+
 // 4-bit weights. A nibble is at most 15 and an activation at most 127 in size, so 16 products of a group's 32
 // columns fit 16 bits whatever they are: they are widened, converted and scaled once a group.
+template <Weights Kind>
 struct TileQ4 {
   static constexpr int rows = PL_BYTE_DOTS ? 6 : 4;
   PL_INLINE int64_t groups(const Panels& w) { return w.columns / kGroup; }
@@ -108,11 +116,11 @@ struct TileQ4 {
   PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int first, NextPanel next, Sums* sums) {
     const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
     const uint8_t* a = g.a + row * s;
-    const float* scales = g.a_scale + row * 2 * groups;
-    for (int64_t k = 0; k < groups; ++k, w += kQ4GroupBytes, a += kGroup) {
+    const float* scales = g.a_scale + row * 4 * groups;
+    for (int64_t k = 0; k < groups; ++k, w += kQ4Bytes<Kind>, a += kGroup) {
       leave_registers(sums);
       if constexpr (H == 4)
-        for (int line = 0; line < kQ4GroupBytes; line += 64) prefetch(w + kAhead + line);
+        for (int line = 0; line < kQ4Bytes<Kind>; line += 64) prefetch(w + kAhead + line);
       else
         next.step();
       __m256i sum[R][H];
@@ -120,11 +128,11 @@ struct TileQ4 {
       multiply_nibbles<R, H>(w + first * 4, a, s, 16, sum);
       PL_UNROLL
       for (int i = 0; i < H; ++i) {
-        const __m256 step = half_8(w + 512 + (first + 8 * i) * 2), low = half_8(w + 576 + (first + 8 * i) * 2);
+        const __m256 step = half_8(w + 512 + (first + 8 * i) * 2), low = low_8<Kind>(w, first + 8 * i, step);
         PL_UNROLL
         for (int r = 0; r < R; ++r) {
           float* out = sums[r] + first + 8 * i;
-          const float* own = scales + r * 2 * groups + k;
+          const float* own = scales + r * 4 * groups + k;
           const __m256 x = _mm256_set1_ps(own[0]), total = _mm256_set1_ps(own[groups]);
           const __m256 product = _mm256_cvtepi32_ps(widen(sum[r][i]));
           const __m256 y = _mm256_fmadd_ps(product, _mm256_mul_ps(step, x), _mm256_load_ps(out));
@@ -173,11 +181,12 @@ struct TileI8 {
     }
   }
 
+  // Ahead: with few rows, ask for weights that come later
 #if PL_BYTE_DOTS
-  template <int R, int H>
+  template <int R, int H, bool Ahead = true>
   PL_INLINE void multiply(const uint8_t* w, const uint8_t* a, int64_t s, int64_t units, __m256i (&sum)[R][H]) {
     for (; units > 0; --units, w += 128, a += 4) {
-      if constexpr (H == 4) prefetch(w + kAhead), prefetch(w + kAhead + 64);
+      if constexpr (H == 4 && Ahead) prefetch(w + kAhead), prefetch(w + kAhead + 64);
       PL_UNROLL
       for (int i = 0; i < H; i += 2) {
         const __m256i w0 = load_8(w + 32 * i), w1 = load_8(w + 32 * i + 32);
@@ -191,10 +200,10 @@ struct TileI8 {
     }
   }
 #else
-  template <int R, int H>
+  template <int R, int H, bool Ahead = true>
   PL_INLINE void multiply(const uint8_t* w, const uint8_t* a, int64_t s, int64_t units, __m256i (&sum)[R][H]) {
     for (; units > 1; units -= 2, w += 256, a += 8) {
-      if constexpr (H == 4)
+      if constexpr (H == 4 && Ahead)
         for (int line = 0; line < 256; line += 64) prefetch(w + kAhead + line);
       PL_UNROLL
       for (int i = 0; i < H; i += 2) {
@@ -228,6 +237,60 @@ struct TileI8 {
     }
   }
 };
+
+// Rows times what a block of a K kind was unpacked to. The bytes are below 64, so four products of a lane fit 16 bits
+// whatever they are.
+constexpr int kBlockTileRows = TileI8::rows;
+
+template <class K, int R, int H>
+PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, const uint8_t* bytes,
+                             const float (*steps)[kPanel], const float (*lows)[kPanel], int first, Sums* sums) {
+  const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
+  const uint8_t* a = g.a + row * s + block * kBlock;
+  const float* scales = g.a_scale + row * 4 * groups + block * kGroupsOfBlock;
+  bytes += first * 4;
+  for (int k = 0; k < kGroupsOfBlock * K::parts; ++k) {
+    leave_registers(sums);
+    const float* own = scales + k / K::parts;
+    __m256i sum[R][H];
+    if constexpr (K::parts == 1) {
+      clear(sum);
+    } else {
+      const float* offsets = g.a_scale + (row * 4 + 2) * groups + block * (kBlock / 16) + k;
+      PL_UNROLL
+      for (int r = 0; r < R; ++r)
+        PL_UNROLL
+        for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(offsets + r * 4 * groups);
+    }
+    TileI8::multiply<R, H, false>(bytes, a, s, 8 / K::parts, sum);
+    bytes += 8 / K::parts * 128;
+    a += kGroup / K::parts;
+    PL_UNROLL
+    for (int i = 0; i < H; ++i) {
+      const __m256 step = _mm256_load_ps(steps[k] + first + 8 * i);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        float* out = sums[r] + first + 8 * i;
+        const __m256 x = _mm256_set1_ps(own[r * 4 * groups]);
+        __m256 y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][i]), _mm256_mul_ps(step, x), _mm256_load_ps(out));
+        if constexpr (K::parts == 1)
+          y = _mm256_fmadd_ps(_mm256_load_ps(lows[k] + first + 8 * i), _mm256_set1_ps(own[(r * 4 + 1) * groups]), y);
+        _mm256_store_ps(out, y);
+      }
+    }
+  }
+}
+
+template <class K, int R, class In>
+static __attribute__((noinline)) void multiply_block(const GemmArgs& g, int64_t row, int64_t block, const In& in,
+                                                     Sums* sums) {
+  if constexpr (R <= 2) {
+    multiply_half<K, R, 4>(g, row, block, in.bytes, in.steps, in.lows, 0, sums);
+  } else {
+    multiply_half<K, R, 2>(g, row, block, in.bytes, in.steps, in.lows, 0, sums);
+    multiply_half<K, R, 2>(g, row, block, in.bytes, in.steps, in.lows, 16, sums);
+  }
+}
 
 // The upper halves of int8 weights, see Kernels::screen. Without byte dots a lane takes 16 products of nibbles, as
 // with 4 bits.

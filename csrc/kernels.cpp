@@ -7,6 +7,7 @@
 #else
 #include "gemm.h"
 #endif
+#include "blocks.h"
 #include "attend.h"
 #include "attend_i8.h"
 #include "encode.h"
@@ -139,14 +140,17 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
   }
 }
 
+#define PL_BLOCKS gemm_blocks<BlockQ4K>, gemm_blocks<BlockQ5K>, gemm_blocks<BlockQ6K>
 #if PL_LEVEL == 1
 #define PL_BF16_ACTS Acts::kF32
 #define PL_GEMM \
-  {gemm_256<TileFloat<Weights::kF32>>, gemm_256<TileFloat<Weights::kBF16>>, gemm_256<TileI8>, gemm_256<TileQ4>}
+  {gemm_256<TileFloat<Weights::kF32>>, gemm_256<TileFloat<Weights::kBF16>>, gemm_256<TileI8>, \
+   gemm_256<TileQ4<Weights::kQ4>>, gemm_256<TileQ4<Weights::kQ40>>, PL_BLOCKS}
 #define PL_SCREEN gemm_256<TileScreen>
 #else
 #define PL_BF16_ACTS Acts::kBF16
-#define PL_GEMM {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4}
+#define PL_GEMM \
+  {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4<Weights::kQ4>, gemm_q4<Weights::kQ40>, PL_BLOCKS}
 #define PL_SCREEN screen
 #endif
 
@@ -155,7 +159,7 @@ static const Kernels table = {
     kRows,
     !PL_BYTE_DOTS,
     {4, kBF16Pairs ? 2 : 4, 1},
-    {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4},
+    {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4},
     PL_GEMM,
     PL_SCREEN,
     rms_norm,

@@ -26,6 +26,25 @@ constexpr int kTile = 16;
 constexpr int kGroup = 32;           // columns that share a scale and a minimum in 4-bit weights
 constexpr int kActGroup = 64;        // columns rotated together, and a scale of int8 activations
 constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half minimums
+constexpr int kQ40GroupBytes = 576;  // 512 of nibbles, 32 half scales; the minimum is -8 scales
+// Blocks of 256 columns of a panel in the bits that GGUF's K kinds have (4.5, 5.5 and 6.5625 a weight):
+//   Q4_K, Q5_K: 32 half scales and 32 half minimums of the block
+//               for each of 8 groups the scales and minimums of 6 bits: 32 bytes of a scale and a minimum's lower 2
+//               bits, 16 bytes of minimums' upper 4 bits, those of rows 0 to 15 below those of rows 16 to 31
+//   Q6_K:       32 half scales of the block, then 32 signed bytes of scales for every 16 columns
+//   all:        nibbles of 8 groups as in Q4; then what a value has beyond them:
+//   Q5_K: for each group 128 bytes, bit u of a byte belongs to unit u (4 columns) of the group
+//   Q6_K: for each group 2 x 128 bytes; bits 0-1, 2-3, 4-5, 6-7 of half h belong to units 2h, 2h + 4, 2h + 1, 2h + 5
+constexpr int kBlock = 256;
+constexpr int kGroupsOfBlock = kBlock / kGroup;
+constexpr int kNibbleBytes = 512;  // of a group
+constexpr int kSixBytes = 48;      // scales and minimums of a group of Q4_K or Q5_K
+constexpr int kQ4KScales = 128, kQ4KNibbles = kQ4KScales + kGroupsOfBlock * kSixBytes;
+constexpr int kQ4KBlockBytes = kQ4KNibbles + kGroupsOfBlock * kNibbleBytes;
+constexpr int kQ5KBlockBytes = kQ4KBlockBytes + kGroupsOfBlock * 128;
+constexpr int kQ6KScales = 64, kQ6KNibbles = kQ6KScales + kBlock / 16 * kPanel;
+constexpr int kQ6KHigh = kQ6KNibbles + kGroupsOfBlock * kNibbleBytes;
+constexpr int kQ6KBlockBytes = kQ6KHigh + kGroupsOfBlock * 256;
 constexpr int kMaxRows = 12;        // attention rows computed together, at most
 constexpr int kChunkTiles = 8;      // key tiles per softmax update
 // Keys whose part of a row's attention is taken by itself, from a multiple of this on. Parts are merged in order,
@@ -35,7 +54,9 @@ constexpr int kPartKeys = 256;
 constexpr int kMaxHeadDim = 256;
 constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
 
-enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3 };
+// kQ4 has a scale and a minimum in halves for each group, kQ40 and the K kinds what GGUF's blocks have
+enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3, kQ40 = 4, kQ4K = 5, kQ5K = 6, kQ6K = 7 };
+constexpr int kWeightKinds = 8;
 // rows of activations
 enum class Acts : int { kF32 = 0, kBF16 = 1, kI8 = 2, kI8ForQ4 = 3 };
 enum class Kv : int { kF32 = 0, kBF16 = 1, kI8 = 2 };
@@ -55,7 +76,7 @@ struct GemmArgs {
   const uint8_t* a = nullptr;
   int64_t a_stride = 0;
   // per row: kI8 a scale for every 64 columns, then 128 times the row's sum; kI8ForQ4 a scale for every
-  // 32 columns, then for each of them scale * sum
+  // 32 columns, then for each of them scale * sum, then as int32 -32 times the sum of bytes for every 16
   const float* a_scale = nullptr;
   Panels w;
   const float* bias = nullptr;
@@ -109,8 +130,8 @@ struct Kernels {
   // bytes of a query's value beside a kind of cache, see encode_query
   int query_bytes[3];
   // what a kind of weights multiplies
-  Acts acts[4];
-  void (*gemm[4])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
+  Acts acts[kWeightKinds];
+  void (*gemm[kWeightKinds])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
   // like gemm of int8 weights, kStore, but of the upper halves of their bytes alone, in panels of half the
   // size: of 16 units' words the one of unit j, j < 8, holds unit j's halves below unit j + 8's. The
   // lower halves count as 7.5. Whole groups of 64 columns only
@@ -149,6 +170,9 @@ struct Kernels {
   // places of the floats in [low, high), ascending; returns how many, or limit + 1 if there are more
   int64_t (*collect)(const float* x, int64_t n, float low, float high, int64_t limit, int32_t* places);
 };
+
+// floats of a row's scales beside 4-bit weights and the K kinds, see GemmArgs
+inline int64_t q4_scales(int64_t columns) { return 4 * (columns / kGroup); }
 
 // bytes of one tile: K, V and, for int8, their scales
 inline int64_t tile_bytes(Kv kind, int head_dim) {

@@ -64,12 +64,14 @@ Model::Model(const PacelineConfig& config)
   layers_.resize(size_t(c.layers));
   for (int64_t i = 0; i < c.layers; ++i) {
     Layer& layer = layers_[size_t(i)];
-    const int wide = c.wide ? c.wide[i] : 0;
-    make_linear(layer.qkv, qkv_rows_, c.hidden, c.qkv_bias, wide & 1);
-    make_linear(layer.out, c.hidden, c.heads * c.head_dim, c.o_bias, wide & 2);
+    auto kind = [&](int what) { return c.kinds ? int(c.kinds[i * PL_KINDS + what]) : -1; };
+    const int64_t queries = c.heads * c.head_dim, keys = c.kv_heads * c.head_dim;
+    make_linear(layer.qkv, {{queries, kind(PL_KIND_Q)}, {keys, kind(PL_KIND_K)}, {keys, kind(PL_KIND_V)}}, c.hidden,
+                c.qkv_bias);
+    make_linear(layer.out, {{c.hidden, kind(PL_KIND_O)}}, queries, c.o_bias);
     // gate and up interleaved by 16, so that a panel holds both halves of 16 products
-    make_linear(layer.gate_up, 2 * inner_pad_, c.hidden, c.mlp_bias, wide & 4);
-    make_linear(layer.down, c.hidden, c.inner, c.mlp_bias, wide & 8);
+    make_linear(layer.gate_up, {{2 * inner_pad_, kind(PL_KIND_GATE_UP)}}, c.hidden, c.mlp_bias);
+    make_linear(layer.down, {{c.hidden, kind(PL_KIND_DOWN)}}, c.inner, c.mlp_bias);
     if (c.norms & 1) {
       layer.attention_norm.resize(size_t(c.hidden));
       layer.mlp_norm.resize(size_t(c.hidden));
@@ -88,11 +90,11 @@ Model::Model(const PacelineConfig& config)
   }
   config_.sliding = nullptr;
   config_.ropes = nullptr;
-  config_.wide = nullptr;
+  const uint8_t* tables = c.kinds ? c.kinds + c.layers * PL_KINDS : nullptr;
+  if (!c.headless) head_.parts.push_back(make_matrix(c.vocab, c.hidden, tables ? tables[0] : -1, true));
+  if (!c.tied || c.headless) embedding_ = make_matrix(c.vocab, c.hidden, tables ? tables[1] : -1, true);
+  config_.kinds = nullptr;
   config_.isa = nullptr;
-  const Weights table = weights_ == Weights::kQ4 ? Weights::kI8 : weights_;
-  head_.weights = Matrix(table, c.vocab, c.hidden, arena_);
-  if (!c.tied) embedding_.weights = Matrix(table, c.vocab, c.hidden, arena_);
   reserve_screen();
   final_norm_.resize(size_t(c.hidden));
   loaded_.assign(size_t(c.layers * PL_TENSORS), 0);
@@ -109,11 +111,25 @@ void Model::reserve_cache() {
   }
 }
 
-void Model::make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias, bool wide) {
-  const bool q4 = weights_ == Weights::kQ4 && columns % kGroup == 0 && !wide;
-  linear.weights = Matrix(q4 ? Weights::kQ4 : weights_ == Weights::kQ4 ? Weights::kI8 : weights_, rows, columns, arena_);
+Matrix Model::make_matrix(int64_t rows, int64_t columns, int kind, bool table) {
+  // tables and what has no whole groups are bytes beside 4-bit weights
+  const bool bytes = weights_ == Weights::kQ4 && (table || columns % kGroup != 0);
+  return Matrix(kind >= 0 ? Weights(kind) : bytes ? Weights::kI8 : weights_, rows, columns, arena_);
+}
+
+void Model::make_linear(Linear& linear, std::initializer_list<Rows> rows, int64_t columns, bool bias) {
+  int64_t total = 0;
+  for (const Rows *own = rows.begin(), *end = rows.end(); own != end;) {
+    int64_t count = 0;
+    const int kind = own->kind;
+    for (; own != end && own->kind == kind; ++own) count += own->count;
+    linear.parts.push_back(make_matrix(count, columns, kind, false));
+    require(kernels_->acts[int(linear.parts.back().kind())] == kernels_->acts[int(linear.parts[0].kind())],
+            "matrices that multiply the same rows need them in one form");
+    total += count;
+  }
   linear.has_bias = bias;
-  if (bias) linear.bias.assign(size_t(pad_to(rows, kPanel)), 0.0f);
+  if (bias) linear.bias.assign(size_t(pad_to(total, kPanel)), 0.0f);
 }
 
 void Model::expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const {
@@ -139,15 +155,25 @@ void Model::expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) con
               "], expected [" + std::to_string(want[0]) + ", " + std::to_string(want[1]) + "]");
 }
 
-// Source row r goes to row offset + r, or, with spread 32, to the 16 rows at `phase` of every 32.
 void Model::pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
                  int64_t phase) {
-  const int64_t columns = linear.weights.columns(), stride = source_row_bytes(type, columns);
+  for (Matrix& part : linear.parts) {
+    if (offset < part.rows()) return pack(part, type, data, rows, offset, spread, phase);
+    offset -= part.rows();
+  }
+}
+
+// Source row r goes to row offset + r, or, with spread 32, to the 16 rows at `phase` of every 32.
+void Model::pack(Matrix& matrix, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
+                 int64_t phase) {
+  const int64_t columns = matrix.columns(), stride = source_row_bytes(type, columns);
   require(stride > 0, "rows of " + std::to_string(columns) + " values cannot be stored in this type");
+  require(matrix.takes(type), "GGUF's type " + std::to_string(int(type)) + " is not what the matrix is kept in, kind " +
+                                  std::to_string(int(matrix.kind())));
   // threads split at the destination's panels where rows are consecutive: neighbours share lines
   const int64_t run = spread ? 16 : kPanel, lead = spread ? 0 : offset % kPanel;
   const int64_t runs = (lead + rows + run - 1) / run;
-  const size_t scratch = size_t(pad_to(int64_t(linear.weights.pack_scratch()), 16));
+  const size_t scratch = size_t(pad_to(int64_t(matrix.pack_scratch()), 16));
   const auto memory = std::make_unique_for_overwrite<float[]>(size_t(team_.size()) * scratch);
   team_.run([&](int member) {
     float* own = memory.get() + size_t(member) * scratch;
@@ -156,7 +182,7 @@ void Model::pack(Linear& linear, Source type, const void* data, int64_t rows, in
       const int64_t end = (i + 1) * run - lead < rows ? (i + 1) * run - lead : rows;
       const int64_t to = spread ? begin / 16 * spread + phase : offset + begin;
       const void* from = static_cast<const uint8_t*>(data) + begin * stride;
-      linear.weights.pack_rows(to, end - begin, type, from, stride, own);
+      matrix.pack_rows(to, end - begin, type, from, stride, own);
     });
   });
 }
@@ -183,10 +209,11 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
   };
   switch (kind) {
     case PL_EMBEDDING:
-      pack(config_.tied ? head_ : embedding_, type, data, rows, 0, 0, 0);
-      if (config_.tied) make_screen();
+      pack(embedding_.rows() ? embedding_ : head_.parts[0], type, data, rows, 0, 0, 0);
+      if (!embedding_.rows()) make_screen();
       break;
     case PL_HEAD:
+      require(!config_.headless, "lm_head is not part of a model without logits");
       require(!config_.tied, "lm_head is not part of a model with tied embeddings");
       pack(head_, type, data, rows, 0, 0, 0);
       make_screen();
@@ -217,6 +244,33 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
   loaded_[size_t(layer_index) * PL_TENSORS + size_t(kind)] = 1;
 }
 
+std::vector<Model::Piece> Model::pieces() {
+  std::vector<Piece> found;
+  auto add = [&](void* data, size_t bytes) {
+    if (bytes) found.push_back({data, bytes});
+  };
+  auto floats = [&](std::vector<float>& values) { add(values.data(), values.size() * sizeof(float)); };
+  auto linear = [&](Linear& of) {
+    for (Matrix& part : of.parts) part.each_piece(add);
+    floats(of.bias);
+  };
+  for (Layer& layer : layers_) {
+    for (Linear* of : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) linear(*of);
+    for (std::vector<float>* norm : {&layer.attention_norm, &layer.mlp_norm, &layer.q_norm, &layer.k_norm,
+                                     &layer.attention_out_norm, &layer.mlp_out_norm})
+      floats(*norm);
+  }
+  linear(head_);
+  if (embedding_.rows()) embedding_.each_piece(add);
+  floats(final_norm_);
+  return found;
+}
+
+void Model::restored() {
+  loaded_.assign(loaded_.size(), 1);
+  make_screen();
+}
+
 void Model::set_rope(int table, const float* cos, const float* sin) {
   require(table >= 0 && table < int(cos_.size()), "there are two rotary tables");
   const size_t n = size_t(config_.max_positions * config_.head_dim / 2);
@@ -228,7 +282,7 @@ void Model::check_loaded() const {
   const PacelineConfig& c = config_;
   for (int64_t layer = 0; layer < c.layers; ++layer) {
     for (int kind = 0; kind < PL_TENSORS; ++kind) {
-      if (kind <= PL_HEAD && (layer > 0 || (kind == PL_HEAD && c.tied))) continue;
+      if (kind <= PL_HEAD && (layer > 0 || (kind == PL_HEAD && (c.tied || c.headless)))) continue;
       if ((kind == PL_ATTENTION_NORM || kind == PL_MLP_NORM) && !(c.norms & 1)) continue;
       if ((kind == PL_ATTENTION_OUT_NORM || kind == PL_MLP_OUT_NORM) && !(c.norms & 2)) continue;
       if ((kind == PL_Q_NORM || kind == PL_K_NORM) && !c.qk_norm) continue;

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "convert.h"
@@ -66,7 +68,7 @@ void rotate_row(float* x, int64_t columns) {
 
 // What GGUF calls K: blocks of 256 values in groups of 32, whose scales and minimums are whole numbers of 6
 // bits times two halves of the block. Q6_K has no minimums and a scale of 8 bits for each 16 values.
-constexpr int64_t kBlock = 256, kGroupsOfK = kBlock / kGroup;
+
 constexpr int64_t kQ4KBytes = 144, kQ5KBytes = 176, kQ6KBytes = 210;
 
 // One group of a block of Q4_K or Q5_K: a value is scale * q - minimum.
@@ -74,7 +76,6 @@ struct GroupOfK {
   // `low` is where the low bits begin; Q5_K has 32 bytes of fifth bits between the scales and them
   GroupOfK(const uint8_t* block, int64_t group, int64_t between = 0) {
     const uint8_t* six = block + 4;
-    int factor, lowest;
     if (group < 4) {
       factor = six[group] & 63;
       lowest = six[group + 4] & 63;
@@ -87,14 +88,16 @@ struct GroupOfK {
     low = block + 16 + between + group / 2 * 32;
     shift = int(group % 2) * 4;
   }
+  // in steps of the block's halves
+  int factor, lowest;
   float scale, minimum;
   const uint8_t* low;
   int shift;
 };
 
 void decode_q45k(const uint8_t* row, int64_t group, bool fifth, float* out) {
-  const uint8_t* block = row + group / kGroupsOfK * (fifth ? kQ5KBytes : kQ4KBytes);
-  const int64_t in_block = group % kGroupsOfK;
+  const uint8_t* block = row + group / kGroupsOfBlock * (fifth ? kQ5KBytes : kQ4KBytes);
+  const int64_t in_block = group % kGroupsOfBlock;
   const GroupOfK own(block, in_block, fifth ? 32 : 0);
   for (int i = 0; i < 32; ++i) {
     const int high = fifth ? (block[16 + i] >> in_block & 1) << 4 : 0;
@@ -104,8 +107,8 @@ void decode_q45k(const uint8_t* row, int64_t group, bool fifth, float* out) {
 
 // 128 values share 64 bytes of low bits, in two halves by nibble, and 32 bytes of two high bits.
 void decode_q6k(const uint8_t* row, int64_t group, float* out) {
-  const uint8_t* block = row + group / kGroupsOfK * kQ6KBytes;
-  const int64_t half = group % kGroupsOfK / 4, quarter = group % 4;
+  const uint8_t* block = row + group / kGroupsOfBlock * kQ6KBytes;
+  const int64_t half = group % kGroupsOfBlock / 4, quarter = group % 4;
   const uint8_t* low = block + half * 64 + quarter % 2 * 32;
   const uint8_t* high = block + 128 + half * 32;
   const float scale = half_to_float(read<uint16_t>(block + 208));
@@ -225,15 +228,43 @@ uint8_t* Arena::take(size_t bytes) {
   return chunks_.back().data() + used_ - bytes;
 }
 
+void Matrix::check_kind(Weights kind, int64_t columns) {
+  const bool four = kind == Weights::kQ4 || kind == Weights::kQ40, block = kind >= Weights::kQ4K;
+  if (int(kind) < 0 || int(kind) >= kWeightKinds)
+    throw std::invalid_argument("unknown weight kind " + std::to_string(int(kind)));
+  if (four && columns % kGroup != 0)
+    throw std::invalid_argument("4-bit weights need whole groups of 32 columns, got " + std::to_string(columns));
+  if (block && columns % kBlock != 0)
+    throw std::invalid_argument("K kinds need whole blocks of 256 columns, got " + std::to_string(columns));
+}
+
 Matrix::Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena)
     : kind_(kind), rows_(rows), columns_(columns) {
+  check_kind(kind, columns);
   const int g = unit_columns(kind);
   units_ = (columns + g - 1) / g;
-  panel_bytes_ = kind == Weights::kQ4 ? columns / kGroup * kQ4GroupBytes : units_ * kPanel * 4;
+  switch (kind) {
+    case Weights::kQ4: panel_bytes_ = columns / kGroup * kQ4GroupBytes; break;
+    case Weights::kQ40: panel_bytes_ = columns / kGroup * kQ40GroupBytes; break;
+    case Weights::kQ4K: panel_bytes_ = columns / kBlock * kQ4KBlockBytes; break;
+    case Weights::kQ5K: panel_bytes_ = columns / kBlock * kQ5KBlockBytes; break;
+    case Weights::kQ6K: panel_bytes_ = columns / kBlock * kQ6KBlockBytes; break;
+    default: panel_bytes_ = units_ * kPanel * 4;
+  }
   data_ = arena.take(size_t(panel_count() * panel_bytes_));
   if (kind == Weights::kI8) {
     // zero for the rows that fill up the last panel, whatever their bytes
     scale_ = reinterpret_cast<float*>(arena.take(size_t(panel_count()) * kPanel * 4));
+  }
+}
+
+bool Matrix::takes(Source type) const {
+  switch (kind_) {
+    case Weights::kQ40: return type == Source::kQ4_0;
+    case Weights::kQ4K: return type == Source::kQ4_K;
+    case Weights::kQ5K: return type == Source::kQ5_K;
+    case Weights::kQ6K: return type == Source::kQ6_K;
+    default: return true;
   }
 }
 
@@ -264,7 +295,7 @@ void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratc
       memcpy(nibbles, in, 16);
       in += 16;
     } else if (type == Source::kQ4_K) {
-      const GroupOfK group(in + g / kGroupsOfK * kQ4KBytes, g % kGroupsOfK);
+      const GroupOfK group(in + g / kGroupsOfBlock * kQ4KBytes, g % kGroupsOfBlock);
       scale = float_to_half(group.scale);
       low = float_to_half(-group.minimum);
       for (int i = 0; i < 16; ++i)
@@ -291,7 +322,118 @@ void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratc
   }
 }
 
+namespace {
+
+// Values of 6 bits for a row, in the nibbles and the planes above them of one group; see kernels.h.
+void put_nibbles(uint8_t* group, int64_t lane, const uint8_t (&values)[kGroup]) {
+  for (int i = 0; i < 16; ++i)
+    group[i / 4 * 128 + lane * 4 + i % 4] = uint8_t((values[i] & 15) | (values[i + 16] & 15) << 4);
+}
+void get_nibbles(const uint8_t* group, int64_t lane, uint8_t (&values)[kGroup]) {
+  for (int i = 0; i < 16; ++i) {
+    const uint8_t both = group[i / 4 * 128 + lane * 4 + i % 4];
+    values[i] = both & 15;
+    values[i + 16] = both >> 4;
+  }
+}
+// where the upper two bits of a column of Q6_K are: byte of the group's plane, and shift
+struct HighBits {
+  HighBits(int column, int64_t lane) {
+    const int unit = column / 4 % 4, upper = column / 16;
+    at = unit / 2 * 128 + lane * 4 + column % 4;
+    shift = unit % 2 * 4 + upper * 2;
+  }
+  int64_t at;
+  int shift;
+};
+
+}  // namespace
+
+// One row of GGUF's blocks of this kind.
+void Matrix::pack_block(int64_t row, const uint8_t* in) {
+  const int64_t lane = row % kPanel;
+  uint8_t* out = data_ + row / kPanel * panel_bytes_;
+  if (kind_ == Weights::kQ40) {
+    for (int64_t g = 0; g < columns_ / kGroup; ++g, in += 18, out += kQ40GroupBytes) {
+      for (int j = 0; j < 4; ++j) memcpy(out + j * 128 + lane * 4, in + 2 + j * 4, 4);
+      memcpy(out + 512 + lane * 2, in, 2);
+    }
+    return;
+  }
+  const bool six = kind_ == Weights::kQ6K, fifth = kind_ == Weights::kQ5K;
+  for (int64_t b = 0; b < columns_ / kBlock; ++b) {
+    if (six) {
+      memcpy(out + lane * 2, in + 208, 2);
+      for (int part = 0; part < kBlock / 16; ++part) out[kQ6KScales + part * kPanel + lane] = in[192 + part];
+    } else {
+      memcpy(out + lane * 2, in, 2);
+      memcpy(out + 64 + lane * 2, in + 2, 2);
+    }
+    for (int group = 0; group < kGroupsOfBlock; ++group) {
+      uint8_t values[kGroup];
+      if (six) {
+        const int quarter = group % 4;
+        const uint8_t *low = in + group / 4 * 64 + quarter % 2 * 32, *high = in + 128 + group / 4 * 32;
+        uint8_t* plane = out + kQ6KHigh + group * 256;
+        for (int two = 0; two < 2; ++two) memset(plane + two * 128 + lane * 4, 0, 4);
+        for (int i = 0; i < kGroup; ++i) {
+          values[i] = low[i] >> quarter / 2 * 4 & 15;
+          const HighBits bits(i, lane);
+          plane[bits.at] = uint8_t(plane[bits.at] | (high[i] >> quarter * 2 & 3) << bits.shift);
+        }
+        put_nibbles(out + kQ6KNibbles + group * kNibbleBytes, lane, values);
+        continue;
+      }
+      const GroupOfK own(in, group, fifth ? 32 : 0);
+      for (int i = 0; i < kGroup; ++i) values[i] = own.low[i] >> own.shift & 15;
+      put_nibbles(out + kQ4KNibbles + group * kNibbleBytes, lane, values);
+      uint8_t* scales = out + kQ4KScales + group * kSixBytes;
+      scales[lane] = uint8_t(own.factor | (own.lowest & 3) << 6);
+      const int shift = int(lane / 16) * 4;
+      scales[32 + lane % 16] = uint8_t((scales[32 + lane % 16] & ~(15 << shift)) | own.lowest >> 2 << shift);
+      if (!fifth) continue;
+      uint8_t* plane = out + kQ4KBlockBytes + group * 128 + lane * 4;
+      memset(plane, 0, 4);
+      for (int i = 0; i < kGroup; ++i) plane[i % 4] = uint8_t(plane[i % 4] | (in[16 + i] >> group & 1) << i / 4);
+    }
+    in += six ? kQ6KBytes : fifth ? kQ5KBytes : kQ4KBytes;
+    out += six ? kQ6KBlockBytes : fifth ? kQ5KBlockBytes : kQ4KBlockBytes;
+  }
+}
+
+void Matrix::unpack_block(int64_t row, float* out) const {
+  const int64_t lane = row % kPanel;
+  const uint8_t* in = data_ + row / kPanel * panel_bytes_;
+  const bool six = kind_ == Weights::kQ6K, fifth = kind_ == Weights::kQ5K;
+  for (int64_t b = 0; b < columns_ / kBlock; ++b) {
+    for (int group = 0; group < kGroupsOfBlock; ++group, out += kGroup) {
+      uint8_t values[kGroup];
+      const float factor = half_to_float(read<uint16_t>(in + lane * 2));
+      if (six) {
+        get_nibbles(in + kQ6KNibbles + group * kNibbleBytes, lane, values);
+        const uint8_t* plane = in + kQ6KHigh + group * 256;
+        for (int i = 0; i < kGroup; ++i) {
+          const HighBits bits(i, lane);
+          const float scale = factor * float(int8_t(in[kQ6KScales + (group * 2 + i / 16) * kPanel + lane]));
+          out[i] = scale * float((values[i] | (plane[bits.at] >> bits.shift & 3) << 4) - 32);
+        }
+        continue;
+      }
+      get_nibbles(in + kQ4KNibbles + group * kNibbleBytes, lane, values);
+      const uint8_t* scales = in + kQ4KScales + group * kSixBytes;
+      const int lowest = scales[lane] >> 6 | (scales[32 + lane % 16] >> lane / 16 * 4 & 15) << 2;
+      const float scale = factor * float(scales[lane] & 63);
+      const float minimum = half_to_float(read<uint16_t>(in + 64 + lane * 2)) * float(lowest);
+      const uint8_t* plane = in + kQ4KBlockBytes + group * 128 + lane * 4;
+      for (int i = 0; i < kGroup; ++i)
+        out[i] = scale * float(values[i] | (fifth ? (plane[i % 4] >> i / 4 & 1) << 4 : 0)) - minimum;
+    }
+    in += six ? kQ6KBlockBytes : fifth ? kQ5KBlockBytes : kQ4KBlockBytes;
+  }
+}
+
 size_t Matrix::pack_scratch() const {
+  if (kind_ >= Weights::kQ40) return 0;
   if (kind_ == Weights::kQ4) return size_t(columns_);
   return size_t((columns_ + kActGroup - 1) / kActGroup * kActGroup * kPanel);
 }
@@ -300,6 +442,10 @@ size_t Matrix::pack_scratch() const {
 // panel is written in order.
 void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, float* scratch) {
   const uint8_t* from = static_cast<const uint8_t*>(source);
+  if (kind_ >= Weights::kQ40) {
+    for (int64_t r = 0; r < count; ++r) pack_block(row + r, from + r * stride);
+    return;
+  }
   if (kind_ == Weights::kQ4) {
     for (int64_t r = 0; r < count; ++r) pack_q4(row + r, type, from + r * stride, scratch);
     return;
@@ -351,12 +497,14 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
 }
 
 void Matrix::unpack_row(int64_t row, float* out) const {
+  if (kind_ >= Weights::kQ4K) return unpack_block(row, out);
   const uint8_t* p = data_ + row / kPanel * panel_bytes_;
   const int64_t lane = row % kPanel;
-  if (kind_ == Weights::kQ4) {
-    for (int64_t g = 0; g < columns_; g += kGroup, p += kQ4GroupBytes) {
+  if (kind_ == Weights::kQ4 || kind_ == Weights::kQ40) {
+    const bool minimum = kind_ == Weights::kQ4;
+    for (int64_t g = 0; g < columns_; g += kGroup, p += minimum ? kQ4GroupBytes : kQ40GroupBytes) {
       const float scale = half_to_float(read<uint16_t>(p + 512 + lane * 2));
-      const float low = half_to_float(read<uint16_t>(p + 576 + lane * 2));
+      const float low = minimum ? half_to_float(read<uint16_t>(p + 576 + lane * 2)) : -8.0f * scale;
       for (int i = 0; i < 16; ++i) {
         const uint8_t both = p[i / 4 * 128 + lane * 4 + i % 4];
         out[g + i] = scale * float(both & 15) + low;

@@ -57,7 +57,10 @@ class Arena {
 class Matrix {
  public:
   Matrix() = default;
-  // kQ4 needs whole groups of 32 columns
+  // Throws std::invalid_argument unless a kind can hold rows of so many columns: 4-bit weights need whole groups
+  // of 32, the K kinds whole blocks of 256.
+  static void check_kind(Weights kind, int64_t columns);
+  // throws std::invalid_argument where `check_kind` does
   Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena);
 
   Weights kind() const { return kind_; }
@@ -66,15 +69,25 @@ class Matrix {
   int64_t panel_count() const { return (rows_ + kPanel - 1) / kPanel; }
 
   // `count` rows that follow each other in one panel, stored `stride` bytes apart. Different rows may be
-  // packed from different threads. `scratch`: `pack_scratch()` floats.
+  // packed from different threads. `scratch`: `pack_scratch()` floats. kQ40 and the K kinds hold blocks of their own
+  // type alone, see `takes`.
   void pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, float* scratch);
   size_t pack_scratch() const;
+  bool takes(Source type) const;
+  // f(address, bytes) of its packed values, and of its scales where they lie apart
+  template <class F>
+  void each_piece(F&& f) {
+    f(data_, size_t(panel_count() * panel_bytes_));
+    if (scale_) f(scale_, size_t(panel_count()) * kPanel * 4);
+  }
   // One row back, as the products see it.
   void unpack_row(int64_t row, float* out) const;
   Panels view() const;
 
  private:
   void pack_q4(int64_t row, Source type, const void* source, float* scratch);
+  void pack_block(int64_t row, const uint8_t* source);
+  void unpack_block(int64_t row, float* out) const;
 
   Weights kind_ = Weights::kF32;
   int64_t rows_ = 0, columns_ = 0, units_ = 0, panel_bytes_ = 0;

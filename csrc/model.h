@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -20,10 +21,19 @@ enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kGateUp, kDow
 // How the likeliest token of a row was found whose logits nobody wanted; see paceline_choices.
 enum Choice { kSettled, kTooMany, kWhole, kChoices };
 
+// Matrices that multiply the same rows, whose outputs lie side by side: one, or one of each kind where what is
+// multiplied together is stored in several.
 struct Linear {
-  Matrix weights;
+  std::vector<Matrix> parts;
   std::vector<float> bias;
   bool has_bias = false;
+
+  int64_t columns() const { return parts[0].columns(); }
+  int64_t panel_count() const {
+    int64_t count = 0;
+    for (const Matrix& part : parts) count += part.panel_count();
+    return count;
+  }
 };
 
 struct Layer {
@@ -70,6 +80,15 @@ class Model {
   explicit Model(const PacelineConfig& config);
 
   void load(PacelineTensor kind, int layer, Source type, const void* data, int64_t rows, int64_t columns);
+  // Everything that loading makes of tensors, in an order that follows from the config alone: written as it lies in
+  // memory, and read back into a model of the same config, it stands for loading.
+  struct Piece {
+    void* data;
+    size_t bytes;
+  };
+  std::vector<Piece> pieces();
+  // says that all pieces were read back
+  void restored();
   // cos and sin: [max_positions, head_dim / 2]
   void set_rope(int table, const float* cos, const float* sin);
   // throws std::invalid_argument naming a tensor that is missing
@@ -100,8 +119,14 @@ class Model {
  private:
   void reserve_cache();
   void expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const;
-  void make_linear(Linear& linear, int64_t rows, int64_t columns, bool bias, bool wide);
-  void pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
+  struct Rows {
+    int64_t count;
+    int kind;  // -1: as suits the model's kind
+  };
+  Matrix make_matrix(int64_t rows, int64_t columns, int kind, bool table);
+  void make_linear(Linear& linear, std::initializer_list<Rows> rows, int64_t columns, bool bias);
+  void pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread, int64_t phase);
+  void pack(Matrix& matrix, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
             int64_t phase);
   void prepare(const PacelineStep& step);
   void plan_attention(const PacelineStep& step, int window, AttendPlan& plan);
@@ -111,7 +136,6 @@ class Model {
   void run_step(const PacelineStep& step, int member);
   void mark(int member, Section section);
   struct Shape {
-    Weights weights;
     Acts acts;
     int64_t bytes;   // of one encoded row
     int64_t scales;  // floats
@@ -152,6 +176,7 @@ class Model {
   uint8_t* tile_of(const PacelineStep& step, int64_t token, int64_t layer_index);
   // asks for the lines that a row of the share will be written to
   void expect_kv(const Share& share, int64_t row, const PacelineStep& step, int64_t layer_index);
+  // with its first part
   GemmArgs product_of(const Share& share, const Linear& linear) const;
   // see screen.cpp: memory for the head's upper halves, and these once the head is packed
   void reserve_screen();
@@ -175,7 +200,9 @@ class Model {
   Team team_;
   Arena arena_;
   std::vector<Layer> layers_;
-  Linear embedding_, head_;
+  Matrix embedding_;
+  // its parts are one; none where only hidden states are wanted
+  Linear head_;
   // upper halves of the head's bytes; no data where the head is not screened
   Panels screen_;
   // what the lower halves of a head's row leave out of its logit, for each |x|: a standard deviation;

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 13
+#define PACELINE_ABI 14
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -20,12 +20,19 @@ typedef enum {
   PL_TENSORS
 } PacelineTensor;
 
+/* matrices of a layer whose kind PacelineConfig.kinds says; gate and up are one */
+typedef enum {
+  PL_KIND_Q = 0, PL_KIND_K, PL_KIND_V, PL_KIND_O, PL_KIND_GATE_UP, PL_KIND_DOWN,
+  PL_KINDS
+} PacelineKind;
+
 typedef struct {
   int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab, max_positions;
   int64_t num_blocks, block_size;
   int64_t sliding_window; /* 0: none */
   int32_t tied, qk_norm, qkv_bias, o_bias, mlp_bias;
   int32_t weights; /* 0 float32, 1 bfloat16, 2 int8, 3 4-bit */
+  int32_t headless; /* nonzero: hidden states alone are wanted, and no head is loaded */
   int32_t kv;      /* 0 float32, 1 bfloat16, 2 int8 */
   int32_t threads;
   int32_t screens; /* nonzero: the likeliest tokens of one or two rows may be found by screening (screen.cpp) */
@@ -38,9 +45,10 @@ typedef struct {
   float attention_scale; /* 0: 1 / sqrt(head_dim) */
   const uint8_t* ropes;   /* [layers] 0 not rotated, else 1 and the number of the layer's tables */
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
-  /* [layers], may be null. Matrices that are int8 though weights are q4, in bits: 1 q, k and v, 2 o, 4 gate
-   * and up, 8 down */
-  const uint8_t* wide;
+  /* [layers * PL_KINDS + 2], may be null: the kind of each matrix, numbered as `weights` and further 4 Q4_0,
+   * 5 Q4_K, 6 Q5_K, 7 Q6_K, which hold that type's own bits; at the end those of the head, which is the embedding
+   * table too where they are tied, and of the table. */
+  const uint8_t* kinds;
   const char* isa;        /* null: the best that works here */
 } PacelineConfig;
 
@@ -106,6 +114,10 @@ int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, con
 /* tables 0 or 1, each [max_positions, head_dim / 2] */
 int paceline_set_rope(PacelineModel* model, int table, const float* cos, const float* sin);
 int paceline_ready(PacelineModel* model);
+/* Piece `index` of what loading makes of tensors: its address and bytes, null behind the last. Written as they are
+ * and read back into a model of the same config, all of them stand for loading, which paceline_restored says. */
+void* paceline_piece(PacelineModel* model, int64_t index, int64_t* bytes);
+int paceline_restored(PacelineModel* model);
 int paceline_forward(PacelineModel* model, const PacelineStep* step);
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count);
 /* By the model's team and with its kernels; model may be null: on the calling thread, with the best. */

@@ -69,21 +69,22 @@ struct Counts {
 }  // namespace
 
 void Model::reserve_screen() {
-  const Panels head = head_.weights.view();
-  if (!config_.screens || head_.weights.kind() != Weights::kI8 || head.columns % kActGroup != 0 || head.rows < kLeastVocab) return;
+  if (!config_.screens || head_.parts.empty()) return;
+  const Panels head = head_.parts[0].view();
+  if ( head_.parts[0].kind() != Weights::kI8 || head.columns % kActGroup != 0 || head.rows < kLeastVocab) return;
   screen_ = head;
   screen_.panel_bytes = head.panel_bytes / 2;
-  screen_.data = arena_.take(size_t(head_.weights.panel_count() * screen_.panel_bytes));
-  doubts_.resize(size_t(head_.weights.panel_count()) * kPanel);
+  screen_.data = arena_.take(size_t(head_.parts[0].panel_count() * screen_.panel_bytes));
+  doubts_.resize(size_t(head_.parts[0].panel_count()) * kPanel);
 }
 
 void Model::make_screen() {
   if (!screen_.data) return;
-  const Panels head = head_.weights.view();
+  const Panels head = head_.parts[0].view();
   uint8_t* halves = const_cast<uint8_t*>(screen_.data);
   std::atomic<int64_t> unusual_panels{0};
   team_.run([&](int member) {
-    team_.each(member, head_.weights.panel_count(), 16, [&](int64_t panel) {
+    team_.each(member, head_.parts[0].panel_count(), 16, [&](int64_t panel) {
       const uint8_t* in = head.data + panel * head.panel_bytes;
       uint8_t* out = halves + panel * screen_.panel_bytes;
       // 16 units of 128 bytes are the 64 columns of a group
@@ -97,7 +98,7 @@ void Model::make_screen() {
 
 // Sets the doubts of a panel's rows; whether one of them is unusual.
 bool Model::measure(int64_t panel) {
-  const Panels head = head_.weights.view();
+  const Panels head = head_.parts[0].view();
   const uint8_t* in = head.data + panel * head.panel_bytes;
   const int32_t columns = int32_t(head.columns);
   float* doubts = doubts_.data() + panel * kPanel;
@@ -144,12 +145,12 @@ void Model::reserve_choice(const PacelineStep& step) {
   settled_.resize(rows);
   limits_.resize(size_t(team_.size()));
   candidates_.resize(size_t(team_.size()));
-  for (std::vector<float>& limits : limits_) limits.resize(size_t(head_.weights.panel_count()));
-  for (std::vector<int32_t>& candidates : candidates_) candidates.reserve(size_t(head_.weights.panel_count()));
+  for (std::vector<float>& limits : limits_) limits.resize(size_t(head_.parts[0].panel_count()));
+  for (std::vector<int32_t>& candidates : candidates_) candidates.reserve(size_t(head_.parts[0].panel_count()));
 }
 
 void Model::choose(int member, const Share& share, const PacelineStep& step) {
-  const int64_t vocab = config_.vocab, panels = head_.weights.panel_count(), rows = share.rows;
+  const int64_t vocab = config_.vocab, panels = head_.parts[0].panel_count(), rows = share.rows;
   GemmArgs head = product_of(share, head_), halves = head;
   float* logits = reinterpret_cast<float*>(logits_.data());
   head.out = logits;

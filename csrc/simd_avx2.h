@@ -153,4 +153,26 @@ PL_INLINE vf load_s8(const void* p) {
   return to_float(vi{_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
 }
 PL_INLINE vi addi(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+PL_INLINE void storei(void* p, vi x) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a);
+  _mm256_storeu_si256(q + 1, x.b);
+}
+PL_INLINE vi ori(vi x, vi y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+// these bits of every byte
+PL_INLINE vi bits(vi x, int of_byte) {
+  const __m256i mask = _mm256_set1_epi8(char(of_byte));
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+template <int N>
+PL_INLINE vi up(vi x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+template <int N>
+PL_INLINE vi down(vi x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+// 16 unsigned bytes
+PL_INLINE vi load_u8(const void* p) {
+  const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+PL_INLINE vi low_nibbles(vi x) { return bits(x, 15); }
+PL_INLINE vi high_nibbles(vi x) { return bits(down<4>(x), 15); }
 }  // namespace PL_NAMESPACE

@@ -82,6 +82,16 @@ PL_INLINE vf load_s8(const void* p) {
   return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
 PL_INLINE vi addi(vi a, vi b) { return _mm512_add_epi32(a, b); }
+PL_INLINE void storei(void* p, vi x) { _mm512_storeu_si512(p, x); }
+PL_INLINE vi ori(vi a, vi b) { return _mm512_or_si512(a, b); }
+// these bits of every byte
+PL_INLINE vi bits(vi a, int of_byte) { return _mm512_and_si512(a, _mm512_set1_epi8(char(of_byte))); }
+template <int N>
+PL_INLINE vi up(vi a) { return _mm512_slli_epi32(a, N); }
+template <int N>
+PL_INLINE vi down(vi a) { return _mm512_srli_epi32(a, N); }
+// 16 unsigned bytes
+PL_INLINE vi load_u8(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
 PL_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 PL_INLINE vi high_nibbles(vi a) {
   return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));

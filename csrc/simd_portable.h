@@ -78,6 +78,16 @@ PL_INLINE void store_bytes(void* p, vi a) {
 }
 PL_INLINE vf load_s8(const void* p) { PL_LANES(vf, float(static_cast<const int8_t*>(p)[i])); }
 PL_INLINE vi addi(vi a, vi b) { PL_LANES(vi, a.x[i] + b.x[i]); }
+PL_INLINE void storei(void* p, vi a) { memcpy(p, a.x, 64); }
+PL_INLINE vi ori(vi a, vi b) { PL_LANES(vi, a.x[i] | b.x[i]); }
+// these bits of every byte
+PL_INLINE vi bits(vi a, int of_byte) { PL_LANES(vi, a.x[i] & int32_t(uint32_t(of_byte) * 0x01010101u)); }
+template <int N>
+PL_INLINE vi up(vi a) { PL_LANES(vi, int32_t(uint32_t(a.x[i]) << N)); }
+template <int N>
+PL_INLINE vi down(vi a) { PL_LANES(vi, int32_t(uint32_t(a.x[i]) >> N)); }
+// 16 unsigned bytes
+PL_INLINE vi load_u8(const void* p) { PL_LANES(vi, static_cast<const uint8_t*>(p)[i]); }
 PL_INLINE vi low_nibbles(vi a) { PL_LANES(vi, a.x[i] & 0x0f0f0f0f); }
 PL_INLINE vi high_nibbles(vi a) { PL_LANES(vi, int32_t((uint32_t(a.x[i]) >> 4) & 0x0f0f0f0fu)); }
 PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {

@@ -22,6 +22,7 @@ from paceline.backends.machine import (
     may_have_cuda,
 )
 from paceline.backends.native import choose_kinds
+from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.pooling.load import load_head, pooling_info
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
@@ -39,6 +40,7 @@ from paceline.checkpoints.gguf_encoder import GGUFEncoder
 from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
+from paceline.checkpoints.resolve import default_cache_dir
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
 from paceline.core.pooling import EMBED
@@ -119,7 +121,9 @@ def _load(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
     )  # fmt: skip
-    kinds = choose_kinds(checkpoint, formats.dtype).note if formats.compute == "native" else ""
+    kinds = ""
+    if formats.compute == "native":
+        kinds = choose_kinds(checkpoint, formats.dtype, screen_head=settings.screen_head).note
     loader = _choose_loader(
         checkpoint,
         formats,
@@ -129,6 +133,7 @@ def _load(
         threads=placement.threads,
         screen_head=settings.screen_head,
         pooling=pooling,
+        copies=_copies(checkpoint_path, formats, settings.packed_cache_bytes),
     )
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length)
     chosen = time.monotonic()
@@ -331,6 +336,16 @@ def _torch_dtype(name: str, *, device: str) -> str:
     return dtype_name(choose_dtype(name, device))
 
 
+def _copies(path: Path, formats: Formats, max_bytes: int | None) -> PackedCopies | None:
+    if max_bytes is None:
+        return None
+    if formats.compute != "native":
+        raise ConfigError(
+            f"--packed-cache changes nothing with {formats.compute} compute, which packs no weights"
+        )
+    return PackedCopies(default_cache_dir() / "packed", max_bytes, fingerprint(path))
+
+
 def _choose_loader(
     checkpoint: Checkpoint,
     formats: Formats,
@@ -341,6 +356,7 @@ def _choose_loader(
     threads: int,
     screen_head: bool,
     pooling: PoolingFiles | None,
+    copies: PackedCopies | None,
 ) -> ModelLoader:
     if screen_head and (formats.compute != "native" or formats.dtype not in ("int8", "q4")):
         raise ConfigError(
@@ -360,6 +376,7 @@ def _choose_loader(
             isa=formats.isa,
             screen_head=screen_head,
             has_head=pooling is None,
+            copies=copies,
         )
     from paceline.backends.torch.load import TorchLoader
 

@@ -35,6 +35,9 @@ class BackendSettings:
     # find the likeliest token of one or two greedy requests without reading the whole head: right
     # but for errors of more than 6 standard deviations. Native compute, int8 or q4 weights alone
     screen_head: bool = False
+    # bytes on disk that copies of packed weights may take, so that the next start need not pack
+    # them; None: none are kept. Native compute alone
+    packed_cache_bytes: int | None = None
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # what the model is for: "auto" by its files, "generate", or "pooling" and then what it becomes

@@ -137,6 +137,15 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "deviations, which a head can be made to have (docs/accuracy.md)",
     )
     group.add_argument(
+        "--packed-cache",
+        type=byte_count,
+        default=default.load.packed_cache_bytes,
+        metavar="SIZE",
+        help="with native compute, keep weights as they are packed in the cache folder, at most so "
+        "many bytes (such as 20GiB) of all models: the next start reads them instead of packing "
+        "(docs/models.md; default: none)",
+    )
+    group.add_argument(
         "--tensor-parallel-size",
         "-tp",
         type=_one_device,
@@ -286,6 +295,7 @@ def engine_settings(
         matryoshka_dimensions=args.matryoshka_dimensions,
         isa=args.isa,
         screen_head=args.screen_head,
+        packed_cache_bytes=args.packed_cache,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         num_blocks=args.num_blocks,

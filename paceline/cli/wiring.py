@@ -69,6 +69,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--compute", load.compute, "auto"),
         ("--isa", load.isa, None),
         ("--screen-head", load.screen_head, False),
+        ("--packed-cache", load.packed_cache_bytes, None),
         ("--threads", load.threads, None),
         ("--numa", load.numa, "auto"),
     ):

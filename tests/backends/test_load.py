@@ -113,6 +113,10 @@ def test_bfloat16_agrees_with_float32(llama_folder: Path, llama: WorkerBackend) 
         ({"device": "cuda:77"}, r"cuda:77.*sees \d+ CUDA devices"),
         ({"threads": 0}, r"threads must be at least 1"),
         (
+            {"packed_cache_bytes": 2**30, "compute": "torch"},
+            r"--packed-cache changes nothing with torch compute",
+        ),
+        (
             {"screen_head": True, "dtype": "float32"},
             r"--screen-head changes nothing with \w+ compute",
         ),

@@ -31,7 +31,7 @@ def packed(checkpoint: Checkpoint, dtype: str) -> int:
         dtype=dtype,
         num_blocks=1,
         threads=1,
-        wide=choose_kinds(checkpoint, dtype).wide,
+        kinds=choose_kinds(checkpoint, dtype).numbers,
     )
     found = model.weight_bytes
     model.close()

@@ -88,6 +88,7 @@ def test_weights_refuse(text: str) -> None:
         (["--convert", "embed"], "convert", "embed"),
         (["--matryoshka-dimensions", "64,32"], "matryoshka_dimensions", (64, 32)),
         (["--screen-head"], "screen_head", True),
+        (["--packed-cache", "1GiB"], "packed_cache_bytes", 2**30),
         (["--kv-dtype", "int8"], "kv_dtype", "int8"),
         (["--max-model-len", "100"], "max_model_len", 100),
         (["--threads", "3"], "threads", 3),
@@ -285,6 +286,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     renamed = {"policy": "scheduling_policy", "priority_ageing_s": "priority_ageing"}
     renamed |= {
         "kv_cache_bytes": "kv_cache_memory",
+        "packed_cache_bytes": "packed_cache",
         "coalesce_window_s": "coalesce_window_ms",
         "max_token_gap_s": "max_token_gap_ms",
         "default_ttft_s": "default_ttft_ms",

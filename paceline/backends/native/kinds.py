@@ -1,30 +1,40 @@
-"""Which matrices of a file are computed in the file's bits, and which as bytes."""
+"""Which bits each matrix of a file is kept and computed in."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
-from paceline.backends.native.tensors import KEPT, KINDS, locate
+from paceline.backends.native.tensors import BLOCKS, KEPT, KINDS, PACKED, locate
 from paceline.checkpoints.base import Checkpoint
 
 __all__ = ["Kinds", "choose_kinds", "packed_bytes"]
 
-_GROUP: Final = 32
-# rows that lie together
-_PANEL: Final = 32
-# PacelineConfig.wide by what is packed into one matrix
-_BITS: Final = {
-    KINDS[f"{name}.weight"]: bit
-    for bit, names in (
-        (1, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        (2, ("self_attn.o_proj",)),
-        (4, ("mlp.gate_proj", "mlp.up_proj")),
-        (8, ("mlp.down_proj",)),
-    )
-    for name in names
+# PacelineKind by the matrices that are one in memory, which share a kind
+_MATRICES: Final = (
+    ("self_attn.q_proj",), ("self_attn.k_proj",), ("self_attn.v_proj",), ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
+)  # fmt: skip
+_PLACES: Final = {
+    KINDS[f"{name}.weight"]: place for place, names in enumerate(_MATRICES) for name in names
 }
+# q, k and v multiply the same rows, so they need them in one form
+_TOGETHER: Final = slice(0, 3)
+_EMBEDDING: Final = KINDS["model.embed_tokens.weight"]
+_HEAD: Final = KINDS["lm_head.weight"]
+_INT8: Final = "int8"
+_NAMES: Final = {number: name for name, number in PACKED.items()}
+# rows that lie together, and columns that share a scale in 4-bit weights
+_PANEL: Final = 32
+_GROUP: Final = 32
+# of kinds that are blocks: columns of one, and its bytes of a panel's rows (csrc/kernels.h)
+_GROUP_BYTES: Final = {
+    "q4": (32, 640), "q4_0": (32, 576), "q4_k": (256, 4608), "q5_k": (256, 5632),
+    "q6_k": (256, 6720),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,80 +42,138 @@ class Kinds:
     """What becomes of each matrix of a file.
 
     Attributes:
-        wide: as ``NativeModel`` takes it, a byte for each layer; empty: nothing is wider than
-            the model's dtype.
-        note: how many matrices are kept in which bits and how many are decoded, for people; empty
-            where the dtype says all.
+        numbers: as ``NativeModel`` takes them (PacelineConfig.kinds); empty: the model's dtype is
+            that of all matrices.
+        note: how many matrices are kept in their own bits and how many are decoded, for people;
+            empty where the dtype says all.
     """
 
-    wide: bytes = b""
+    numbers: bytes = b""
     note: str = ""
 
 
-def choose_kinds(checkpoint: Checkpoint, dtype: str) -> Kinds:
-    """Keep 4-bit blocks as they are and decode everything else in such a file to int8.
+def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = False) -> Kinds:
+    """Keep blocks of a file of 4-bit types in their bits, and decode what no kernel has to int8.
 
     A mixed file (Q4_K_M has matrices of Q6_K) spends more bits where rounding hurts most, so these
-    are not rounded to 4. Matrices that are multiplied as one (q, k and v; gate and up) become int8
-    together if any of them must. In a file that is mainly of other types q4 was asked for by
-    somebody, and rounds all of it.
+    are not rounded to 4. Matrices that are one in memory (gate and up), or multiply the same rows
+    (q, k and v), become int8 together if any of them must. In a file that is mainly of other types
+    q4 was asked for by somebody, and rounds all of it.
+
+    Args:
+        screen_head: the head is to be screened, which is for int8 alone.
     """
     config = checkpoint.config
+    if dtype == "int8":
+        return Kinds(note=_decoded(checkpoint))
     if dtype != "q4" or config.stored_dtype not in KEPT:
         return Kinds()
-    parts: list[tuple[int, int, str]] = []
-    tables: Counter[str] = Counter()
-    wide = bytearray(config.num_hidden_layers)
+    layers = [[Counter[str]() for _ in _MATRICES] for _ in range(config.num_hidden_layers)]
+    tables: dict[int, str] = {}
+    # places whose matrices the kernels do not take as they are
+    others: set[tuple[int, int]] = set()
     for name in checkpoint.tensor_names():
         shape = checkpoint.tensor_shape(name)
         if len(shape) != 2:
             continue
         kind, layer = locate(name)
-        stored, bit = checkpoint.tensor_type(name), _BITS.get(kind)
-        if bit is None:
-            tables[stored] += 1
+        stored = checkpoint.tensor_type(name)
+        if kind not in _PLACES:
+            tables[kind] = stored
+            if not _fits(stored, shape[1]):
+                others.add((-1, kind))
             continue
-        parts.append((layer, bit, stored))
-        if stored not in KEPT or shape[1] % _GROUP:
-            wide[layer] |= bit
-    kept = Counter(stored for layer, bit, stored in parts if not wide[layer] & bit)
-    decoded = Counter(stored for layer, bit, stored in parts if wide[layer] & bit) + tables
-    note = f"{_counted(kept)} in their 4 bits, {_counted(decoded)} as int8"
-    if any(stored in KEPT for stored in decoded):
-        note += " (embeddings, the head, and what is multiplied together with other types)"
-    return Kinds(bytes(wide), note)
+        place = _PLACES[kind]
+        layers[layer][place][stored] += 1
+        if not _fits(stored, shape[1]):
+            others.add((layer, place))
+    kept, decoded, numbers = Counter[str](), Counter[str](), bytearray()
+    for index, of_layer in enumerate(layers):
+        own = [
+            _INT8 if len(types) != 1 or (index, place) in others else BLOCKS[next(iter(types))]
+            for place, types in enumerate(of_layer)
+        ]
+        if _INT8 in own[_TOGETHER]:
+            own[_TOGETHER] = [_INT8] * 3
+        for types, kind_name in zip(of_layer, own, strict=True):
+            (decoded if kind_name == _INT8 else kept).update(types)
+        numbers += bytes(PACKED[name] for name in own)
+    for place in (_HEAD, _EMBEDDING):
+        # one matrix where they are tied
+        source = _EMBEDDING if config.tie_word_embeddings else place
+        head = place == _HEAD or config.tie_word_embeddings
+        own_bits = source in tables and (-1, source) not in others and not (screen_head and head)
+        name = BLOCKS[tables[source]] if own_bits else _INT8
+        numbers.append(PACKED[name])
+        if place in tables:
+            (decoded if name == _INT8 else kept)[tables[place]] += 1
+    note = f"{_counted(kept)} in their own bits"
+    if decoded:
+        note += f", {_counted(decoded)} as int8"
+    if set(kept) & set(decoded):
+        note += " (multiplied together with other types, or of rows that are no whole blocks)"
+    return Kinds(bytes(numbers), note)
+
+
+def _fits(stored: str, columns: int) -> bool:
+    """Whether the kernels have the type, and rows are whole blocks of theirs."""
+    kind = BLOCKS.get(stored)
+    return kind is not None and columns % (256 if kind.endswith("_k") else 32) == 0
+
+
+def _decoded(checkpoint: Checkpoint) -> str:
+    """What is not stored in bytes, or more bits than they have, and is decoded to them."""
+    types = Counter(
+        checkpoint.tensor_type(name)
+        for name in checkpoint.tensor_names()
+        if len(checkpoint.tensor_shape(name)) == 2
+    )
+    plain = ("Q8_0", "F16", "BF16", "F32", "F64")
+    few = Counter({stored: count for stored, count in types.items() if stored not in plain})
+    return f"{_counted(few)} decoded to int8" if few else ""
 
 
 def packed_bytes(checkpoint: Checkpoint, dtype: str) -> int:
     """Bytes of the matrices as the library packs them, ``NativeModel.weight_bytes``, without
     loading any: in panels of 32 rows, with a scale for each row of int8 (csrc/matrix.cpp)."""
     config = checkpoint.config
-    wide = choose_kinds(checkpoint, dtype).wide or bytes(config.num_hidden_layers)
-
-    def packed(rows: int, columns: int, kind: str) -> int:
-        rows = _padded(rows, _PANEL)
-        if kind == "q4":
-            # a nibble for each value, and a scale and a minimum in halves for each group
-            return rows * columns // _GROUP * (_GROUP // 2 + 4)
-        width = {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
-        return rows * (_padded(columns * width, 4) + 4 * (kind == "int8"))
-
-    table = "int8" if dtype == "q4" else dtype
+    numbers = choose_kinds(checkpoint, dtype).numbers
+    count = config.num_hidden_layers * len(_MATRICES)
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size
-    shapes = (
-        (1, heads + 2 * keys, hidden),
-        (2, hidden, heads),
-        # gate and up lie in one another
-        (4, 2 * _padded(inner, _PANEL // 2), hidden),
-        (8, hidden, inner),
-    )
-    total = packed(config.vocab_size, hidden, table) * (1 if config.tie_word_embeddings else 2)
-    for layer in wide:
-        for bit, rows, columns in shapes:
-            whole = dtype == "q4" and not layer & bit and columns % _GROUP == 0
-            total += packed(rows, columns, "q4" if whole else table)
+
+    def packed(rows: int, columns: int, kind: int | None, table: bool = False) -> int:
+        if kind is not None:
+            name = _NAMES[kind]
+        else:
+            name = _INT8 if dtype == "q4" and (table or columns % _GROUP) else dtype
+        rows = _padded(rows, _PANEL)
+        if name in _GROUP_BYTES:
+            columns_of, size = _GROUP_BYTES[name]
+            return rows // _PANEL * (columns // columns_of) * size
+        width = {"float32": 4, "bfloat16": 2, "int8": 1}[name]
+        return rows * (_padded(columns * width, 4) + 4 * (name == _INT8))
+
+    head, embedding = numbers[count:] or (None, None)
+    total = packed(config.vocab_size, hidden, head, True)
+    if not config.tie_word_embeddings:
+        total += packed(config.vocab_size, hidden, embedding, True)
+    for layer in range(config.num_hidden_layers):
+        of_layer = numbers[layer * len(_MATRICES) :][: len(_MATRICES)] or [None] * len(_MATRICES)
+        # those of one kind are one matrix
+        for kind, part in groupby(
+            zip(of_layer[:3], (heads, keys, keys), strict=True), key=itemgetter(0)
+        ):
+            total += packed(sum(rows for _, rows in part), hidden, kind)
+        for kind, rows, columns in zip(
+            of_layer[3:],
+            # gate and up lie in one another
+            (hidden, 2 * _padded(inner, _PANEL // 2), hidden),
+            (heads, hidden, inner),
+            strict=True,
+        ):
+            total += packed(rows, columns, kind)
     return total
 
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 13
+ABI: Final = 14
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -60,6 +60,7 @@ class Config(ctypes.Structure):
         ("o_bias", c_int32),
         ("mlp_bias", c_int32),
         ("weights", c_int32),
+        ("headless", c_int32),
         ("kv", c_int32),
         ("threads", c_int32),
         ("screens", c_int32),
@@ -72,7 +73,7 @@ class Config(ctypes.Structure):
         ("attention_scale", c_float),
         ("ropes", c_char_p),
         ("sliding", c_char_p),
-        ("wide", c_char_p),
+        ("kinds", c_char_p),
         ("isa", c_char_p),
     )
 
@@ -139,6 +140,8 @@ _SIGNATURES: Final = {
     "paceline_load": (c_int, (c_void_p, c_int, c_int64, c_int, c_void_p, c_int64, c_int64)),
     "paceline_set_rope": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "paceline_ready": (c_int, (c_void_p,)),
+    "paceline_piece": (c_void_p, (c_void_p, c_int64, POINTER(c_int64))),
+    "paceline_restored": (c_int, (c_void_p,)),
     "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
     "paceline_copy_blocks": (c_int, (c_void_p, c_void_p, c_void_p, c_int64)),
     "paceline_draw": (c_int, (c_void_p, POINTER(Draw))),

@@ -9,8 +9,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline import __version__
 from paceline.backends.machine import choose_threads
-from paceline.backends.native.library import Config, Step, check, library
+from paceline.backends.native.library import ABI, Config, Step, check, library
+from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
@@ -32,6 +34,8 @@ CHOICES: Final = ("settled", "too_many", "whole")
 Integers = NDArray[np.integer[Any]]
 _TILE: Final = 16
 _MAX_HEAD_DIM: Final = 256
+# of a layer
+_KINDS: Final = 6
 
 
 # knobs of ModelConfig that the kernels know at these values alone, and what others are
@@ -116,8 +120,11 @@ class NativeModel:
         isa: a name of ``variants()``; None: the best.
         screen_head: find the likeliest tokens of one or two rows without reading the whole head
             (csrc/screen.cpp), right but for errors of more than 6 standard deviations.
-        wide: a byte a layer, of the matrices that are int8 though ``dtype`` is "q4"
-            (``kinds.Kinds``); empty: none.
+        kinds: a number for each matrix (``kinds.Kinds``); empty: all have ``dtype``, but for
+            tables and odd widths, which are int8 beside "q4".
+        has_head: False: only ``hidden`` will be asked for, and ``tensors`` have no head.
+        copies: where a copy of the packed weights may lie, which is read instead of ``tensors``,
+            or else is to be kept.
 
     Raises:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
@@ -137,7 +144,9 @@ class NativeModel:
         isa: str | None = None,
         screen_head: bool = False,
         sliding_rope: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None,
-        wide: bytes = b"",
+        kinds: bytes = b"",
+        has_head: bool = True,
+        copies: PackedCopies | None = None,
     ) -> None:
         self._handle: int | None = None
         self._library = library()
@@ -150,8 +159,9 @@ class NativeModel:
         reason = unsupported_reason(config, block_size)
         if reason is not None:
             raise ConfigError(reason)
-        if wide and len(wide) != config.num_hidden_layers:
-            raise ConfigError(f"{len(wide)} bytes of wide for {config.num_hidden_layers} layers")
+        wanted = config.num_hidden_layers * _KINDS + 2
+        if kinds and len(kinds) != wanted:
+            raise ConfigError(f"{len(kinds)} kinds of matrices, expected {wanted}")
         tables = [_checked_tables(config, *rope)]
         if config.sliding_rope is not None:
             if sliding_rope is None:
@@ -195,6 +205,7 @@ class NativeModel:
             o_bias=config.o_bias,
             mlp_bias=config.mlp_bias,
             weights=DTYPES[dtype],
+            headless=not has_head,
             kv=KV_DTYPES[kv_dtype],
             threads=choose_threads(threads),
             screens=screen_head,
@@ -209,15 +220,24 @@ class NativeModel:
             attention_scale=config.attention_scale or 0.0,
             ropes=bytes(ropes),
             sliding=sliding,
-            wide=wide or None,
+            kinds=kinds or None,
             isa=None if isa is None else isa.encode(),
         )
         self._handle = self._library.paceline_create(ctypes.byref(values))
         if self._handle is None:
             check(-1)
         try:
-            for name, tensor in tensors:
-                self._load(name, tensor)
+            about = {
+                "abi": ABI, "version": __version__, "isa": self.isa, "dtype": dtype,
+                "kinds": kinds.hex(), "has_head": has_head,
+            }  # fmt: skip
+            if copies is not None and copies.read(about, self._pieces()):
+                check(self._library.paceline_restored(self._handle))
+            else:
+                for name, tensor in tensors:
+                    self._load(name, tensor)
+                if copies is not None:
+                    copies.write(about, self._pieces())
             for index, (cos, sin) in enumerate(tables):
                 check(
                     self._library.paceline_set_rope(
@@ -242,6 +262,15 @@ class NativeModel:
             self._handle, kind, layer, type_number, data.ctypes.data, rows, columns
         )
         check(status)
+
+    def _pieces(self) -> list[memoryview]:
+        """The memory of all that ``tensors`` are packed into."""
+        pieces: list[memoryview] = []
+        size = ctypes.c_int64()
+        while address := self._library.paceline_piece(self.handle, len(pieces), ctypes.byref(size)):
+            memory = (ctypes.c_uint8 * size.value).from_address(address)
+            pieces.append(memoryview(memory).cast("B"))
+        return pieces
 
     @property
     def kv_bytes_per_block(self) -> int:

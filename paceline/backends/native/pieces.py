@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.native.library import Step, check, library
-from paceline.backends.native.model import DTYPES, Integers, NativeModel
-from paceline.backends.native.tensors import TYPES, RawTensor, Tensor
+from paceline.backends.native.model import Integers, NativeModel
+from paceline.backends.native.tensors import PACKED, TYPES, RawTensor, Tensor
 from paceline.core.errors import ConfigError
 
 __all__ = [
@@ -29,7 +29,8 @@ __all__ = [
 
 
 class PackedMatrix:
-    """One weight matrix [rows, columns], packed; the product alone, without an epilogue."""
+    """One weight matrix [rows, columns], packed as a kind of ``PACKED``; the product alone, without
+    an epilogue."""
 
     def __init__(
         self, weights: Tensor, dtype: str, *, threads: int = 1, isa: str | None = None
@@ -47,7 +48,7 @@ class PackedMatrix:
         self.shape = (data.shape[0], columns)
         name = None if isa is None else isa.encode()
         self._handle = self._library.paceline_matrix(
-            DTYPES[dtype], kind, data.ctypes.data, *self.shape, threads, name
+            PACKED[dtype], kind, data.ctypes.data, *self.shape, threads, name
         )
         if self._handle is None:
             check(-1)
@@ -107,7 +108,7 @@ def peak_rate(dtype: str, threads: int, isa: str | None = None) -> float:
         isa: None: the best variant.
     """
     name = None if isa is None else isa.encode()
-    rate: float = library().paceline_peak(name, DTYPES[dtype], threads)
+    rate: float = library().paceline_peak(name, PACKED[dtype], threads)
     check(0 if rate >= 0 else -1)
     return rate
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.native.kinds import choose_kinds
 from paceline.backends.native.model import NativeModel
+from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.tensors import checkpoint_tensors
 from paceline.backends.rope import rotary_tables
@@ -122,6 +123,8 @@ class NativeLoader:
     screen_head: bool = False
     # False: hidden states are wanted, and no logits
     has_head: bool = True
+    # of packed weights, on disk
+    copies: PackedCopies | None = None
 
     # memory is taken when it is written
     max_host_bytes = math.inf
@@ -142,7 +145,7 @@ class NativeLoader:
         sliding = config.sliding_rope
         model = NativeModel(
             config,
-            checkpoint_tensors(self.checkpoint, in_bits=self.dtype == "q4"),
+            checkpoint_tensors(self.checkpoint, has_head=self.has_head, in_bits=self.dtype == "q4"),
             rotary_tables(config, self.max_model_len),
             sliding_rope=None
             if sliding is None
@@ -154,7 +157,9 @@ class NativeLoader:
             threads=self.threads,
             isa=self.isa,
             screen_head=self.screen_head,
-            wide=choose_kinds(self.checkpoint, self.dtype).wide,
+            kinds=choose_kinds(self.checkpoint, self.dtype, screen_head=self.screen_head).numbers,
+            has_head=self.has_head,
+            copies=self.copies,
         )
 
         def move(count: int) -> None:

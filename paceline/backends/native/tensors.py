@@ -14,7 +14,17 @@ from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.core.errors import CheckpointError
 
-__all__ = ["KEPT", "KINDS", "TYPES", "RawTensor", "Tensor", "checkpoint_tensors", "locate"]
+__all__ = [
+    "BLOCKS",
+    "KEPT",
+    "KINDS",
+    "PACKED",
+    "TYPES",
+    "RawTensor",
+    "Tensor",
+    "checkpoint_tensors",
+    "locate",
+]
 
 # GGUF's names and numbers of the types that the library reads
 TYPES: Final = {
@@ -22,8 +32,14 @@ TYPES: Final = {
     "BF16": 30,
 }  # fmt: skip
 
-# those whose blocks 4-bit weights take as they are (csrc/matrix.cpp): no weight is
-# rounded again. Only a scale of Q4_K, six bits times a half, is rounded to a half (1 in 2048)
+# kinds of packed matrices by the library's numbers (csrc/kernels.h). The first four hold any type,
+# the others their own blocks alone
+PACKED: Final = {
+    "float32": 0, "bfloat16": 1, "int8": 2, "q4": 3, "q4_0": 4, "q4_k": 5, "q5_k": 6, "q6_k": 7,
+}  # fmt: skip
+# kinds that hold a type's blocks in their own bits, so that no weight is rounded again
+BLOCKS: Final = {"Q4_0": "q4_0", "Q4_1": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+# types of files that "q4" keeps as they are
 KEPT: Final = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 
 # PacelineTensor by the name's part behind the layer
@@ -78,11 +94,12 @@ def locate(name: str) -> tuple[int, int]:
 
 
 def checkpoint_tensors(
-    checkpoint: Checkpoint, *, in_bits: bool = True
+    checkpoint: Checkpoint, *, has_head: bool = True, in_bits: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is.
 
     Args:
+        has_head: False: the output head is not read.
         in_bits: weights may be kept in 4 bits; else nothing is rounded to fit into blocks of them.
 
     Norms come as what the kernels multiply by: with what the model adds to the weight, and the last
@@ -90,6 +107,8 @@ def checkpoint_tensors(
     """
     config = checkpoint.config
     for name in checkpoint.tensor_names():
+        if name == "lm_head.weight" and not has_head:
+            continue
         tensor = _read(checkpoint, name, in_bits)
         if name.endswith("norm.weight") and not isinstance(tensor, RawTensor):
             tensor = tensor + np.float32(config.norm_offset)

@@ -1,4 +1,4 @@
-"""GGUF's K kinds: read as the ``gguf`` package does, and each matrix of a mixed file in its own."""
+"""GGUF's kinds: read as the ``gguf`` package does, and each matrix of a mixed file in its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from paceline.backends.native import (
     variants,
 )
 from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.tensors import BLOCKS, PACKED
 from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.core.errors import ConfigError
 from tests.checkpoints.builders import llama_metadata
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 # places of the halves of a block
-HALVES = {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+HALVES = {Q.Q4_0: (0,), Q.Q8_0: (0,), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+# bits a weight of matrices whose rows fill whole panels: those of the file
+BITS = {Q.Q4_0: 4.5, Q.Q4_K: 4.5, Q.Q5_K: 5.5, Q.Q6_K: 6.5625}
 HIDDEN, INNER, VOCAB, LAYERS = 256, 512, 64, 2
 
 
@@ -38,7 +42,7 @@ def _blocks(kind: Q, rows: int, columns: int, seed: int) -> NDArray[np.uint8]:
     blocks = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
     for place in HALVES[kind]:
         # of Q4_K and Q5_K, so that values lie around zero: the minimum is about 8 or 16 scales
-        factor = 2.0**-14 if kind == Q.Q6_K else 2.0**-11
+        factor = 2.0**-14 if kind == Q.Q6_K else 2.0**-6 if kind == Q.Q4_0 else 2.0**-11
         if place == 2:
             factor *= 7.5 if kind == Q.Q4_K else 15.5
         halves = rng.uniform(0.5, 1.0, blocks.shape[:2]) * factor
@@ -58,7 +62,26 @@ def test_blocks_are_read_as_gguf_reads_them(kind: Q) -> None:
     np.testing.assert_allclose(matrix.unpack(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_packed_q4_k_keeps_every_value_but_for_the_rounding_of_scales() -> None:
+@pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
+def test_kept_blocks_lose_nothing(kind: Q) -> None:
+    stored = _blocks(kind, 70, 768, 2)
+    first, *_ = HALVES[kind]
+    # a half that is subnormal, and a negative one, in both halves of a panel
+    for row in (3, 20):
+        stored[row, first : first + 2] = np.array([3e-6], dtype="<f2").view(np.uint8)
+        stored[row + 1, first : first + 2] = np.array([-0.01], dtype="<f2").view(np.uint8)
+    matrix = PackedMatrix(RawTensor(stored, kind.name, 768), BLOCKS[kind.name])
+    np.testing.assert_array_equal(matrix.unpack(), gguf.quants.dequantize(stored, kind))
+
+
+def test_kept_blocks_are_of_their_own_type() -> None:
+    with pytest.raises(ConfigError, match="blocks of their own type alone"):
+        PackedMatrix(RawTensor(_blocks(Q.Q5_K, 32, 256, 1), "Q5_K", 256), "q6_k")
+    with pytest.raises(ConfigError, match="whole blocks of 256 columns, got 288"):
+        PackedMatrix(np.ones((32, 288), dtype=np.float32), "q4_k")
+
+
+def test_q4_rounds_nothing_of_q4_k_but_scales() -> None:
     stored = _blocks(Q.Q4_K, 37, 768, 2)
     expected = gguf.quants.dequantize(stored, Q.Q4_K)
     packed = PackedMatrix(RawTensor(stored, "Q4_K", 768), "q4").unpack()
@@ -72,17 +95,22 @@ def test_packed_q4_k_keeps_every_value_but_for_the_rounding_of_scales() -> None:
 
 
 @pytest.mark.parametrize("isa", variants())
-def test_products_of_q4_k_are_those_of_its_values(isa: str) -> None:
-    stored = _blocks(Q.Q4_K, 70, 512, 3)
-    weights = gguf.quants.dequantize(stored, Q.Q4_K).astype(np.float64)
+@pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
+def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
+    stored = _blocks(kind, 70, 512, 3)
+    weights = gguf.quants.dequantize(stored, kind).astype(np.float64)
     # whole numbers up to 127 in each group: nothing of them is lost in 8 bits
-    x = np.random.default_rng(4).integers(-127, 128, (14, 512)).astype(np.float32)
+    x = np.random.default_rng(4).integers(-127, 128, (215, 512)).astype(np.float32)
     x[:, ::32] = 127
-    matrix = PackedMatrix(RawTensor(stored, "Q4_K", 512), "q4", isa=isa)
+    # values at the ends of their range, whose sums are the largest that there are
+    x[7] = 127
+    x[8] = -127
+    matrix = PackedMatrix(RawTensor(stored, kind.name, 512), BLOCKS[kind.name], isa=isa)
     whole = matrix.multiply(x)
     size = np.abs(x) @ np.abs(weights).T
-    assert (np.abs(whole - x @ weights.T) <= 2.0**-9 * size).all()
-    for rows in (1, 2, 3, 5, 6, 7, 13):
+    # what is left is the rounding of sums in float32
+    assert (np.abs(whole - x @ weights.T) <= 2.0**-22 * size).all()
+    for rows in (1, 2, 3, 5, 6, 7, 13, 209):
         # a row's bits do not depend on who else is multiplied
         np.testing.assert_array_equal(matrix.multiply(x[:rows]), whole[:rows])
 
@@ -133,13 +161,12 @@ def _file(path: Path, kinds: dict[str, Q]) -> GGUFCheckpoint:
 
 
 def _logits(
-    checkpoint: GGUFCheckpoint, dtype: str, wide: bytes, isa: str | None = None
+    checkpoint: GGUFCheckpoint, dtype: str, kinds: bytes, isa: str | None = None
 ) -> NDArray[np.float32]:
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
-        dtype=dtype, kv_dtype="float32", num_blocks=2, threads=2, wide=wide, isa=isa,
+        dtype=dtype, kv_dtype="float32", num_blocks=2, threads=2, kinds=kinds, isa=isa,
     )  # fmt: skip
-    # so few rows that no level takes its int8 copy for many
     rows = np.arange(5)
     out = model.forward(rows * 13 % VOCAB, rows, np.array([0, 5]), np.array([[1, 0]]), rows).copy()
     model.close()
@@ -149,29 +176,62 @@ def _logits(
 @pytest.mark.parametrize("isa", variants())
 def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) -> None:
     checkpoint = _file(
-        tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q6_K}
+        tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q5_K}
     )
     kinds = choose_kinds(checkpoint, "q4")
-    # down in both layers; in the second q and k too, which are multiplied together with v
-    assert kinds.wide == bytes([8, 9])
-    assert kinds.note.startswith("9 Q4_K in their 4 bits, 2 Q4_K, 4 Q6_K as int8")
+    q4, q5, q6 = PACKED["q4_k"], PACKED["q5_k"], PACKED["q6_k"]
+    assert kinds.numbers == bytes([q4, q4, q4, q4, q4, q5, q4, q4, q6, q4, q4, q5, q6, q6])
+    assert kinds.note == "11 Q4_K, 2 Q5_K, 2 Q6_K in their own bits"
     exact = _logits(checkpoint, "float32", b"")
 
-    def error(dtype: str, wide: bytes = b"") -> float:
-        out = _logits(checkpoint, dtype, wide, isa)
+    def error(dtype: str, numbers: bytes = b"") -> float:
+        out = _logits(checkpoint, dtype, numbers, isa)
         return float(np.sqrt(((out - exact) ** 2).mean()) / exact.std())
 
-    kept = error("q4", kinds.wide)
-    assert kept <= error("int8")
+    kept = error("q4", kinds.numbers)
+    assert kept <= 1.2 * error("int8")
     # what the same file loses if its six bits become four
     assert error("q4") > 2 * kept
 
 
+def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:
+    checkpoint = _file(tmp_path / "m.gguf", {"1.attn_v": Q.Q8_0, "0.ffn_up": Q.Q6_K})
+    kinds = choose_kinds(checkpoint, "q4")
+    q4, int8 = PACKED["q4_k"], PACKED["int8"]
+    # with v in the second layer q and k, which multiply the same rows; with up the gate
+    assert kinds.numbers == bytes([q4] * 4 + [int8, q4] + [int8] * 3 + [q4] * 3 + [q4, q4])
+    assert kinds.note == (
+        "10 Q4_K in their own bits, 3 Q4_K, 1 Q6_K, 1 Q8_0 as int8 (multiplied together with other "
+        "types, or of rows that are no whole blocks)"
+    )
+    assert np.isfinite(_logits(checkpoint, "q4", kinds.numbers)).all()
+    # a head that is screened is int8, and the table is the head here
+    screened = choose_kinds(checkpoint, "q4", screen_head=True)
+    assert screened.numbers == kinds.numbers[:-2] + bytes([int8, int8])
+
+
 def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:
     checkpoint = _file(tmp_path / "m.gguf", {})
-    assert choose_kinds(checkpoint, "q4").wide == bytes(LAYERS)
-    assert choose_kinds(checkpoint, "int8").note == ""
+    assert set(choose_kinds(checkpoint, "q4").numbers) == {PACKED["q4_k"]}
+    assert choose_kinds(checkpoint, "int8").note == "15 Q4_K decoded to int8"
+    assert choose_kinds(checkpoint, "bfloat16").note == ""
     six = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up", "attn_output"), Q.Q6_K)
     rounded = choose_kinds(_file(tmp_path / "six.gguf", six), "q4")
     # somebody asked for 4 bits, of a file that has more
-    assert rounded.wide == b"" and rounded.note == ""
+    assert rounded.numbers == b"" and rounded.note == ""
+
+
+def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
+    checkpoint = _file(tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "ffn_down": Q.Q6_K})
+    numbers = choose_kinds(checkpoint, "q4").numbers
+    model = NativeModel(
+        checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
+        dtype="q4", num_blocks=2, threads=1, kinds=numbers,
+    )  # fmt: skip
+    stored = sum(
+        checkpoint.raw_tensor(name)[0].nbytes
+        for name in checkpoint.tensor_names()
+        if len(checkpoint.tensor_shape(name)) == 2
+    )
+    assert model.weight_bytes == stored
+    model.close()

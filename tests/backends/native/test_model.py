@@ -346,6 +346,24 @@ def test_bad_options_are_refused(option: dict[str, object], message: str) -> Non
 
 
 @native
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_without_a_head_has_hidden_states(tied: bool) -> None:
+    config = tiny_config(tie_word_embeddings=tied)
+    weights = random_weights(config, 1)
+    whole = _make(config, weights, "int8")
+    tensors = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    model = _make(config, tensors, "int8", has_head=False)
+    ids, rows = np.arange(9), np.arange(9)
+    step = (ids, rows, np.array([0, 9]), np.array([[0]]), rows)
+    np.testing.assert_array_equal(model.hidden(*step), whole.hidden(*step))
+    # of two tables one is left
+    table = -(-config.vocab_size // 32) * 32 * (-(-config.hidden_size // 4) * 4 + 4)
+    assert whole.weight_bytes - model.weight_bytes == (0 if tied else table)
+    with pytest.raises(ConfigError, match="this model has no head"):
+        model.forward(*step)
+
+
+@native
 def test_closed_model_says_so() -> None:
     model = _make(FAMILIES["llama"], random_weights(FAMILIES["llama"], 1), "float32")
     model.close()

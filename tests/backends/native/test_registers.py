@@ -40,10 +40,12 @@ TILES = {
     ("avx2", "TileFloat<(paceline::Weights)1>", 6): 2,
     ("avx2", "TileI8", 4): 0,
     ("avx2", "TileI8", 2): 0,
-    ("avx2", "TileQ4", 4): 8,
+    ("avx2", "TileQ4<(paceline::Weights)3>", 4): 8,
+    ("avx2", "TileQ4<(paceline::Weights)4>", 4): 8,
     ("avxvnni", "TileI8", 6): 0,
     ("avxvnni", "TileI8", 2): 0,
-    ("avxvnni", "TileQ4", 6): 12,
+    ("avxvnni", "TileQ4<(paceline::Weights)3>", 6): 12,
+    ("avxvnni", "TileQ4<(paceline::Weights)4>", 6): 12,
 }
 
 

@@ -1,0 +1,181 @@
+"""Copies of packed weights on disk, from which a model starts without packing them again.
+
+A copy is a file ``<key>.packed``: a header with the sizes of its pieces, the pieces, and the
+header's digest behind them. It is written beside its name, flushed to disk and then renamed, so
+what a crash or a full disk leaves is never taken for a copy. A copy whose size, header or end is
+not what this model needs is not read either. The bytes themselves are trusted: hashing them would
+take as long as packing does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.checkpoints.gguf_parts import gguf_files
+
+__all__ = ["PackedCopies", "fingerprint"]
+
+_log = logging.getLogger(__name__)
+
+_MAGIC: Final = b"paceline packed 1"
+_SUFFIX: Final = ".packed"
+_PARTIAL: Final = ".part"
+# what is written in one call
+_CHUNK: Final = 64 << 20
+# of a file, what its fingerprint reads: both ends, and places between
+_ENDS: Final = 1 << 20
+_PLACES: Final = 64
+_PLACE: Final = 1 << 14
+# a part that nobody has written to for so long belongs to a process that is gone
+_ABANDONED_S: Final = 3600.0
+
+
+def fingerprint(path: Path) -> str:
+    """A digest of a model's files: of their names, sizes and times of change, and of some two
+    megabytes of each. Hashing them whole would take longer than packing."""
+    if path.is_dir():
+        files: Iterable[Path] = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    else:
+        files = gguf_files(path)
+    digest = hashlib.sha256()
+    for file in files:
+        about = file.stat()
+        digest.update(json.dumps([file.name, about.st_size, about.st_mtime_ns]).encode())
+        with file.open("rb") as data:
+            digest.update(data.read(_ENDS))
+            for place in range(_PLACES):
+                data.seek(about.st_size * place // _PLACES)
+                digest.update(data.read(_PLACE))
+            data.seek(max(0, about.st_size - _ENDS))
+            digest.update(data.read(_ENDS))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCopies:
+    """Copies in a folder, at most ``max_bytes`` of them together: those used longest ago go first.
+
+    Several processes may share the folder. No method raises for what the disk does: a copy that
+    cannot be read or written is logged and done without.
+    """
+
+    folder: Path
+    max_bytes: int
+    # of the model's files, see ``fingerprint``
+    source: str
+
+    def read(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> bool:
+        """Fill ``pieces`` from the copy of this model, if there is one.
+
+        Args:
+            about: what the bytes depend on beside the model's files; JSON.
+            pieces: writable; untouched unless True is returned, or reading breaks off.
+        """
+        path, header = self._path(about), self._header(about, pieces)
+        trailer = hashlib.sha256(header).digest()
+        began = time.monotonic()
+        try:
+            with path.open("rb", buffering=0) as file:
+                wanted = len(header) + sum(map(len, pieces)) + len(trailer)
+                found = os.fstat(file.fileno()).st_size
+                end = os.pread(file.fileno(), len(trailer), max(0, found - len(trailer)))
+                if found != wanted or end != trailer or file.read(len(header)) != header:
+                    _log.warning("packed_copy=%s refused: %d bytes, not a whole copy", path, found)
+                    return False
+                for piece in pieces:
+                    _fill(file.fileno(), piece)
+            # who is used least is told by the time
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            _log.warning("packed_copy=%s not read: %s", path, error.strerror)
+            return False
+        _log.info(
+            "packed_copy=%s read: %d MiB in %.2f s", path, wanted >> 20, time.monotonic() - began
+        )
+        return True
+
+    def write(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> None:
+        """Keep a copy of this model, and let go of others until all fit."""
+        path, header = self._path(about), self._header(about, pieces)
+        size = len(header) + sum(map(len, pieces)) + hashlib.sha256().digest_size
+        if size > self.max_bytes:
+            _log.warning(
+                "packed_copy=none: %d MiB are more than the %d MiB of --packed-cache",
+                size >> 20, self.max_bytes >> 20,
+            )  # fmt: skip
+            return
+        partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(size, path)
+            try:
+                with partial.open("wb", buffering=0) as file:
+                    for piece in (memoryview(header), *pieces):
+                        for at in range(0, len(piece), _CHUNK):
+                            _put(file.fileno(), piece[at : at + _CHUNK])
+                    _put(file.fileno(), memoryview(hashlib.sha256(header).digest()))
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("packed_copy=%s not written: %s", path, error.strerror)
+            return
+        _log.info("packed_copy=%s written: %d MiB", path, size >> 20)
+
+    def _make_room(self, size: int, path: Path) -> None:
+        """Remove copies until one of ``size`` fits, and parts that were abandoned."""
+        for part in self.folder.glob(f".*{_PARTIAL}"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                    part.unlink()
+        others: list[tuple[float, int, Path]] = []
+        for file in self.folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                # the one that is about to be replaced takes no room
+                if file != path:
+                    about = file.stat()
+                    others.append((about.st_mtime, about.st_size, file))
+        taken = sum(of_file for _, of_file, _ in others)
+        for _, of_file, file in sorted(others):
+            if taken + size <= self.max_bytes:
+                return
+            file.unlink(missing_ok=True)
+            taken -= of_file
+            _log.info("packed_copy=%s removed: used longest ago", file)
+
+    def _path(self, about: Mapping[str, object]) -> Path:
+        return self.folder / f"{self._key(about)}{_SUFFIX}"
+
+    def _key(self, about: Mapping[str, object]) -> str:
+        text = json.dumps({"source": self.source, **about}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+    def _header(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> bytes:
+        sizes = json.dumps([self._key(about), *map(len, pieces)])
+        return _MAGIC + len(sizes).to_bytes(8, "little") + sizes.encode()
+
+
+def _fill(file: int, piece: memoryview) -> None:
+    while len(piece):
+        count = os.readv(file, [piece])
+        if not count:
+            raise OSError(errno.EIO, "it became shorter while it was read")
+        piece = piece[count:]
+
+
+def _put(file: int, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[os.write(file, piece) :]

@@ -1,0 +1,170 @@
+"""Copies of packed weights on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.backends.native import NativeModel, unavailable_reason
+from paceline.backends.native.packed import PackedCopies, fingerprint
+from tests.backends.native.reference import random_weights, rope_tables, tiny_config
+
+native = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+ABOUT = {"isa": "any"}
+
+
+def _pieces(*values: bytes) -> list[memoryview]:
+    return [memoryview(bytearray(value)) for value in values]
+
+
+def _empty(pieces: list[memoryview]) -> list[memoryview]:
+    return _pieces(*(bytes(len(piece)) for piece in pieces))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix == ".packed")
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> PackedCopies:
+    return PackedCopies(tmp_path / "packed", 10_000, "a model")
+
+
+def test_what_was_written_is_read(copies: PackedCopies) -> None:
+    pieces = _pieces(b"some", b"weights", b"x" * 1000)
+    assert not copies.read(ABOUT, _empty(pieces))
+    copies.write(ABOUT, pieces)
+    found = _empty(pieces)
+    assert copies.read(ABOUT, found)
+    assert found == pieces
+    # of another level, another file or other sizes there is none
+    assert not copies.read({"isa": "other"}, _empty(pieces))
+    assert not PackedCopies(copies.folder, 10_000, "b").read(ABOUT, _empty(pieces))
+    assert not copies.read(ABOUT, _pieces(b"some", b"weigh", b"x" * 1002))
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "end", "header", "zeros"])
+def test_a_torn_copy_is_not_read(copies: PackedCopies, damage: str) -> None:
+    pieces = _pieces(b"some", b"weights")
+    copies.write(ABOUT, pieces)
+    [path] = _files(copies.folder)
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        del data[-40:]
+    elif damage == "longer":
+        data += b"x"
+    elif damage == "end":
+        data[-1] ^= 1
+    elif damage == "header":
+        data[30] ^= 1
+    else:
+        # a size that was written before its data
+        data[40:] = bytes(len(data) - 40)
+    path.write_bytes(data)
+    found = _empty(pieces)
+    assert not copies.read(ABOUT, found)
+    assert found == _empty(pieces)
+    # and is replaced
+    copies.write(ABOUT, pieces)
+    assert copies.read(ABOUT, found)
+
+
+def test_copies_take_no_more_than_they_may(
+    copies: PackedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    about = [{"isa": str(number)} for number in range(4)]
+    for number, each in enumerate(about[:3]):
+        copies.write(each, _pieces(b"x" * 3000))
+        for path in _files(copies.folder):
+            if path.stat().st_mtime > 1000:
+                os.utime(path, (number, number))
+    # so the second is the one that was used longest ago
+    assert copies.read(about[0], _pieces(bytes(3000)))
+    copies.write(about[3], _pieces(b"x" * 3000))
+    there = [copies.read(each, _pieces(bytes(3000))) for each in about]
+    assert there == [True, False, True, True]
+    assert sum(path.stat().st_size for path in _files(copies.folder)) <= 10_000
+    with caplog.at_level(logging.WARNING):
+        copies.write(ABOUT, _pieces(b"x" * 20_000))
+    assert "more than the 0 MiB of --packed-cache" in caplog.text
+    assert len(_files(copies.folder)) == 3
+
+
+def test_what_was_left_half_written_goes(copies: PackedCopies) -> None:
+    copies.folder.mkdir()
+    left = [copies.folder / f".{name}.packed.7.part" for name in ("old", "new")]
+    for path in left:
+        path.write_bytes(b"half")
+    os.utime(left[0], (0, 0))
+    copies.write(ABOUT, _pieces(b"x"))
+    assert [path.exists() for path in left] == [False, True]
+
+
+def test_a_disk_that_fails_costs_the_copy_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    copies = PackedCopies(tmp_path / "file" / "below", 10_000, "a model")
+    with caplog.at_level(logging.WARNING):
+        copies.write(ABOUT, _pieces(b"x"))
+        assert not copies.read(ABOUT, _pieces(b"x"))
+    assert "not written: Not a directory" in caplog.text
+
+
+def test_fingerprints_are_of_contents_and_times(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"a" * 100)
+    first = fingerprint(path)
+    assert fingerprint(path) == first
+    times = path.stat().st_mtime_ns
+    path.write_bytes(b"a" * 99 + b"b")
+    os.utime(path, ns=(times, times))
+    assert fingerprint(path) != first
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = fingerprint(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert fingerprint(folder) != before
+
+
+@native
+@pytest.mark.parametrize("dtype", ["q4", "int8", "float32"])
+def test_a_model_starts_from_its_copy(tmp_path: Path, dtype: str) -> None:
+    config = tiny_config(
+        qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, tie_word_embeddings=False,
+        vocab_size=2000, hidden_size=128,
+    )  # fmt: skip
+    weights = random_weights(config, 1)
+    copies = PackedCopies(tmp_path, 1 << 30, "a model")
+    taken = []
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in weights.items():
+            taken.append(name)
+            yield name, tensor
+
+    def logits() -> np.ndarray:
+        model = NativeModel(
+            config, tensors(), rope_tables(config, 64), dtype=dtype, num_blocks=2, threads=2,
+            screen_head=dtype == "int8", copies=copies,
+        )  # fmt: skip
+        rows = np.arange(9)
+        step = (rows, rows, np.array([0, 9]), np.array([[0]]), rows)
+        out = model.forward(*step).copy()
+        model.forward(*step[:4], rows[-1:], needs_logits=False)
+        assert model.likeliest[0] == out[-1].argmax()
+        assert model.choices()["settled"] == (dtype == "int8")
+        model.close()
+        return out
+
+    first = logits()
+    assert len(taken) == len(weights)
+    np.testing.assert_array_equal(logits(), first)
+    # nothing was read for the second
+    assert len(taken) == len(weights)
