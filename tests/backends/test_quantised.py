@@ -232,7 +232,7 @@ def test_four_bits_are_kept(layout: str, exact: bool, tmp_path: Path) -> None:
     assert checkpoint.config.stored_dtype == "Q4_1"
     kinds = choose_kinds(checkpoint, "q4")
     # seven matrices in each of three layers, and the embedding and the head
-    assert kinds.note.startswith("21 Q4_1 in their 4 bits, 2 ")
+    assert kinds.note.startswith("21 Q4_1 in their own bits, 2 ")
     largest = 0.0
     for name, tensor in checkpoint_tensors(checkpoint):
         if not isinstance(tensor, RawTensor) or tensor.type != "Q4_1":
