@@ -39,7 +39,7 @@ from paceline.core.errors import CheckpointError
 __all__ = ["FP8", "Q4", "Quantisation", "QuantisedMatrix", "quantisation_of"]
 
 # what matrices are said to be stored as: bytes that are no integers; integers of 8 bits; of 4 bits
-# in blocks that GGUF has too; and of 4 bits whose groups are no runs of inputs
+# in blocks that GGUF has too; and of 4 bits that lie otherwise, or have other scales than halves
 FP8: Final = "FP8"
 _INT8: Final = "INT8"
 Q4: Final = "Q4_1"
@@ -84,8 +84,8 @@ class QuantisedMatrix(Protocol):
         ...
 
     def values(self) -> NDArray[np.float32]:
-        """Exactly what they stand for, but that FP8 with its scale is rounded to float32. Raises
-        CheckpointError for groups that are not there."""
+        """What they stand for, in float32: of FP8 and of scales that are no halves the products
+        are rounded to it, else nothing is."""
         ...
 
     def blocks(self) -> NDArray[np.uint8]:
@@ -214,9 +214,11 @@ class Quantisation:
                 raise CheckpointError(f"{base}.g_idx names groups that are not among its {groups}")
             if np.array_equal(order, np.arange(inputs) // size):
                 order = None
-        dtype = _INT8
-        if self.bits == 4:
-            dtype = Q4 if order is None and size % _BLOCK == 0 and inputs % _BLOCK == 0 else _INT4
+        dtype = _INT8 if self.bits == 8 else _INT4
+        # a block's scale is a half
+        in_blocks = order is None and not size % _BLOCK and not inputs % _BLOCK
+        if self.bits == 4 and in_blocks and scales.dtype == "F16":
+            dtype = Q4
         return _Packed(
             qweight, parts["qzeros"], scales, dtype, self.bits, size, self.zero_offset, is_awq,
             order, slice(0, outputs),
