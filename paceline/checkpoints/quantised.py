@@ -215,9 +215,8 @@ class Quantisation:
             if np.array_equal(order, np.arange(inputs) // size):
                 order = None
         dtype = _INT8 if self.bits == 8 else _INT4
-        # a block's scale is a half
         in_blocks = order is None and not size % _BLOCK and not inputs % _BLOCK
-        if self.bits == 4 and in_blocks and scales.dtype == "F16":
+        if self.bits == 4 and in_blocks and _are_halves(scales):
             dtype = Q4
         return _Packed(
             qweight, parts["qzeros"], scales, dtype, self.bits, size, self.zero_offset, is_awq,
@@ -432,6 +431,15 @@ def _group_size(raw: Mapping[str, Any]) -> int:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 1 <= value < 1 << 31
+
+
+def _are_halves(scales: SafetensorsEntry) -> bool:
+    """Whether halves, which scales of blocks are, hold all of them exactly."""
+    if scales.dtype == "F16":
+        return True
+    values = values_of(scales)
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
 
 
 def _within(outer: slice, inner: slice) -> slice:
